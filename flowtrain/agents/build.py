@@ -1,0 +1,66 @@
+"""Put the flow together as `[agent]` and `[rollout]` say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flowtrain import config as cfg
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.flow import Flow, FlowLimits
+from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
+from flowtrain.agents.planner import Planner, PolicyPlanner
+from flowtrain.agents.prompts import ChatTokenizer, CompactPrompt, FullPrompt, PlannerPrompt
+from flowtrain.agents.tools import BaseGenerator, PythonCoder, Sandbox, Search, Tool
+from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
+from flowtrain.rollout.engine import Engine
+from flowtrain.types import UserError
+
+if TYPE_CHECKING:
+    from flowtrain.tasks.sets import TaskSet
+
+_RULES = {
+    "facts": (facts_enough, last_result),
+    "gameof24": (gameof24_enough, last_expression),
+    "file": (any_result_enough, last_result),
+}
+"""What the rule-based verifier and generator of a family of tasks go by."""
+
+
+def make_tools(config: cfg.Config, tasks: TaskSet) -> dict[str, Tool]:
+    """The tools that `agent.tools` names, by name; close them when done."""
+    makers = {
+        "Search": lambda: Search(tasks.passages),
+        "Python_Coder": lambda: PythonCoder(Sandbox(timeout_s=config.agent.tool_timeout_s)),
+        "Base_Generator": lambda: BaseGenerator(tasks.guesses),
+    }
+    unknown = [name for name in config.agent.tools if name not in makers]
+    if unknown or not config.agent.tools:
+        raise UserError(f"agent.tools={list(config.agent.tools)} may hold {', '.join(makers)}")
+    return {name: makers[name]() for name in config.agent.tools}
+
+
+def make_prompt(config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTokenizer) -> PlannerPrompt:
+    if config.agent.prompt == "compact":
+        return CompactPrompt()
+    if not tokenizer.chat_template:
+        raise UserError(f"model.path={config.model.path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'")
+    return FullPrompt(list(tools.values()), tokenizer)
+
+
+def make_planner(
+    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float
+) -> PolicyPlanner:
+    rollout = config.rollout
+    if rollout.max_new_tokens >= engine.max_tokens:
+        raise UserError(f"rollout.max_new_tokens={rollout.max_new_tokens} must be below the model's {engine.max_tokens} positions")
+    return PolicyPlanner(
+        engine, tokenizer, prompt, config.agent.tools, rollout.max_new_tokens, temperature, rollout.request_timeout_s
+    )
+
+
+def make_flow(config: cfg.Config, planner: Planner, tools: Mapping[str, Tool], max_turns: int) -> Flow:
+    agent = config.agent
+    is_enough, extract = _RULES[config.tasks.name]
+    executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
+    return Flow(planner, executor, RuleVerifier(is_enough), RuleGenerator(extract), FlowLimits(max_turns, agent.rollout_timeout_s))

@@ -1,0 +1,125 @@
+"""The planner, pi_theta(a^t | q, K, M^t): the only trained module."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.prompts import ChatTokenizer, PlannerPrompt
+from flowtrain.rollout.engine import Engine
+from flowtrain.seeds import derive_seed
+from flowtrain.types import Action, Completion, Sampling, Task
+
+NO_TOOL = "No matched tool given: "
+
+
+class PromptTooLong(Exception):
+    """The memory has outgrown the model's positions; the rollout ends with what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a planner decided and the tokens it took."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    text: str
+    action: Action | None
+    """None when the text was malformed."""
+
+
+class Planner(Protocol):
+    """Decides the next step. `turn` counts from 0; `seed` is the rollout's; the answer is due within `deadline_s` seconds."""
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlanner:
+    """The policy behind an engine. It reads the question and the memory, nothing else of the task."""
+
+    engine: Engine
+    tokenizer: ChatTokenizer
+    prompt: PlannerPrompt
+    tool_names: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float
+    request_timeout_s: float
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        """Raises PromptTooLong."""
+        prompt_ids = self.encode(task.question, memory)
+        if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
+            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
+        sampling = Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            seed=derive_seed(seed, turn),
+            deadline_s=min(self.request_timeout_s, deadline_s),
+        )
+        completion = await self.engine.generate(prompt_ids, sampling)
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        return Plan(prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names))
+
+    def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False))
+
+
+def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
+    """Read the four fields; None when there is no sub-goal or no tool name.
+
+    JSON with the keys justification, context, sub_goal, tool_name; else labelled lines, of which the last "Tool Name:" and the nearest
+    fields before it count. A tool that is not in the toolset keeps the turn: its name becomes "No matched tool given: ...".
+    """
+    fields = _json_fields(text) or _labelled_fields(text)
+    sub_goal, tool_name = fields.get("sub-goal", ""), fields.get("tool name", "")
+    if not sub_goal or not tool_name:
+        return None
+    return Action(fields.get("justification", ""), fields.get("context", ""), sub_goal, match_tool(tool_name, tool_names))
+
+
+def match_tool(name: str, tool_names: Collection[str]) -> str:
+    """The tool's own spelling; case and runs of spaces and underscores do not matter."""
+    wanted = _canonical(name)
+    return next((tool for tool in tool_names if _canonical(tool) == wanted), NO_TOOL + name)
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[\s_]+", "_", name.strip()).casefold()
+
+
+def _json_fields(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    keys = {"justification": "justification", "context": "context", "sub_goal": "sub-goal", "tool_name": "tool name"}
+    return {label: str(value[key]).strip() for key, label in keys.items() if value.get(key) is not None}
+
+
+_LABEL = re.compile(r"(justification|context|sub-goal|tool name)[ \t]*:", re.IGNORECASE)
+_ORDER = ("justification", "context", "sub-goal", "tool name")
+
+
+def _labelled_fields(text: str) -> dict[str, str]:
+    """Walk the labels backwards from the last tool name; a label that breaks the order ends the walk."""
+    text = text.replace("**", "")
+    labels = list(_LABEL.finditer(text))
+    names = [label.group(1).casefold() for label in labels]
+    if "tool name" not in names:
+        return {}
+    last = len(names) - 1 - names[::-1].index("tool name")
+    # A tool name ends with its paragraph or a closing fence.
+    tool_name = re.split(r"\n\s*\n|```", text[labels[last].end() :], maxsplit=1)[0]
+    fields = {"tool name": tool_name.strip()}
+    for index in range(last - 1, -1, -1):
+        if names[index] in fields or _ORDER.index(names[index]) > min(_ORDER.index(name) for name in fields):
+            break
+        fields[names[index]] = text[labels[index].end() : labels[index + 1].start()].strip()
+    return fields

@@ -1,0 +1,98 @@
+"""What the planner reads. What is constant for a question comes first and the memory last, so that the prompts of a rollout extend each other.
+
+"compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no instructions, no tool descriptions, and the answer
+opened with the field that matters. "full" states the task, the tools and all four fields and goes through the model's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.tools import Tool
+from flowtrain.types import Action
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts and parsing need."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str: ...
+
+
+class PlannerPrompt(Protocol):
+    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt has already written."""
+
+    prefix: str
+
+    def render(self, question: str, memory: Memory) -> str: ...
+
+    def write(self, action: Action) -> str:
+        """The answer that parses to `action`, without the prefix; what a scripted expert says."""
+
+
+class CompactPrompt:
+    """Example:
+
+    Question: What is the area of Chad plus the area of Mali?
+    1. Search | area of Chad | The area of Chad is 1284.
+    Sub-Goal:
+    """
+
+    prefix = "Sub-Goal:"
+
+    def render(self, question: str, memory: Memory) -> str:
+        steps = [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
+        return "\n".join([f"Question: {question}", *steps, self.prefix])
+
+    def write(self, action: Action) -> str:
+        return f" {action.sub_goal}\nTool Name: {action.tool_name}"
+
+
+class FullPrompt:
+    """AgentFlow's contract in our words, for models that follow instructions."""
+
+    prefix = ""
+
+    def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer) -> None:
+        self._tools = "\n".join(f"- {tool.name}: {tool.description}" for tool in tools)
+        self._tokenizer = tokenizer
+
+    def render(self, question: str, memory: Memory) -> str:
+        message = _FULL.format(question=question, tools=self._tools, memory=json.dumps(memory.as_dict(), indent=1, ensure_ascii=False))
+        return self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+
+    def write(self, action: Action) -> str:
+        fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)
+        return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
+
+
+_FULL = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and the tool for it.
+
+Question: {question}
+
+Tools:
+{tools}
+
+Rules:
+- One sub-goal and one tool per step. The tool sees nothing but the sub-goal and the context: put every name and number that it needs there.
+- Use what the steps below have found; do not repeat a step that has worked.
+- The tool name must be one of the list.
+
+Answer with these four fields, in this order, and nothing after them:
+Justification: why this step and this tool
+Context: what the tool must know from the steps so far
+Sub-Goal: what the tool is to do
+Tool Name: name of the tool
+
+Steps so far:
+{memory}"""

@@ -1,0 +1,83 @@
+"""Flow-GRPO (AgentFlow, arXiv 2510.05592, section 3.2): one final reward, broadcast to every turn.
+
+Two modes. "paper": the advantage is normalised over the G trajectories (population std) and the objective averages over trajectories,
+then turns, then tokens. "released": what AgentFlow's code does: statistics over all turn samples of the question (std with N - 1), and a
+mean over all tokens of the mini-batch, so long answers and many-turn rollouts weigh more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev, stdev
+from typing import Literal
+
+from flowtrain.types import Group, Sample, Trajectory, Turn
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """The trained samples of a batch and what was left out of it."""
+
+    samples: tuple[Sample, ...]
+    num_dropped: int
+    """Groups of one reward only that were left out (mode "paper"): they carry no signal."""
+
+
+def flow_grpo(
+    groups: Sequence[Group], mode: Literal["paper", "released"] = "paper", num_minibatches: int = 1, num_groups: int | None = None
+) -> Advantages:
+    """Advantages and token weights of scored groups.
+
+    Args:
+        groups: this rank's groups, every trajectory with a reward.
+        mode: "paper" or "released".
+        num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index alone, so it is the same for any
+            number of ranks.
+        num_groups: groups in the batch over all ranks; by default `len(groups)`.
+
+    The weights are not divided by the size of the batch: the trainer divides by their sum over all ranks, which is the number of kept
+    groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are not trained.
+    """
+    num_groups = len(groups) if num_groups is None else num_groups
+    samples: list[Sample] = []
+    num_dropped = 0
+    for group in groups:
+        rewards = [_reward(trajectory) for trajectory in group.trajectories]
+        if mode == "paper" and min(rewards) == max(rewards):
+            num_dropped += 1
+            continue
+        minibatch = group.index * num_minibatches // num_groups
+        for trajectory, advantage in zip(group.trajectories, _advantages(group, rewards, mode), strict=True):
+            turns = _trained_turns(trajectory)
+            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(turns), 1))
+            samples += [_sample(turn, advantage, scale, mode, minibatch) for turn in turns]
+    return Advantages(tuple(samples), num_dropped)
+
+
+def _advantages(group: Group, rewards: Sequence[float], mode: str) -> list[float]:
+    """One per trajectory: (R - mean) / (std + 1e-6), over trajectories or over turn samples."""
+    if mode == "paper":
+        mean, std = fmean(rewards), pstdev(rewards)
+    else:
+        per_turn = [r for t, r in zip(group.trajectories, rewards, strict=True) for _ in _trained_turns(t)]
+        # A single sample has no spread: the released code then keeps the reward itself.
+        mean, std = (fmean(per_turn), stdev(per_turn)) if len(per_turn) > 1 else (0.0, 1.0)
+    return [(reward - mean) / (std + _EPS) for reward in rewards]
+
+
+def _sample(turn: Turn, advantage: float, scale: float, mode: str, minibatch: int) -> Sample:
+    num_tokens = len(turn.response_ids)
+    weight = scale if mode == "released" else scale / num_tokens
+    return Sample(turn.prompt_ids, turn.response_ids, turn.response_logprobs, advantage, (weight,) * num_tokens, minibatch)
+
+
+def _trained_turns(trajectory: Trajectory) -> list[Turn]:
+    return [turn for turn in trajectory.turns if turn.response_ids]
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None, f"trajectory of task {trajectory.task.id} has no reward"
+    return trajectory.reward

@@ -1,0 +1,365 @@
+"""Every option of a run: defaults here, a TOML file over them, `--section.key value` over that.
+
+This module is the only source of options and loads no torch, so help, sweeps and checks start at once. (pydantic-settings was looked at: its
+command line prints every option before an error and has no word for a mistyped key in the file.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from flowtrain.types import UserError
+
+
+class Section(BaseModel):
+    """A table of the file; a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+
+
+class Run(Section):
+    dir: str = "runs/default"
+    """folder of the run: config, manifest, metrics, checkpoints, weights, curves"""
+    seed: int = 0
+    """decides task order, sampling and new weights"""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the ranks compute"""
+    threads: int = Field(0, ge=0)
+    """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
+
+
+class Tiny(Section):
+    vocab_size: PositiveInt = 512
+    """tokens of the byte-level BPE that is trained on the training tasks; at least 258"""
+    hidden_size: PositiveInt = 96
+    """width of the decoder; num_heads divides it"""
+    num_layers: PositiveInt = 3
+    """decoder layers"""
+    num_heads: PositiveInt = 3
+    """attention heads"""
+    max_positions: PositiveInt = 256
+    """tokens of prompt and response together"""
+
+
+class Model(Section):
+    path: str = "tiny"
+    """folder or hub name of a Hugging Face causal LM; "tiny": a new decoder with random weights, built as [tiny] says"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """type of the forward and backward pass and of the engine's weights; master weights are float32"""
+
+
+class Tasks(Section):
+    name: Literal["facts", "gameof24", "file"] = "facts"
+    """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles; file: questions of your own"""
+    path: str = ""
+    """name = "file": JSON or JSONL with question, answer and optionally id, kind, num_turns, scorer"""
+    corpus: str = ""
+    """passages to search: a JSON file shaped like flowtrain/tasks/data/corpus.json; empty: the shipped one"""
+    num_train: PositiveInt = 16000
+    """training questions to generate; gameof24 and file use all they have"""
+    held_out_share: float = Field(0.1, gt=0, lt=1)
+    """name = "file": share of the questions that is kept for evaluation"""
+
+
+class Agent(Section):
+    prompt: Literal["compact", "full"] = "compact"
+    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
+    tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
+    """tools the planner may name"""
+    max_turns: PositiveInt = 3
+    """turns per rollout in training (AgentFlow: 3)"""
+    eval_max_turns: PositiveInt = 3
+    """turns per rollout in evaluation (AgentFlow: 10)"""
+    rollout_timeout_s: PositiveFloat = 500.0
+    """seconds after which no further turn starts (AgentFlow: 500)"""
+    tool_timeout_s: PositiveFloat = 2.0
+    """seconds per tool command"""
+    max_result_chars: PositiveInt = 400
+    """characters of a tool result that memory keeps"""
+
+
+class Rollout(Section):
+    engine: Literal["torch"] = "torch"
+    """torch: sampling in this process"""
+    num_questions: PositiveInt = 16
+    """questions per step over all ranks (AgentFlow: 32); the number of ranks divides it"""
+    group_size: PositiveInt = 8
+    """rollouts per question (AgentFlow: 8)"""
+    temperature: PositiveFloat = 1.0
+    """of the planner, in sampling and in the log-probs of training"""
+    max_new_tokens: PositiveInt = 48
+    """tokens per planner response (AgentFlow: 2048)"""
+    request_timeout_s: PositiveFloat = 60.0
+    """seconds per planner response"""
+    max_batch_size: PositiveInt = 256
+    """responses that the torch engine samples at a time"""
+    max_in_flight: PositiveInt = 512
+    """rollouts of a rank under way at a time"""
+
+
+class Algorithm(Section):
+    name: Literal["flow_grpo"] = "flow_grpo"
+    """flow_grpo: AgentFlow's"""
+    mode: Literal["paper", "released"] = "paper"
+    """paper: nested means, statistics over trajectories; released: token mean, statistics over turns, clip 0.2/0.3, dual clip 3"""
+    clip_low: float | None = Field(None, ge=0, le=1)
+    """ratio is clipped below 1 - clip_low; unset: 0.2"""
+    clip_high: float | None = Field(None, ge=0)
+    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released)"""
+    dual_clip: float | None = Field(None, gt=1)
+    """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3 (released)"""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of the KL to the reference policy, the model that training started from"""
+    kl_coef: float = Field(0.001, ge=0)
+    """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the entropy bonus"""
+    shuffle_rewards: bool = False
+    """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_defaults(cls, data: Any) -> Any:
+        """The clips that are unset follow the mode, so the stored config shows what really ran."""
+        if not isinstance(data, dict):
+            return data
+        released = data.get("mode") == "released"
+        return {"clip_low": 0.2, "clip_high": 0.3 if released else 0.2, **({"dual_clip": 3.0} if released else {}), **data}
+
+
+class Train(Section):
+    num_steps: PositiveInt = 100
+    """steps: one batch of rollouts each"""
+    lr: PositiveFloat = 1e-6
+    """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
+    warmup_steps: int = Field(0, ge=0)
+    """steps over which the learning rate rises from 0"""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW"""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW"""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW"""
+    grad_clip: float = Field(1.0, ge=0)
+    """bound of the global gradient norm; 0: off"""
+    num_minibatches: PositiveInt = 2
+    """optimizer steps per batch of rollouts"""
+    token_budget: PositiveInt = 8192
+    """tokens per packed row (one micro-batch); a longer sample gets a row of its own"""
+    rescore: bool = False
+    """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
+
+
+class Eval(Section):
+    every: int = Field(10, ge=0)
+    """steps between evaluations on held-out question texts; 0: only at the end"""
+    num_tasks: PositiveInt = 200
+    """held-out questions per split"""
+
+
+class Checkpoint(Section):
+    every: int = Field(25, ge=0)
+    """steps between checkpoints; 0: only at the end"""
+    keep: PositiveInt = 2
+    """newest checkpoints that stay on disk"""
+
+
+class Log(Section):
+    tensorboard: bool = True
+    """write TensorBoard files into run.dir"""
+    wandb_project: str = ""
+    """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
+    num_rollouts: int = Field(5, ge=0)
+    """held-out rollouts to print at the end"""
+
+
+class Rft(Section):
+    expert: Literal["scripted", "policy"] = "scripted"
+    """who makes the demonstrations: a script that knows each plan but errs, or the model itself"""
+    expert_error: float = Field(0.6, ge=0, le=1)
+    """probability per turn that the scripted expert guesses instead of following the plan"""
+    num_rollouts: PositiveInt = 12000
+    """demonstrations to collect"""
+    keep: Literal["scored", "all"] = "scored"
+    """scored: only rollouts with reward 1 (rejection sampling); all: imitate the expert, errors included"""
+    num_steps: PositiveInt = 1500
+    """optimizer steps"""
+    batch_size: PositiveInt = 16
+    """turns per optimizer step over all ranks"""
+    lr: PositiveFloat = 3e-3
+    """peak learning rate; it falls linearly to 0"""
+    warmup_steps: int = Field(50, ge=0)
+    """steps over which the learning rate rises from 0"""
+    prompt_weight: float = Field(0.0, ge=0, le=1)
+    """weight of prompt tokens in the loss; a new model learns to copy sooner with 0.2"""
+    max_seconds: float = Field(0.0, ge=0)
+    """stop fine-tuning after so many seconds; 0: run all steps"""
+
+
+class Config(Section):
+    """What a run needs to know."""
+
+    run: Run = Run()
+    model: Model = Model()
+    tiny: Tiny = Tiny()
+    tasks: Tasks = Tasks()
+    agent: Agent = Agent()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))
+    train: Train = Train()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    rft: Rft = Rft()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.tiny.hidden_size % self.tiny.num_heads:
+            raise ValueError(f"tiny.num_heads={self.tiny.num_heads} must divide tiny.hidden_size={self.tiny.hidden_size}")
+        if self.train.num_minibatches > self.rollout.num_questions:
+            raise ValueError(
+                f"train.num_minibatches={self.train.num_minibatches} must be at most rollout.num_questions={self.rollout.num_questions}"
+            )
+        if (self.tasks.name == "file") != bool(self.tasks.path):
+            raise ValueError(f"tasks.path={self.tasks.path!r} goes with tasks.name = 'file', which is {self.tasks.name!r}")
+        return self
+
+
+def parse(argv: Sequence[str]) -> Config | None:
+    """The config that the command line asks for; None when it asks for `--help`.
+
+    Raises:
+        UserError: a file that cannot be read, a key that does not exist, a value that does not fit; in one line.
+    """
+    if "--help" in argv or "-h" in argv:
+        return None
+    path, overrides = _split(argv)
+    values = _read(path) if path else {}
+    for key, text in overrides.items():
+        section, name = _known(key)
+        values.setdefault(section, {})[name] = _value(text)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error)) from None
+
+
+def help_text(module: str) -> str:
+    """Every key with its type, default and meaning."""
+    lines = [f"python -m {module} [--config FILE.toml] [--section.key VALUE ...]"]
+    last = ""
+    for section, key, kind, default, meaning in _leaves():
+        if section != last:
+            lines.append("")
+        last = section
+        lines += [f"  --{section}.{key} {kind} = {default}", f"        {meaning}"]
+    return "\n".join(lines)
+
+
+def to_toml(config: Config) -> str:
+    """The config as a file that `--config` reads; keys that are unset are left out."""
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+_SHORT = {"resume": "run.resume"}
+
+
+def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """--config FILE and the overrides, in both forms, `--a.b value` and `--a.b=value`."""
+    words = iter(argv)
+    found: dict[str, str] = {}
+    for word in words:
+        if not word.startswith("--"):
+            raise UserError(f"{word!r} is not an option; write --section.key value (see --help)")
+        key, separator, text = word[2:].partition("=")
+        value = text if separator else next(words, None)
+        if value is None:
+            raise UserError(f"--{key} needs a value")
+        found[_SHORT.get(key, key)] = value
+    return found.pop("config", ""), found
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not TOML: {error}") from None
+    for section, table in values.items():
+        if not isinstance(table, dict):
+            raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
+        for key in table:
+            _known(f"{section}.{key}")
+    return values
+
+
+def _known(key: str) -> tuple[str, str]:
+    """Split a dotted key, or say what it may be."""
+    section, _, name = key.partition(".")
+    keys = [f"{s}.{k}" for s, k, *_ in _leaves()]
+    if key not in keys:
+        close = difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
+        if section in Config.model_fields and not close:
+            hint = f"[{section}] knows {', '.join(k.split('.')[1] for k in keys if k.startswith(section + '.'))}"
+        raise UserError(f"unknown key {key}: {hint}")
+    return section, name
+
+
+def _value(text: str) -> Any:
+    """A TOML value where it is one, else the text itself: `--model.path runs/warm` needs no quotes."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}={first['input']!r}: {message}" if key else message
+
+
+def _leaves() -> Iterator[tuple[str, str, str, str, str]]:
+    """(section, key, type, default, meaning) of every option."""
+    defaults = Config().model_dump()
+    for section, field in Config.model_fields.items():
+        kind = typing.cast(type[Section], field.annotation)
+        for key, leaf in kind.model_fields.items():
+            default = defaults[section][key]
+            yield section, key, _kind(leaf.annotation), "unset" if default is None else _toml(default), leaf.description or ""
+
+
+def _kind(annotation: Any) -> str:
+    """How a type reads in the help."""
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (UnionType, typing.Union):
+        return _kind(typing.get_args(annotation)[0])
+    return "LIST" if typing.get_origin(annotation) is tuple else annotation.__name__.upper()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

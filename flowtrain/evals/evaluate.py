@@ -1,0 +1,52 @@
+"""Run the flow once over held-out tasks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flowtrain.agents.flow import Flow
+from flowtrain.evals.stats import RolloutStats
+from flowtrain.rewards import score
+from flowtrain.rollout.collect import collect
+from flowtrain.training.world import World
+from flowtrain.types import Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results over all ranks; `trajectories` are this rank's."""
+
+    stats: RolloutStats
+    by_num_turns: dict[str, float]
+    """Mean reward by the turns that a question needs."""
+    by_kind: dict[str, float]
+    trajectories: tuple[Trajectory, ...]
+
+
+def evaluate(flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[str], world: World, max_in_flight: int) -> Evaluation:
+    """One rollout of each task; collective."""
+    groups = collect(
+        flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=world.rank, num_ranks=world.size
+    )
+    trajectories = tuple(trajectory for group in score(groups) for trajectory in group.trajectories)
+    return Evaluation(
+        RolloutStats.of(trajectories, tool_names, world),
+        _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),
+        _mean_by(lambda task: task.kind, tasks, trajectories, world),
+        trajectories,
+    )
+
+
+def _mean_by(
+    label: Callable[[Task], str], tasks: Sequence[Task], trajectories: Sequence[Trajectory], world: World
+) -> dict[str, float]:
+    """Mean reward per label. The labels come from all tasks, so that every rank reduces the same ones."""
+    labels = sorted({label(task) for task in tasks})
+    rewards: dict[str, float] = defaultdict(float)
+    for trajectory in trajectories:
+        rewards[label(trajectory.task)] += trajectory.reward or 0.0
+    totals = world.sum([rewards[name] for name in labels])
+    counts = [sum(label(task) == name for task in tasks) for name in labels]
+    return {name: total / count for name, total, count in zip(labels, totals, counts, strict=True)}

@@ -1,0 +1,137 @@
+"""The parts of a run, put together from its config; `train.py` and `rft.py` say what is done with them.
+
+Everything that can be wrong with the input is found out here, before the run folder is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from flowkernels import LossSpec
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain import report
+from flowtrain.agents.build import make_planner, make_prompt, make_tools
+from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.prompts import PlannerPrompt
+from flowtrain.agents.tools import Tool
+from flowtrain.config import Config, to_toml
+from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.seeds import derive_seed
+from flowtrain.tasks.sets import TaskSet, task_set
+from flowtrain.training import checkpoint
+from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.world import World
+from flowtrain.types import UserError
+from flowtrain.weights.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What training and fine-tuning have in common."""
+
+    config: Config
+    world: World
+    tasks: TaskSet
+    tokenizer: PreTrainedTokenizerFast
+    model: PreTrainedModel
+    """fp32 master weights on the CPU, not sharded yet."""
+    tools: dict[str, Tool]
+    prompt: PlannerPrompt
+
+    @classmethod
+    def prepare(cls, config: Config, world: World) -> Job:
+        """Load and check everything; writes nothing."""
+        _set_threads(config.run.threads)
+        _check_world(config, world)
+        tasks = task_set(config)
+        tokenizer, model = _policy(config, tasks)
+        tools = make_tools(config, tasks)
+        return cls(config, world, tasks, tokenizer, model, tools, make_prompt(config, tools, tokenizer))
+
+    def open_run_dir(self) -> report.RunDir:
+        """Create the folder of the run, or open it when it is to be resumed; every rank gets the same."""
+        run, path = self.config.run, Path(self.config.run.dir)
+        resumes = run.resume == "auto" and (path / "manifest.json").exists()
+        if self.world.is_main and not resumes:
+            report.RunDir.create(path, to_toml(self.config), report.manifest(run.seed, sys.argv, self.world.size))
+        self.world.barrier()
+        return report.RunDir.open(path)
+
+    def make_engine(self, store: WeightStore) -> TorchEngine:
+        """A second copy of the model that samples; its weights come from the store by version."""
+        dtype = getattr(torch, self.config.model.dtype)
+        model = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype, attn_implementation="sdpa")
+        model.generation_config = self.model.generation_config
+        return TorchEngine(model.to(self.world.device), self.tokenizer, store, max_batch_size=self.config.rollout.max_batch_size)
+
+    def make_planner(self, engine: TorchEngine, temperature: float) -> PolicyPlanner:
+        return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
+
+    def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
+        """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""
+        dtype = getattr(torch, self.config.model.dtype)
+        reference = None
+        if loss.kl_coef > 0:
+            frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
+            reference = models.shard(frozen, self.world, dtype)
+        model = models.shard(self.model, self.world, dtype)
+        return Trainer(model, self.world, loss, optim, self.config.rollout.temperature, reference)
+
+    def close(self) -> None:
+        for tool in self.tools.values():
+            tool.close()
+
+
+def loss_spec(config: Config) -> LossSpec:
+    """The token loss of `[algorithm]`."""
+    a = config.algorithm
+    assert a.clip_low is not None and a.clip_high is not None, "filled in by the config"
+    return LossSpec("clip", a.clip_low, a.clip_high, a.dual_clip, a.kl_coef, a.kl, a.entropy_coef)
+
+
+def optim_spec(config: Config) -> OptimSpec:
+    t = config.train
+    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
+
+
+def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:
+    """The checkpoint to continue from, if the run is to be resumed and has one."""
+    return checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
+
+
+def _set_threads(threads: int) -> None:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
+
+
+def _check_world(config: Config, world: World) -> None:
+    for key, number in (("rollout.num_questions", config.rollout.num_questions), ("rft.batch_size", config.rft.batch_size)):
+        if number % world.size:
+            raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
+
+
+def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """The tokenizer and the model that `[model]` names."""
+    if config.model.path != "tiny":
+        return models.load_tokenizer(config.model.path), models.load_model(config.model.path, torch.float32)
+    tiny = config.tiny
+    tokenizer = models.new_tokenizer(_texts(tasks), tiny.vocab_size)
+    torch.manual_seed(derive_seed(config.run.seed, "new model"))
+    return tokenizer, models.new_model(tokenizer, tiny.hidden_size, tiny.num_layers, tiny.num_heads, tiny.max_positions)
+
+
+def _texts(tasks: TaskSet) -> list[str]:
+    """What a new tokenizer learns from: training questions and their plans in the form of prompts; nothing held out."""
+    texts = []
+    for task in tasks.train[:5000]:
+        steps = "\n".join(f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan)
+        actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)
+        texts.append(f"Question: {task.question}\n{steps}\n{actions}\nTool Name: Base_Generator")
+    return texts

@@ -1,0 +1,21 @@
+"""What a run leaves for people: its folder, logs, progress line, tables and curves.
+
+The curves live in `flowtrain.report.curves`, which is a command of its own and is therefore not imported here.
+"""
+
+from flowtrain.report.metrics import MetricsLog, TrajectoryLog
+from flowtrain.report.progress import Progress
+from flowtrain.report.run_dir import RunDir, atomic_write_text, manifest
+from flowtrain.report.tables import comparison_table, rollout_text, write_summary
+
+__all__ = [
+    "MetricsLog",
+    "Progress",
+    "RunDir",
+    "TrajectoryLog",
+    "atomic_write_text",
+    "comparison_table",
+    "manifest",
+    "rollout_text",
+    "write_summary",
+]

@@ -1,0 +1,98 @@
+"""Training curves as a picture: six panels of one run, or the held-out reward of several runs side by side.
+
+python -m flowtrain.report.curves runs/texts
+python -m flowtrain.report.curves runs/texts runs/shuffled_rewards --out control.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowtrain.report.jsonl import read_lines
+from flowtrain.report.run_dir import atomic_write_bytes
+from flowtrain.types import UserError
+
+Series = tuple[list[int], list[float]]
+"""(steps, values) of one metric."""
+
+
+def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
+    """Draws the six panels of a run into `out`, by default curves.png in its folder; a metric that is missing is said to be."""
+    from flowtrain.report import panels
+
+    run_dir = Path(run_dir)
+    series = read_series(run_dir)
+    last_step = max(steps[-1] for steps, _ in series.values())
+    with panels.style():
+        figure = panels.run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
+        return _save(figure, run_dir / "curves.png" if out is None else Path(out))
+
+
+def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
+    """Draws the held-out sampled reward of several runs, label -> run folder, into one panel."""
+    from flowtrain.report import panels
+
+    rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
+    with panels.style():
+        return _save(panels.comparison_figure(rewards), Path(out))
+
+
+def read_series(run_dir: Path) -> dict[str, Series]:
+    """Every numeric metric of a run by its key, steps ascending. Of two values for one step the later line counts."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name the folder of a run that has logged a step")
+    values: dict[str, dict[int, float]] = {}
+    for record in read_lines(path):
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(key, {})[record["step"]] = value
+    if not values:
+        raise UserError(f"{path} holds no metrics yet: wait for the first step of the run")
+    return {key: (sorted(by_step), [by_step[step] for step in sorted(by_step)]) for key, by_step in values.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m flowtrain.report.curves", description="Draw the curves of a training run as a PNG.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; with several, their held-out rewards are compared")
+    parser.add_argument("--out", type=Path, help="the picture (default: RUN/curves.png, comparison.png for several runs)")
+    arguments = parser.parse_args(argv)
+    try:
+        print(_draw(arguments.runs, arguments.out))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _draw(runs: list[Path], out: Path | None) -> Path:
+    if len(runs) == 1:
+        return plot_curves(runs[0], out)
+    names = [run.resolve().name for run in runs]
+    labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    return plot_comparison(dict(zip(labels, runs, strict=True)), out or Path("comparison.png"))
+
+
+def _eval_reward(run_dir: Path) -> Series:
+    series = read_series(run_dir)
+    if "eval_reward" not in series:
+        raise UserError(f"{run_dir / 'metrics.jsonl'} has no eval_reward: compare runs that were evaluated on the held-out tasks")
+    return series["eval_reward"]
+
+
+def _save(figure: Any, out: Path) -> Path:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    atomic_write_bytes(out, picture.getvalue())
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Append-only JSON-lines files that survive a crash: whole lines only, cut back to a step on resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowtrain.report.run_dir import writing
+from flowtrain.types import UserError
+
+
+def json_value(value: Any) -> Any:
+    """`value` with numbers of any library as Python's own and non-finite ones as None, for JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Appends one line per record, and either all of them or none: when the disk is full the file is cut back."""
+    lines = [json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    # What backslashreplace makes of a lone surrogate is JSON's own escape of it.
+    data = "".join(lines).encode("utf-8", "backslashreplace")
+    with writing(path):
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+        except OSError:
+            # A torn last line is harmless to every reader, so a failure here must not hide the first one.
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of the file in order; a torn last line is passed over."""
+    for record, _ in _records(path):
+        yield record
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """Ends the file after the last line of step `last_step`, and drops a torn last line.
+
+    Lines are written in the order of their steps, so this is one truncate: all or nothing, and it needs no free space.
+    """
+    if not path.exists():
+        return
+    keep = 0
+    for record, end in _records(path):
+        if record["step"] > last_step:
+            break
+        keep = end
+    with writing(path), path.open("rb+") as file:
+        file.truncate(keep)
+        file.seek(max(keep - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, offset of its end in bytes) per line."""
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = _parse(line)
+            end += len(line)
+            if record is not None:
+                yield record, end
+            elif file.read(1):
+                raise UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of one line, None where the line is torn or was never one of ours."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_ours else None

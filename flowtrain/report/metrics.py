@@ -1,0 +1,135 @@
+"""The two logs of a run: numbers per step (`MetricsLog`) and every rollout in full (`TrajectoryLog`)."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowtrain.report.jsonl import append_lines, cut_lines, json_value
+from flowtrain.report.run_dir import atomic_write_text, writing
+from flowtrain.types import Action, Group, Trajectory, Turn, UserError
+
+
+class MetricsLog:
+    """Writes the metrics of each step to metrics.jsonl, TensorBoard and, when a project is named, Weights & Biases."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_step: int = 0,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Cuts what an earlier process logged after `resume_step`, the step of the checkpoint that is continued."""
+        self.path = Path(run_dir) / "metrics.jsonl"
+        self._board_path = Path(run_dir) / "tensorboard"
+        self._wandb = _start_wandb(Path(run_dir), wandb_project, config) if wandb_project else None
+        cut_lines(self.path, resume_step)
+        self._board = self._open_board(resume_step) if tensorboard else None
+
+    def log(self, metrics: Mapping[str, float | int]) -> None:
+        """Appends one line, keys in the given order; "step" must be among them. A non-finite number is written as null."""
+        assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
+        record = {**json_value(metrics), "step": int(metrics["step"])}
+        append_lines(self.path, [record])
+        numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+        if self._board is not None:
+            with writing(self._board_path):
+                for key, value in numbers.items():
+                    self._board.add_scalar(key, value, record["step"])
+                self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """Ends the TensorBoard file and the wandb run; a second call does nothing."""
+        board, self._board = self._board, None
+        wandb_run, self._wandb = self._wandb, None
+        if wandb_run is not None:
+            wandb_run.finish()
+        if board is not None:
+            with writing(self._board_path):
+                board.close()
+
+    def _open_board(self, resume_step: int) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with writing(self._board_path):
+            return SummaryWriter(str(self._board_path), purge_step=resume_step + 1)
+
+
+class TrajectoryLog:
+    """Writes every rollout of one rank, one line each, so that people can read what the planner did and jq can count it."""
+
+    def __init__(self, run_dir: Path, rank: int, resume_step: int) -> None:
+        """Cuts what an earlier process logged after `resume_step`. Rank 0 writes trajectories.jsonl, rank r its own file."""
+        name = "trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl"
+        self.path = Path(run_dir) / name
+        cut_lines(self.path, resume_step)
+
+    def log(self, step: int, version: int, groups: Sequence[Group]) -> None:
+        """Appends the trajectories of `groups`; `version` is the weight version current when the step's rollouts began."""
+        head = {"step": step, "version": version}
+        lines = [{**head, **trajectory_record(item, group.index)} for group in groups for item in group.trajectories]
+        append_lines(self.path, lines)
+
+
+def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any]:
+    """One trajectory as plain JSON values."""
+    task = trajectory.task
+    return {
+        "task_id": task.id,
+        "question": task.question,
+        "answers": list(task.answers),
+        "kind": task.kind,
+        "num_turns": task.num_turns,
+        "group_index": group_index,
+        "seed": trajectory.seed,
+        "reward": trajectory.reward,
+        "answer": trajectory.answer,
+        "truncated": trajectory.truncated,
+        "seconds": round(trajectory.seconds, 3),
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
+    }
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    return {
+        "response_text": turn.response_text,
+        "action": None if turn.action is None else _action_record(turn.action),
+        "command": turn.command,
+        "result": turn.result.text,
+        "is_error": turn.result.error is not None,
+        "verdict": turn.verdict.value,
+        "spans": [[span.start, span.end, span.version] for span in turn.spans],
+        "finish_reason": turn.finish_reason.value,
+        "num_prompt_tokens": len(turn.prompt_ids),
+        "response_ids": list(turn.response_ids),
+        "response_logprobs": [round(logprob, 5) for logprob in turn.response_logprobs],
+        "seconds": round(turn.seconds, 3),
+    }
+
+
+def _action_record(action: Action) -> dict[str, str]:
+    return {
+        "justification": action.justification,
+        "context": action.context,
+        "sub_goal": action.sub_goal,
+        "tool_name": action.tool_name,
+    }
+
+
+def _start_wandb(run_dir: Path, project: str, config: dict[str, Any] | None) -> Any:
+    """The wandb run of this folder; its id lies beside the metrics, so that a resumed run continues the same one."""
+    try:
+        wandb = importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        raise UserError(f"wandb_project is {project!r} but wandb is not installed: pip install 'flowtrain[wandb]'") from error
+    id_file = run_dir / "wandb_id.txt"
+    if not id_file.exists():
+        atomic_write_text(id_file, uuid.uuid4().hex)
+    return wandb.init(project=project, name=run_dir.name, id=id_file.read_text(), resume="allow", dir=str(run_dir), config=config)

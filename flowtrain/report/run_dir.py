@@ -1,0 +1,172 @@
+"""The folder of one training run, and the manifest that says what produced it.
+
+runs/texts/
+  config.toml        the resolved configuration
+  manifest.json      versions, commit, machine, command line
+  checkpoints/       made by the trainer
+  weights/           made by the weight store
+  metrics.jsonl, trajectories.jsonl, tensorboard/, curves.png, summary.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import flowtrain
+from flowtrain.types import UserError
+
+PACKAGES = ("torch", "transformers", "triton", "vllm", "numpy", "safetensors", "bm25s")
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the failure of a write to `path` into one line for a person."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in _FULL_DISK
+        cure = "free some space and continue with --resume auto" if is_full else "check that its folder exists and is writable"
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {cure}") from error
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Replaces the file at `path`: a reader, or a crash at any time, finds the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """`atomic_write_bytes` for text, as UTF-8; lone surrogates (a tool may print them) are written as \\udXXX."""
+    atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The folder of one run. Made by `create`, found again by `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
+        """Makes the folder, and its parents, with `config.toml` and `manifest.json` in it; when a write fails it is gone again."""
+        path = Path(path)
+        manifest_json = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        _refuse_used(path)
+        is_new = not path.exists()
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=not is_new)
+        try:
+            atomic_write_text(path / "config.toml", config_toml)
+            atomic_write_text(path / "manifest.json", manifest_json)
+        except UserError:
+            _remove_start(path, with_folder=is_new)
+            raise
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The folder of a run that is to be resumed."""
+        path = Path(path)
+        if not (path / "manifest.json").is_file():
+            raise UserError(f"cannot resume {path}: it has no manifest.json, so no run began there; check --run.dir or drop --resume")
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the trainer keeps what it resumes from; not made here."""
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Where the weight store publishes versions; not made here."""
+        return self.path / "weights"
+
+
+def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
+    """What one needs to know to repeat a run; null for what is absent. Imports nothing, so it costs nothing."""
+    commit, is_dirty = _git_state(Path(__file__).resolve().parents[2])
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "flowtrain": flowtrain.__version__,
+        "git_commit": commit,
+        "git_dirty": is_dirty,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "num_cpus": os.cpu_count(),
+        "versions": {name: _package_version(name) for name in PACKAGES},
+        "cuda_devices": _cuda_devices(),
+        "seed": seed,
+        "argv": list(argv),
+        "world_size": world_size,
+    }
+
+
+def _refuse_used(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run folder {path} is a file: choose another --run.dir")
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"run folder {path} exists and is not empty: pass --resume auto to continue it or choose another --run.dir")
+
+
+def _remove_start(path: Path, with_folder: bool) -> None:
+    # The write that failed is what the person must hear of, not that its remains could not be removed.
+    with contextlib.suppress(OSError):
+        for name in ("config.toml", "manifest.json"):
+            (path / name).unlink(missing_ok=True)
+        if with_folder:
+            path.rmdir()
+
+
+def _git_state(root: Path) -> tuple[str | None, bool | None]:
+    """(commit, dirty) of `root` where it is the top of a checkout; an installed copy inside someone's repository is none."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    commit = _git(root, "rev-parse", "--verify", "HEAD")
+    if top is None or commit is None or Path(top).resolve() != root:
+        return None, None
+    changes = _git(root, "status", "--porcelain")
+    return commit, None if changes is None else bool(changes)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_devices() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

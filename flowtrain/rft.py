@@ -1,0 +1,158 @@
+"""Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml --run.dir runs/warm
+
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate them. The flow, the tools, the scorer,
+the packing and the trainer are those of `train.py`; only the loss is -log p.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flowkernels import LossSpec
+
+from flowtrain import report
+from flowtrain.agents.build import make_flow
+from flowtrain.agents.expert import ScriptedPlanner
+from flowtrain.agents.planner import Planner, PolicyPlanner
+from flowtrain.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config import Config
+from flowtrain.job import Job
+from flowtrain.rewards import score
+from flowtrain.rollout.collect import collect
+from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.seeds import derive_seed
+from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.training.model import export, full_weights
+from flowtrain.training.trainer import OptimSpec
+from flowtrain.training.tree import pack_rows
+from flowtrain.training.world import World
+from flowtrain.types import Sample, Trajectory, Turn, UserError
+from flowtrain.weights.store import WeightStore
+
+
+def rft(config: Config) -> int:
+    """Collect, keep, imitate, export to `run.dir`/model."""
+    world = World.join(config.run.device)
+    job = Job.prepare(config, world)
+    try:
+        return _run(job, Interrupt())
+    finally:
+        job.close()
+        world.leave()
+
+
+def _run(job: Job, interrupt: Interrupt) -> int:
+    config, world, rft = job.config, job.world, job.config.rft
+    engine = job.make_engine(WeightStore(Path(config.run.dir) / "weights"))
+    expert = _expert(job, job.make_planner(engine, config.rollout.temperature))
+    run_dir = job.open_run_dir()
+    started = time.monotonic()
+    _sync_engine(job, engine)
+    demonstrations = _demonstrate(job, expert)
+    kept = [t for t in demonstrations if rft.keep == "all" or t.reward == 1]
+    samples = [_sample(turn, rft.prompt_weight) for t in kept for turn in t.turns if turn.response_ids]
+    num_kept, num_rewarded, num_samples = world.sum([len(kept), sum(t.reward or 0 for t in demonstrations), len(samples)])
+    if world.max([not samples])[0]:
+        raise UserError(f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of {rft.num_rollouts} rollouts were kept")
+    if world.is_main:
+        print(f"{rft.num_rollouts} rollouts, mean reward {num_rewarded / rft.num_rollouts:.3f}, kept {num_kept:.0f}: {num_samples:.0f} turns")
+    last_step = _imitate(job, samples, run_dir, interrupt)
+    weights = full_weights(job.model)
+    if world.is_main:
+        export(job.model, job.tokenizer, weights, run_dir.path / "model")
+        facts = {"seconds": time.monotonic() - started, "num_rollouts": rft.num_rollouts, "num_turns": num_samples, "num_steps": last_step}
+        (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
+        print(f"model: {run_dir.path / 'model'}")
+    return INTERRUPTED if interrupt.requested else 0
+
+
+def _expert(job: Job, policy: PolicyPlanner) -> Planner:
+    """Who demonstrates."""
+    config = job.config
+    if config.rft.expert == "policy":
+        return policy
+    unplanned = next((task for task in job.tasks.train if not task.plan), None)
+    if unplanned is not None:
+        raise UserError(f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has none, so use 'policy'")
+    return ScriptedPlanner(policy, config.rft.expert_error, job.tokenizer.eos_token_id)
+
+
+def _sync_engine(job: Job, engine: TorchEngine) -> None:
+    """Give the engine the policy's weights, through the store as in training."""
+    if job.config.rft.expert == "policy":
+        weights = full_weights(job.model)
+        if job.world.is_main:
+            engine.store.publish(weights, 0)
+        job.world.barrier()
+        engine.load(0)
+
+
+def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
+    """This rank's share of scored rollouts."""
+    config, world = job.config, job.world
+    flow = make_flow(config, expert, job.tools, config.agent.max_turns)
+    tasks = TaskCursor(job.tasks.train, derive_seed(config.run.seed, "rft")).take(config.rft.num_rollouts)
+    groups = collect(
+        flow,
+        tasks,
+        group_size=1,
+        seed=derive_seed(config.run.seed, "rft"),
+        max_in_flight=config.rollout.max_in_flight,
+        rank=world.rank,
+        num_ranks=world.size,
+    )
+    return [trajectory for group in score(groups) for trajectory in group.trajectories]
+
+
+def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interrupt: Interrupt) -> int:
+    """Fine-tune with a warm-up and a linear decay; returns the last step."""
+    config, world, rft = job.config, job.world, job.config.rft
+    trainer = job.make_trainer(LossSpec("nll"), OptimSpec(rft.lr, (0.9, 0.95), weight_decay=0.0, grad_clip=1.0))
+    batches = _batches(samples, rft.batch_size // world.size, derive_seed(config.run.seed, "batches", world.rank))
+    metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard) if world.is_main else None
+    progress = report.Progress(rft.num_steps, 0, world.is_main)
+    started = time.monotonic()
+    step = 0
+    for step in range(1, rft.num_steps + 1):
+        trainer.set_lr(rft.lr * min(step / max(rft.warmup_steps, 1), (rft.num_steps - step + 1) / rft.num_steps, 1.0))
+        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)])
+        if metrics is not None and step % 10 == 0:
+            metrics.log({"step": step, **stats})
+        progress.update({"step": step, "loss": stats["loss"]})
+        is_over = rft.max_seconds and time.monotonic() - started > rft.max_seconds
+        if world.max([is_over or interrupt.requested])[0]:
+            break
+    progress.close()
+    if metrics is not None:
+        metrics.close()
+    return step
+
+
+def _sample(turn: Turn, prompt_weight: float) -> Sample:
+    """One turn to imitate. With a prompt weight, every token but the first is a target."""
+    prompt, response = turn.prompt_ids, turn.response_ids
+    weights = (1.0,) * len(response)
+    if prompt_weight:
+        weights = (prompt_weight,) * (len(prompt) - 1) + weights
+        prompt, response = prompt[:1], prompt[1:] + response
+    return Sample(prompt, response, (0.0,) * len(response), 1.0, weights)
+
+
+def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
+    """Shuffled epochs without end."""
+    order = random.Random(seed)
+    queue: list[Sample] = []
+    while True:
+        while len(queue) < batch_size:
+            queue += order.sample(samples, len(samples))
+        batch, queue = queue[:batch_size], queue[batch_size:]
+        yield batch
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("flowtrain.rft", rft))

@@ -1,0 +1,26 @@
+"""What the flow and the trainer ask of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowtrain.types import Completion, Sampling
+
+
+class Engine(Protocol):
+    """Tokens in, tokens out, at a known weight version."""
+
+    @property
+    def version(self) -> int:
+        """The weights that sample now."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and response together may not be longer."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion. Answers by `sampling.deadline_s`, if need be with what there is."""
+
+    def load(self, version: int) -> None:
+        """Sample with the weights `version` of the store from now on."""

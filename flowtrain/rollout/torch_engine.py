@@ -1,0 +1,207 @@
+"""The embedded engine: any Hugging Face causal LM in this process, on CPU or GPU.
+
+Requests that wait at the same time share a batch; equal prompts (the G rollouts of a question) are prefilled once. The loop below stands
+in for `model.generate` because it shares prefills, drops finished rows and seeds each request by itself: `bench/rollout.py` measures both.
+
+B: rows still sampling, P: padded prompt tokens, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.weights.store import WeightStore
+
+
+@dataclass(slots=True)
+class _Request:
+    """One completion in the making."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline: float
+    """Of time.monotonic()."""
+    answer: asyncio.Future[Completion]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class TorchEngine:
+    """See `Engine`. The model must use an attention that takes 4-D boolean masks ("sdpa")."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, store: WeightStore, version: int = 0, max_batch_size: int = 256
+    ) -> None:
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._stop_ids = _stop_ids(model, tokenizer)
+        self.store = store
+        self._version = version
+        self._max_batch_size = max_batch_size
+        self._waiting: list[_Request] = []
+        self._batcher: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self._model.config.max_position_embeddings)
+
+    def load(self, version: int) -> None:
+        """Copy the weights of `version` over the model's own, in place."""
+        assert not self._waiting, "weights change only between batches of rollouts"
+        weights = self.store.pull(version)
+        own = {name: parameter for name, parameter in self._model.named_parameters() if name in weights}
+        missing = set(weights) - set(own)
+        if missing:
+            raise UserError(f"version {version} holds {sorted(missing)[:3]}, which the engine's model does not have")
+        with torch.inference_mode(False), torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+        self._version = version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Raises UserError when prompt and response cannot fit the model's positions."""
+        if len(prompt_ids) + sampling.max_new_tokens > self.max_tokens:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's {self.max_tokens} positions"
+            )
+        loop = asyncio.get_running_loop()
+        request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())
+        self._waiting.append(request)
+        if self._batcher is None or self._batcher.done():
+            self._batcher = loop.create_task(self._run_batches())
+        return await request.answer
+
+    async def _run_batches(self) -> None:
+        """Sample what waits, until nothing does. Runs as one task, so batches follow each other."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            await asyncio.sleep(0)  # lets every rollout that is ready to ask join this batch
+            batch, self._waiting = self._waiting[: self._max_batch_size], self._waiting[self._max_batch_size :]
+            try:
+                await loop.run_in_executor(self._thread, self._sample, batch)
+            except BaseException as error:
+                for request in batch:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
+                raise
+            for request in batch:
+                if not request.answer.done():  # a rollout that was cancelled no longer listens
+                    request.answer.set_result(_completion(request, self._version))
+
+    @torch.inference_mode()
+    def _sample(self, requests: list[_Request]) -> None:
+        """Fill ids, logprobs and finish_reason of every request."""
+        device = self._model.device
+        logits_BV, cache, visible_BP, position_B = self._prefill(requests)
+        uniform = np.stack([_uniforms(r.sampling, max(q.sampling.max_new_tokens for q in requests)) for r in requests])
+        uniform_BT = torch.from_numpy(uniform).to(device)
+        temperature_B = torch.tensor([r.sampling.temperature for r in requests], device=device)
+        rows = list(range(len(requests)))
+        for step in range(uniform_BT.shape[1]):
+            ids_B, logprob_B = _choose(logits_BV, temperature_B[rows], uniform_BT[rows, step])
+            self._append([requests[i] for i in rows], ids_B.tolist(), logprob_B.tolist())
+            alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
+            if not alive:
+                return
+            if len(alive) < len(rows):
+                alive_B = torch.tensor(alive, device=device)
+                cache.batch_select_indices(alive_B)
+                ids_B, visible_BP, position_B = ids_B[alive_B], visible_BP[alive_B], position_B[alive_B]
+                rows = [rows[k] for k in alive]
+            visible_BP = torch.cat([visible_BP, visible_BP.new_ones(len(rows), 1)], dim=1)
+            logits_BV = self._forward(ids_B[:, None], visible_BP[:, None, None], position_B[:, None], cache)
+            position_B = position_B + 1
+
+    def _prefill(self, requests: list[_Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Each distinct prompt once, padded on the left; then one row per request."""
+        device = self._model.device
+        prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        visible = torch.zeros(len(prompts), longest, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            visible[row, longest - len(prompt) :] = True
+        ids, visible = ids.to(device), visible.to(device)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        # Padding sees itself, so that no row of the softmax is empty.
+        mask = (causal & visible[:, None, :]) | torch.eye(longest, dtype=torch.bool, device=device)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(ids, mask[:, None], (visible.cumsum(1) - 1).clamp(min=0), cache)
+        index = {prompt: row for row, prompt in enumerate(prompts)}
+        row_B = torch.tensor([index[r.prompt_ids] for r in requests], device=device)
+        cache.batch_select_indices(row_B)
+        visible = visible[row_B]
+        return logits[row_B], cache, visible, visible.sum(1)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """fp32 logits after the last token, [rows, V]."""
+        out = self._model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits[:, -1].float()
+
+    def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
+        now = time.monotonic()
+        for request, token, logprob in zip(requests, ids, logprobs, strict=True):
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            sampling = request.sampling
+            if token in self._stop_ids or self._hits_stop_string(request):
+                request.finish_reason = FinishReason.STOP
+            elif len(request.ids) >= sampling.max_new_tokens:
+                request.finish_reason = FinishReason.LENGTH
+            elif now >= request.deadline:
+                request.finish_reason = FinishReason.DEADLINE
+
+    def _hits_stop_string(self, request: _Request) -> bool:
+        if not request.sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(request.ids)
+        return any(stop in text for stop in request.sampling.stop_strings)
+
+
+def _choose(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample by inverting the distribution function at one uniform number per row; temperature 0 takes the most likely token."""
+    is_greedy_B = temperature_B == 0
+    logprob_BV = (logits_BV / torch.where(is_greedy_B, 1.0, temperature_B)[:, None]).log_softmax(-1)
+    cumulative_BV = logprob_BV.exp().cumsum(-1)
+    # Rounding can leave the last entry a little off 1; scaling by it keeps the index in range.
+    threshold_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+    sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
+    ids_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)
+    return ids_B, logprob_BV.gather(1, ids_B[:, None])[:, 0]
+
+
+def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
+    """The request's own random numbers, fp32 [length]: the same whatever else is in the batch."""
+    return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
+
+
+def _completion(request: _Request, version: int) -> Completion:
+    assert request.finish_reason is not None
+    spans = (VersionSpan(0, len(request.ids), version),)
+    return Completion(tuple(request.ids), tuple(request.logprobs), spans, request.finish_reason)
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Models may name several end tokens in their generation config, besides the tokenizer's."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [named] if isinstance(named, int) else list(named or [])
+    return frozenset([*ids, tokenizer.eos_token_id])

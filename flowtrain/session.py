@@ -1,0 +1,243 @@
+"""A training run while it runs: what `train.py` needs beside its eight verbs.
+
+Opening and resuming, evaluation, logging, checkpoints, and the report at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from flowtrain import report
+from flowtrain.agents.build import make_flow
+from flowtrain.agents.flow import Flow
+from flowtrain.algorithms import Advantages
+from flowtrain.config import Config
+from flowtrain.evals import Evaluation, RolloutStats, evaluate
+from flowtrain.job import Job, loss_spec, optim_spec, resume_point
+from flowtrain.report.curves import plot_curves
+from flowtrain.report.jsonl import read_lines
+from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.seeds import derive_seed
+from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.tasks.sets import MAIN_SPLIT
+from flowtrain.training import checkpoint
+from flowtrain.training.model import full_weights
+from flowtrain.training.trainer import Trainer
+from flowtrain.training.world import World
+from flowtrain.types import Group, Trajectory
+from flowtrain.weights.store import WeightStore
+
+STAGES = ("collect", "train", "publish", "load", "eval", "checkpoint")
+
+
+class Clock:
+    """Seconds of a step by stage; what no stage claims is "other"."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._seconds[stage] += time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        step_s = time.monotonic() - self._started
+        stages = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        return {**stages, "other_s": step_s - sum(self._seconds.values()), "step_s": step_s}
+
+
+class Session:
+    """Use with `with`; attributes are what the main loop touches."""
+
+    world: World
+    cursor: TaskCursor
+    flow: Flow
+    engine: TorchEngine
+    trainer: Trainer
+    start_step: int
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Session:
+        try:
+            self._open()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def _open(self) -> None:
+        config = self._config
+        self.world = World.join(config.run.device)
+        self._cleanup.callback(self.world.leave)
+        self._job = Job.prepare(config, self.world)
+        self._cleanup.callback(self._job.close)
+        self._store = WeightStore(Path(config.run.dir) / "weights")
+        self.engine = self._job.make_engine(self._store)
+        self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
+        self._run_dir = self._job.open_run_dir()
+        self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
+        self._resume()
+        self._open_logs()
+        self._warm = self._evaluate_warm()
+
+    def _resume(self) -> None:
+        """Take up the newest checkpoint, or begin; either way version `start_step` is published and loaded."""
+        place = resume_point(self._config, self._run_dir)
+        state = {"step": 0, "cursor": 0}
+        if place is not None:
+            state = checkpoint.load_state(place)
+            checkpoint.restore(place, self._job.model, self.trainer.optimizer)
+        self.start_step = state["step"]
+        self.cursor = TaskCursor(self._job.tasks.train, self._config.run.seed, state["cursor"])
+        if self.world.is_main:
+            # What was published after the checkpoint will be trained anew.
+            self._store.rollback(self.start_step - 1)
+        self.world.barrier()
+        self.publish(self.start_step)
+        self.engine.load(self.start_step)
+
+    def _open_logs(self) -> None:
+        config, path, world = self._config, self._run_dir.path, self.world
+        self._trajectories = report.TrajectoryLog(path, world.rank, self.start_step)
+        self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
+        self._cleanup.callback(self._progress.close)
+        self._metrics = None
+        if world.is_main:
+            log = config.log
+            self._metrics = report.MetricsLog(path, self.start_step, log.tensorboard, log.wandb_project or None, config.model_dump())
+            self._cleanup.callback(self._metrics.close)
+
+    def collect_options(self, step: int) -> dict[str, int]:
+        """Keyword arguments of `collect` for a training step."""
+        rollout = self._config.rollout
+        seed = derive_seed(self._config.run.seed, "train", step)
+        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **self._ranks()}
+
+    def publish(self, version: int) -> None:
+        """Put the policy's weights into the store; collective, and done on every rank when it returns."""
+        weights = full_weights(self._job.model)
+        if self.world.is_main:
+            self._store.publish(weights, version)
+            self._store.collect_garbage(keep=2)
+        self.world.barrier()
+
+    def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
+        """Evaluate and save when they are due, then write the step down."""
+        config = self._config
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        rollouts = RolloutStats.of(trajectories, config.agent.tools, self.world)
+        (num_dropped,) = self.world.sum([batch.num_dropped])
+        evaluation = {}
+        if config.eval.every and step % config.eval.every == 0:
+            with clock("eval"):
+                evaluation = {"eval_reward": self._evaluate(MAIN_SPLIT, config.rollout.temperature, step).stats.reward_mean}
+        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
+            with clock("checkpoint"):
+                self.save(step)
+        self._trajectories.log(step, step - 1, groups)
+        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
+        self._write({**head, **stats, **clock.metrics()})
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of `step`; collective."""
+        job, state = self._job, {"cursor": self.cursor.position, "version": step}
+        keep = self._config.checkpoint.keep
+        checkpoint.save(self._run_dir.checkpoints, step, job.model, job.tokenizer, self.trainer.optimizer, state, self.world, keep)
+
+    def finish(self) -> None:
+        """Save, evaluate the trained policy as the frozen one was, and write summary.json, curves.png and the table."""
+        self.save(self._config.train.num_steps)
+        trained, shown = self._evaluate_all()
+        self._progress.close()
+        if not self.world.is_main:
+            return
+        path = self._run_dir.path
+        report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds()})
+        plot_curves(path)
+        for trajectory in shown[: self._config.log.num_rollouts]:
+            print(report.rollout_text(trajectory), end="\n\n")
+        print(report.comparison_table(self._warm, trained))
+        print(f"\n{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.latest(self._run_dir.checkpoints)}")
+
+    def _make_flow(self, temperature: float, max_turns: int) -> Flow:
+        return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)
+
+    def _ranks(self) -> dict[str, int]:
+        return {"rank": self.world.rank, "num_ranks": self.world.size}
+
+    def _evaluate(self, split: str, temperature: float, step: int) -> Evaluation:
+        """One rollout of each held-out task; at a given step always with the same random numbers."""
+        config = self._config
+        flow = self._make_flow(temperature, config.agent.eval_max_turns)
+        seed = derive_seed(config.run.seed, "eval", step)
+        return evaluate(flow, self._job.tasks.held_out[split], seed, config.agent.tools, self.world, config.rollout.max_in_flight)
+
+    def _evaluate_warm(self) -> dict[str, Any]:
+        """The policy that training starts from, measured once per run."""
+        path = self._run_dir.path / "warm.json"
+        if self.start_step and path.exists():
+            return dict(json.loads(path.read_text()))
+        started = time.monotonic()
+        warm, _ = self._evaluate_all()
+        if self.world.is_main:
+            report.atomic_write_text(path, json.dumps(warm))
+            if not self.start_step:
+                self._write({"step": 0, "version": 0, "eval_reward": warm["eval_reward"], "eval_s": time.monotonic() - started})
+        return warm
+
+    def _evaluate_all(self) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
+        """Every held-out split, sampled and greedy; and the sampled rollouts of the main one."""
+        config, splits = self._config, self._job.tasks.held_out
+        sampled = {split: self._evaluate(split, config.rollout.temperature, -1) for split in splits}
+        greedy = {split: self._evaluate(split, 0.0, -1) for split in splits}
+        main = sampled[MAIN_SPLIT]
+        result = {
+            "eval_reward": main.stats.reward_mean,
+            "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
+            "by_num_turns": main.by_num_turns,
+            "by_kind": main.by_kind,
+            "tool_shares": main.stats.tool_shares,
+            "turns_mean": main.stats.turns_mean,
+            "splits": {
+                split: {
+                    "sampled": sampled[split].stats.reward_mean,
+                    "greedy": greedy[split].stats.reward_mean,
+                    "by_num_turns": sampled[split].by_num_turns,
+                }
+                for split in splits
+            },
+        }
+        return result, main.trajectories
+
+    def _seconds(self) -> dict[str, float]:
+        """By stage over the whole run, resumed parts included; "warm_up" when the model says how long it took."""
+        totals: dict[str, float] = {}
+        for record in read_lines(self._run_dir.path / "metrics.jsonl"):
+            for key, value in record.items():
+                if key.endswith("_s") and key != "tokens_per_s" and value is not None:
+                    totals[key.removesuffix("_s")] = totals.get(key.removesuffix("_s"), 0.0) + value
+        origin = Path(self._config.model.path) / "rft.json"
+        if origin.exists():
+            totals["warm_up"] = json.loads(origin.read_text())["seconds"]
+        return {key: round(value, 3) for key, value in totals.items()}
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        if "train_s" in metrics:
+            metrics["tokens_per_s"] = metrics["num_packed_tokens"] / max(metrics["train_s"], 1e-9)
+        if self._metrics is not None:
+            self._metrics.log(metrics)
+        self._progress.update(metrics)

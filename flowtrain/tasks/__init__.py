@@ -1,0 +1,9 @@
+"""Where questions come from: built-in tasks over a small corpus, the game of 24, and the user's own files."""
+
+from flowtrain.tasks.corpus import Entity, load_corpus, passage_value, passages
+from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.tasks.facts import facts_tasks
+from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.gameof24 import gameof24_tasks
+
+__all__ = ["Entity", "TaskCursor", "facts_tasks", "gameof24_tasks", "load_corpus", "load_tasks", "passage_value", "passages"]

@@ -1,0 +1,101 @@
+"""The game of 24: every puzzle of four numbers from 1 to 13, and an exact solver."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cache
+from itertools import combinations_with_replacement
+
+from flowtrain.types import PlanStep, Task, UserError
+
+SPLITS = ("train", "texts")
+TARGET = 24
+
+_Numbers = tuple[int, ...]
+
+
+@cache
+def solvable_puzzles() -> tuple[tuple[int, int, int, int], ...]:
+    """The 1362 ascending quadruples of numbers from 1 to 13 that can make 24, in ascending order."""
+    return tuple((a, b, c, d) for a, b, c, d in combinations_with_replacement(range(1, 14), 4) if solve((a, b, c, d)) is not None)
+
+
+def solve(numbers: Sequence[int]) -> str | None:
+    """An expression over + - * / and parentheses that uses each of two or more numbers once and is exactly 24; None if there is none."""
+    ordered = tuple(sorted(numbers))
+    expression = next(_solutions(ordered), None)
+    return None if expression is None else expression[1:-1]
+
+
+def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
+    """`num_tasks` distinct puzzles (None: all) of a split ("train", or the 10 % held out as "texts"), in an order set by the seed.
+
+    Their ids are "gameof24-{split}-{i}", so that they can be mixed with other tasks.
+
+    Raises UserError for an unknown split and for more tasks than the split has puzzles.
+    """
+    if split not in SPLITS:
+        raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
+    puzzles = [puzzle for puzzle in solvable_puzzles() if _is_text(_question(puzzle)) == (split == "texts")]
+    num_tasks = len(puzzles) if num_tasks is None else num_tasks
+    if not 0 < num_tasks <= len(puzzles):
+        raise UserError(f"num_tasks: split {split!r} of the game of 24 has 1 to {len(puzzles)} tasks, not {num_tasks}")
+    chosen = random.Random(f"gameof24/{split}/{seed}").sample(puzzles, num_tasks)
+    return [_task(f"gameof24-{split}-{index}", puzzle) for index, puzzle in enumerate(chosen)]
+
+
+def _task(task_id: str, puzzle: _Numbers) -> Task:
+    expression = solve(puzzle)
+    assert expression is not None
+    plan = (PlanStep(expression, "Python_Coder"),)
+    return Task(task_id, _question(puzzle), tuple(map(str, puzzle)), "gameof24", 1, "gameof24", plan)
+
+
+def _question(puzzle: _Numbers) -> str:
+    a, b, c, d = puzzle
+    return f"Use the numbers {a}, {b}, {c} and {d} once each with + - * / to make {TARGET}."
+
+
+def _is_text(question: str) -> bool:
+    return int(hashlib.sha256(question.encode()).hexdigest(), 16) % 10 == 0
+
+
+def _solutions(numbers: _Numbers) -> Iterator[str]:
+    """Parenthesised expressions that are 24, found by asking for each value of one part which value of the rest completes it."""
+    for left, right in _splits(numbers):
+        right_values = _values(right)
+        for x, x_text in _values(left).items():
+            wanted = [("+", TARGET - x), ("-", x - TARGET)]
+            if x != 0:
+                wanted += [("*", TARGET / x), ("/", x / TARGET)]
+            yield from (f"({x_text} {sign} {right_values[y]})" for sign, y in wanted if y in right_values)
+
+
+@cache
+def _values(numbers: _Numbers) -> dict[Fraction, str]:
+    """Each value that uses all the numbers once, with one parenthesised expression for it."""
+    if len(numbers) == 1:
+        return {Fraction(numbers[0]): str(numbers[0])}
+    values: dict[Fraction, str] = {}
+    for left, right in _splits(numbers):
+        for x, x_text in _values(left).items():
+            for y, y_text in _values(right).items():
+                for sign, value in _results(x, y):
+                    values.setdefault(value, f"({x_text} {sign} {y_text})")
+    return values
+
+
+def _results(x: Fraction, y: Fraction) -> list[tuple[str, Fraction]]:
+    results = [("+", x + y), ("-", x - y), ("*", x * y)]
+    return [*results, ("/", x / y)] if y != 0 else results
+
+
+def _splits(numbers: _Numbers) -> list[tuple[_Numbers, _Numbers]]:
+    """Every way to deal the numbers into two non-empty hands, each once."""
+    places = range(len(numbers))
+    masks = range(1, 2 ** len(numbers) - 1)
+    hands = [(tuple(numbers[i] for i in places if mask >> i & 1), tuple(numbers[i] for i in places if not mask >> i & 1)) for mask in masks]
+    return list(dict.fromkeys(hands))

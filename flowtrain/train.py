@@ -1,0 +1,58 @@
+"""Train a planner in the flow:  torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
+
+One step, top to bottom, is the system. Each verb is one call into one file:
+
+    take      tasks/cursor.py           the next questions
+    collect   rollout/collect.py        G rollouts of each: planner, executor, verifier, generator around a memory
+    score     rewards/                  one reward per rollout, from its final answer
+    pack      algorithms/, training/    the reward as an advantage of every turn; all turns in packed rows
+    step      training/trainer.py       clipped ratio + KL, backward, AdamW
+    publish   weights/store.py          the new weights as an immutable version
+    load      rollout/torch_engine.py   the engine samples with them from now on
+    log       report/                   metrics, rollouts, progress
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flowtrain.algorithms import flow_grpo
+from flowtrain.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config import Config
+from flowtrain.rewards import score, shuffle_rewards
+from flowtrain.rollout.collect import collect
+from flowtrain.seeds import derive_seed
+from flowtrain.session import Clock, Session
+from flowtrain.training.tree import pack
+
+
+def train(config: Config) -> int:
+    """Flow-GRPO from the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
+    interrupt = Interrupt()
+    with Session(config) as run:
+        for step in range(run.start_step + 1, config.train.num_steps + 1):
+            clock = Clock()
+            tasks = run.cursor.take(config.rollout.num_questions)
+            with clock("collect"):
+                groups = collect(run.flow, tasks, **run.collect_options(step))
+            with clock("train"):
+                groups = score(groups)
+                if config.algorithm.shuffle_rewards:
+                    groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
+                batch = flow_grpo(groups, config.algorithm.mode, config.train.num_minibatches, len(tasks))
+                rows = pack(batch.samples, config.train.num_minibatches, config.train.token_budget)
+                stats = run.trainer.step(rows)
+            with clock("publish"):
+                run.publish(step)
+            with clock("load"):
+                run.engine.load(step)
+            run.log(step, groups, batch, stats, clock)
+            if run.world.max([interrupt.requested])[0]:
+                run.save(step)
+                return INTERRUPTED
+        run.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("flowtrain.train", train))

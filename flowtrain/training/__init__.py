@@ -1,0 +1,1 @@
+"""The training pass: model, packed rows, optimizer, checkpoints."""

@@ -1,0 +1,120 @@
+"""Loading, building, sharding and exporting Hugging Face causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+from flowtrain.training import attention
+from flowtrain.training.world import World
+from flowtrain.types import UserError
+
+END, PAD = "<|end|>", "<|pad|>"
+_SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder or hub name; it must know how a response ends."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path!r} holds no tokenizer that transformers can load: {_first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of model.path={path!r} has no end-of-sequence token")
+    return tokenizer
+
+
+def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME) -> PreTrainedModel:
+    """A causal language model on the CPU. `attn` is the attention of packed rows for training, "sdpa" for sampling."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path!r} is no causal language model that transformers can load: {_first_line(error)}") from error
+    check_model(model.config, path)
+    return model
+
+
+def check_model(config: AutoConfig, path: str) -> None:
+    """Refuse what the attention of packed rows would silently compute wrongly."""
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise UserError(f"model.path={path!r} has layers other than full attention ({set(config.layer_types)}); they are not supported")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError(f"model.path={path!r} caps its attention logits; that is not supported")
+
+
+def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits stay apart so that numbers can be copied."""
+    if vocab_size < _SMALLEST_VOCAB:
+        raise UserError(f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can spell every byte")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, num_heads: int, max_positions: int) -> PreTrainedModel:
+    """A Qwen2-shaped decoder with random weights; seed torch before the call."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+
+def shard(model: PreTrainedModel, world: World, dtype: torch.dtype) -> PreTrainedModel:
+    """FSDP2: fp32 master weights sharded over the ranks, `dtype` in the forward and backward pass. One rank in fp32 stays as it is."""
+    model.to(world.device)
+    if world.size == 1 and dtype == torch.float32:
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights on the CPU of every rank, a tied tensor once. Collective: every rank must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    for name in tied_names(model):
+        weights.pop(name, None)
+    return weights
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names that are another tensor under a second name (a tied head)."""
+    return set(getattr(model, "all_tied_weights_keys", {}))
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a folder that `from_pretrained` loads."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,196 @@
+"""The optimizer step: packed rows in, new weights and statistics out.
+
+One global normaliser per mini-batch (the sum of all token weights over all ranks and micro-batches) makes the gradient independent of how
+samples are spread over rows and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from flowkernels import LossSpec, logprobs, policy_loss
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from flowtrain.training.attention import Forest
+from flowtrain.training.tree import Row, empty_row
+from flowtrain.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class OptimSpec:
+    """AdamW and how often it steps."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    """Upper bound of the global gradient norm; 0 turns clipping off."""
+    rescore: bool = False
+    """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
+
+
+class Trainer:
+    """Owns the policy's master weights and optimizer; holds the frozen reference policy when the loss has a KL term."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        world: World,
+        loss: LossSpec,
+        optim: OptimSpec,
+        temperature: float = 1.0,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
+        self.model = model.train()
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+        )
+        self._world, self._loss, self._optim = world, loss, optim
+        self._temperature = temperature
+        self._reference = reference
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+        """One optimizer step per mini-batch on this rank's rows; collective. Statistics are over all ranks, tokens and steps."""
+        prepared = [self._prepare(rows) for rows in minibatches]
+        totals = _Totals()
+        for rows in prepared:
+            normaliser = self._world.sum([sum(float(row.weight_T.sum()) for row in rows)])[0]
+            if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
+                continue
+            self.forward_backward(rows, normaliser, totals)
+            totals.grad_norms.append(self.optim_step())
+        return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
+
+    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: _Totals) -> None:
+        """Accumulate the gradient of all rows; every rank runs as many as the longest."""
+        num_rows = int(self._world.max([len(rows)])[0])
+        # FSDP averages gradients over ranks where we want their sum.
+        scale = self._world.size / normaliser
+        for index in range(num_rows):
+            if self._world.size > 1:
+                self.model.set_requires_gradient_sync(index == num_rows - 1)
+            row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
+            out = policy_loss(
+                forward_rows(self.model, row),
+                row.target_ids_T,
+                spec=self._loss,
+                advantage_T=row.advantage_T,
+                weight_T=row.weight_T,
+                old_logprob_T=row.old_logprob_T,
+                ref_logprob_T=row.ref_logprob_T,
+                temperature=self._temperature,
+            )
+            (out.loss * scale).backward()
+            totals.add(out.stats, out.loss.detach() / normaliser, _mismatch(out.logprob_T, row), row)
+
+    def optim_step(self) -> float:
+        """Clip, step, clear. Returns the gradient norm before clipping."""
+        limit = self._optim.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    @torch.no_grad()
+    def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[Tensor]:
+        """Log-probs [T] of every row's targets under `model`; collective, rows may differ in number."""
+        num_rows = int(self._world.max([len(rows)])[0])
+        padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
+        scores = [logprobs(forward_rows(model, row), row.target_ids_T, temperature=self._temperature).logprob_T for row in padded]
+        return scores[: len(rows)]
+
+    def _prepare(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows on the device, with the log-probs of other policies that the loss asks for."""
+        rows = [row.to(self._world.device) for row in rows]
+        if self._optim.rescore:
+            rows = [replace(row, old_logprob_T=old_T) for row, old_T in zip(rows, self.score(self.model, rows), strict=True)]
+        if self._reference is not None:
+            rows = [replace(row, ref_logprob_T=ref_T) for row, ref_T in zip(rows, self.score(self._reference, rows), strict=True)]
+        return rows
+
+
+def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
+    """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
+    out = model(
+        input_ids=row.input_ids_N[None],
+        position_ids=row.position_ids_N[None],
+        use_cache=False,
+        logits_to_keep=row.target_row_T,
+        forest=Forest.of(row.subtree_end_N),
+    )
+    return out.logits[0]
+
+
+def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
+    """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it is the engines' disagreement."""
+    return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()
+
+
+class _Totals:
+    """Statistics of one batch, summed on the device and brought to the host once."""
+
+    def __init__(self) -> None:
+        self.grad_norms: list[float] = []
+        self._stats: list[dict[str, Tensor]] = []
+        self._num_packed = 0
+
+    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: Row) -> None:
+        is_first_step = not self.grad_norms
+        first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
+        zeros = {name: torch.zeros_like(value) for name, value in first.items()}
+        self._stats.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
+        self._num_packed += len(row.input_ids_N)
+
+    def reduce(self, world: World, lr: float) -> dict[str, float]:
+        sums, maxima = self._to_host()
+        names = sorted(sums)
+        totals = dict(zip(names, world.sum([sums[name] for name in names]), strict=True))
+        ratio_max, negative_ratio_min = world.max([maxima[0], maxima[1]])
+        (num_packed,) = world.sum([self._num_packed])
+        num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
+        return {
+            "num_tokens": totals["num_tokens_sum"],
+            "num_packed_tokens": num_packed,
+            "num_optim_steps": len(self.grad_norms),
+            "loss": totals["loss_sum"] / num_steps,
+            "grad_norm": sum(self.grad_norms) / num_steps,
+            "lr": lr,
+            "kl": totals["kl_sum"] / num_tokens,
+            "entropy": totals["entropy_sum"] / num_tokens,
+            "clip_fraction": totals["clipped_sum"] / num_tokens,
+            "ratio_mean": totals["ratio_sum"] / num_tokens if totals["num_tokens_sum"] else 1.0,
+            "ratio_max": ratio_max,
+            "ratio_min": -negative_ratio_min,
+            "logprob_mismatch": totals["first_mismatch_sum"] / max(totals["first_tokens_sum"], 1),
+        }
+
+    def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:
+        """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also without a row."""
+        names = [*_SUMS, "ratio_max", "ratio_min"]
+        if not self._stats:
+            return dict.fromkeys(_SUMS, 0.0), (1.0, -1.0)
+        table = torch.stack([torch.stack([stats[name].double() for name in names]) for stats in self._stats]).cpu()
+        sums = dict(zip(_SUMS, table[:, :-2].sum(0).tolist(), strict=True))
+        return sums, (float(table[:, -2].max()), float((-table[:, -1]).max()))
+
+
+_SUMS = (
+    "num_tokens_sum",
+    "entropy_sum",
+    "kl_sum",
+    "ratio_sum",
+    "clipped_sum",
+    "loss_sum",
+    "first_tokens_sum",
+    "first_mismatch_sum",
+)

@@ -1,0 +1,62 @@
+"""The ranks of a run: started by torchrun or alone, gloo on CPU and NCCL on GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among its peers. With one rank the reductions below are the identity."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: str, timeout_s: float = 600.0) -> World:
+        """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK), or be the only one.
+
+        `device` is "cpu", "cuda" or "auto". A collective that waits longer than `timeout_s` ends the run instead of hanging it.
+        """
+        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # A lone rank gets a group too: FSDP2 wants one, and so the code below it has one path.
+        store = dist.HashStore() if size == 1 else None
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        return cls(rank, size, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks, in fp64."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier guesses the device."""
+        self.sum([0.0])
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op)
+        return [float(value) for value in tensor.tolist()]

@@ -1,0 +1,188 @@
+"""The records, in the order in which data flows: Task -> Turn -> Trajectory -> Group -> Sample.
+
+All are frozen; a later stage that knows more makes a new record with `dataclasses.replace`. Token ids are plain ints, log-probabilities
+natural logs, times seconds. Nothing here imports more than the standard library, so every package of the house can use it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class UserError(ValueError):
+    """What a person got wrong (a key, a file, a folder). The command line prints its one line and exits with code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One turn of a perfect planner."""
+
+    sub_goal: str
+    """What the turn is to find out, e.g. "capital of Chad", or the expression to compute."""
+    tool_name: str
+    """Canonical name of the tool that finds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question. Example: Task("texts-17", "What is the capital of Chad?", ("N'Djamena",), "lookup", 1, "exact")."""
+
+    id: str
+    """Unique within a run; trajectories, seeds and resume refer to it."""
+    question: str
+    """What the planner reads."""
+    answers: tuple[str, ...]
+    """Accepted answers; for "gameof24" the four numbers, because any right expression is accepted."""
+    kind: str = ""
+    """A label to group results by ("lookup", "chain", "sum", ...)."""
+    num_turns: int = 1
+    """Turns a perfect planner needs; 0 where nobody knows."""
+    scorer: str = "exact"
+    """Name of the rule in `flowtrain.rewards` that scores an answer."""
+    plan: tuple[PlanStep, ...] = ()
+    """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the policy never sees it."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """`max_new_tokens` was reached."""
+    DEADLINE = "deadline"
+    """The request ran out of time; what was sampled so far is returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one completion."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 means greedy; the log-probabilities are then those at temperature 1."""
+    stop_strings: tuple[str, ...] = ()
+    """Sampling ends once the decoded response contains one; its tokens are kept."""
+    seed: int = 0
+    """Of this request alone, so that a completion does not depend on what shared its batch."""
+    deadline_s: float = 60.0
+    """Seconds from the call until the engine must answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were sampled by weights `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one prompt."""
+
+    ids: tuple[int, ...]
+    """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when the deadline struck first."""
+    logprobs: tuple[float, ...]
+    """One per id, from the sampler, at the sampler's temperature."""
+    spans: tuple[VersionSpan, ...]
+    """Which weights sampled which ids; they cover [0, len(ids))."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The planner's four fields, in AgentFlow's order."""
+
+    justification: str
+    context: str
+    sub_goal: str
+    tool_name: str
+    """Canonical name of a tool in the toolset; None of the tools matched when it reads "No matched tool given: ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What came of one tool command: an output, or an error that says why there is none. Never both."""
+
+    output: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """What the memory keeps and the planner reads next."""
+        return self.output if self.error is None else f"Error: {self.error}"
+
+
+class Verdict(enum.StrEnum):
+    """The verifier's decision, v^t."""
+
+    STOP = "STOP"
+    CONTINUE = "CONTINUE"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One pass of planner -> executor -> tool -> verifier."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """The ids the engine sampled; these very ids are trained."""
+    response_logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    response_text: str
+    """Decoded for people; training never reads it."""
+    action: Action | None
+    """None when the response was malformed: no tool ran, the turn is spent."""
+    command: str
+    """What the executor ran, or why it ran nothing."""
+    result: ToolResult
+    verdict: Verdict
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout of one task."""
+
+    task: Task
+    turns: tuple[Turn, ...]
+    answer: str
+    """The generator's answer."""
+    seconds: float
+    seed: int
+    truncated: str = ""
+    """Why the loop ended before STOP: "" (it did not), "turns", "time" or "prompt" (the prompt outgrew the model)."""
+    reward: float | None = None
+    """In [0, 1]; None until `rewards.score` fills it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G trajectories of one task that were sampled together."""
+
+    index: int
+    """Place of the task within the step's batch over all ranks; decides the mini-batch."""
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trained sequence: the prompt and response of one turn with what the algorithm decided about its tokens."""
+
+    prompt_ids: tuple[int, ...]
+    """At least one token."""
+    response_ids: tuple[int, ...]
+    """At least one token; these are the trained ones."""
+    logprobs: tuple[float, ...]
+    """The sampler's, one per response token."""
+    advantage: float
+    """Of every response token of this turn."""
+    weights: tuple[float, ...]
+    """One per response token, before division by their sum over the global mini-batch."""
+    minibatch: int = field(default=0)
+    """Which optimizer step of the batch it belongs to."""

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.types import Group, ToolResult, Trajectory, UserError
+
+FULL = "No space left on device; free some space and continue with --resume auto"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def quiet_log(folder: Path, resume_step: int = 0) -> MetricsLog:
+    return MetricsLog(folder, resume_step, tensorboard=False)
+
+
+def test_a_line_per_step_with_keys_in_the_given_order(tmp_path: Path) -> None:
+    log = quiet_log(tmp_path)
+    log.log({"reward_mean": 0.5, "step": 1, "kl": 0.25})
+    log.log({"step": 2})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"reward_mean": 0.5, "step": 1, "kl": 0.25}\n{"step": 2}\n'
+
+
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
+    quiet_log(tmp_path).log({"step": 1, "a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": np.float32("nan")})
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": None}]
+
+
+def test_numbers_of_other_libraries_are_plain(tmp_path: Path) -> None:
+    quiet_log(tmp_path).log({"step": np.int64(3), "a": np.float32(0.5), "b": np.int32(4), "c": True})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 3, "a": 0.5, "b": 4, "c": true}\n'
+
+
+def test_a_step_is_required(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="without a step"):
+        quiet_log(tmp_path).log({"reward_mean": 1.0})
+
+
+def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "a": 1}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "a')
+    log = quiet_log(tmp_path, resume_step=2)
+    assert [row["step"] for row in read(path)] == [0, 1, 2]
+    log.log({"step": 3, "a": 5})
+    assert read(path)[2:] == [{"step": 2}, {"step": 3, "a": 5}]
+
+
+def test_resume_drops_a_torn_line_even_of_a_kept_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "a": "\xc3')
+    quiet_log(tmp_path, resume_step=9)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    quiet_log(tmp_path, resume_step=2).log({"step": 3})
+    assert [row["step"] for row in read(path)] == [1, 2, 3]
+
+
+def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = '{"step": 1}\nnonsense\n{"step": 2}\n'
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"):
+        quiet_log(tmp_path, resume_step=2)
+    assert path.read_text() == text
+
+
+@given(st.integers(0, 6), st.integers(0, 70))
+def test_cut_leaves_the_whole_lines_up_to_the_step_wherever_the_file_was_torn(last_step: int, length: int) -> None:
+    text = "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        path.write_text(text[:length])
+        cut_lines(path, last_step)
+        append_lines(path, [{"step": 99}])
+        whole = min((length + 1) // len('{"step": 1}\n'), 5)
+        assert [row["step"] for row in read(path)] == [*range(1, min(whole, last_step) + 1), 99]
+
+
+def test_a_full_disk_is_one_clear_line_and_earlier_lines_stay(tmp_path: Path, fill_disk: Callable[[str], None]) -> None:
+    log = quiet_log(tmp_path)
+    log.log({"step": 1, "a": 0.5})
+    before = log.path.read_bytes()
+    fill_disk("metrics.jsonl")
+    with pytest.raises(UserError) as caught:
+        log.log({"step": 2, "a": 0.25})
+    assert str(caught.value) == f"cannot write {tmp_path / 'metrics.jsonl'}: {FULL}"
+    assert log.path.read_bytes() == before
+
+
+def test_a_torn_line_that_could_not_be_taken_back_does_not_hide_the_full_disk(
+    tmp_path: Path, fill_disk: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = quiet_log(tmp_path)
+    log.log({"step": 1})
+    fill_disk("metrics.jsonl")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "truncate", fail)
+    with pytest.raises(UserError, match=FULL):
+        log.log({"step": 2})
+    assert [row["step"] for row in read_lines(log.path)] == [1]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_gets_the_finite_numbers_and_forgets_steps_after_the_resumed_one(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in range(4):
+        log.log({"step": step, "a": step / 2, "b": float("nan")})
+    assert scalars(tmp_path) == {"a": [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]}
+    log.close()
+    log.close()
+    resumed = MetricsLog(tmp_path, resume_step=1)
+    resumed.log({"step": 2, "a": 8.0})
+    resumed.close()
+    assert scalars(tmp_path) == {"a": [(0, 0.0), (1, 0.5), (2, 8.0)]}
+
+
+def test_a_full_disk_under_tensorboard_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(log._board, "flush", fail)
+    with pytest.raises(UserError) as caught:
+        log.log({"step": 1, "a": 1.0})
+    assert str(caught.value) == f"cannot write {tmp_path / 'tensorboard'}: {FULL}"
+    assert read(log.path) == [{"step": 1, "a": 1.0}]
+    log._board.close()
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    quiet_log(tmp_path).log({"step": 1, "a": 1.0})
+    assert not (tmp_path / "tensorboard").exists()
+
+
+class FakeWandb(types.ModuleType):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[Any] = []
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.calls.append(options)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.calls.append((numbers, step))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for resume_step in (0, 1):
+        log = MetricsLog(tmp_path, resume_step, tensorboard=False, wandb_project="flows", config={"lr": 1})
+        log.log({"step": resume_step + 1, "a": 0.5, "b": float("nan")})
+        log.close()
+    first, line, finish, second, *_ = wandb.calls
+    assert (first["project"], first["config"], first["name"]) == ("flows", {"lr": 1}, tmp_path.name)
+    assert (line, finish) == (({"a": 0.5}, 1), "finish")
+    assert first["id"] and second["id"] == first["id"] and second["resume"] == "allow"
+
+
+def test_missing_wandb_names_the_extra_and_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet_log(tmp_path).log({"step": 1})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install 'flowtrain\[wandb\]'"):
+        MetricsLog(tmp_path, wandb_project="flows")
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory) -> None:
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    log.log(3, 7, [Group(5, (trajectory, dataclasses.replace(trajectory, seed=12, reward=None)))])
+    first, second = read(tmp_path / "trajectories.jsonl")
+    malformed, lookup = first.pop("turns")
+    assert first == {
+        "step": 3,
+        "version": 7,
+        "task_id": "texts-17",
+        "question": "What is the capital of Chad?",
+        "answers": ["N'Djamena", "Ndjamena"],
+        "kind": "lookup",
+        "num_turns": 1,
+        "group_index": 5,
+        "seed": 11,
+        "reward": 0.75,
+        "answer": "N'Djamena",
+        "truncated": "turns",
+        "seconds": 1.25,
+    }
+    assert (second["seed"], second["reward"]) == (12, None)
+    assert lookup == {
+        "response_text": "raw response",
+        "action": {
+            "justification": "because",
+            "context": "the question",
+            "sub_goal": "Find the capital of Chad",
+            "tool_name": "Lookup_Tool",
+        },
+        "command": 'lookup("Chad")',
+        "result": "N'Djamena",
+        "is_error": False,
+        "verdict": "STOP",
+        "spans": [[0, 1, 6], [1, 2, 7]],
+        "finish_reason": "stop",
+        "num_prompt_tokens": 3,
+        "response_ids": [4, 5],
+        "response_logprobs": [-0.12346, -2.0],
+        "seconds": 0.5,
+    }
+    assert (malformed["action"], malformed["is_error"], malformed["result"]) == (None, True, "Error: malformed")
+
+
+def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: Trajectory) -> None:
+    group = Group(0, (trajectory,))
+    log = TrajectoryLog(tmp_path, rank=2, resume_step=0)
+    for step in (1, 2, 3):
+        log.log(step, step, [group, group])
+    path = tmp_path / "trajectories.rank2.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 3, "ver')
+    TrajectoryLog(tmp_path, rank=2, resume_step=2)
+    assert [row["step"] for row in read(path)] == [1, 1, 2, 2]
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+def test_text_of_any_kind_survives(tmp_path: Path, trajectory: Trajectory) -> None:
+    odd = 'Äpfel\n"quoted"\u2028\ud800\x00'
+    turn = dataclasses.replace(trajectory.turns[1], result=ToolResult(output=odd), response_logprobs=(float("-inf"), -1.0))
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
+    assert "Äpfel" in log.path.read_text()
+    (record,) = read_lines(log.path)
+    assert record["turns"][0]["result"] == odd
+    assert record["turns"][0]["response_logprobs"] == [None, -1.0]
+
+
+def test_a_full_disk_takes_back_the_whole_step(tmp_path: Path, trajectory: Trajectory, fill_disk: Callable[[str], None]) -> None:
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    log.log(1, 1, [Group(0, (trajectory,))])
+    before = log.path.read_bytes()
+    fill_disk("trajectories")
+    with pytest.raises(UserError, match=rf"cannot write .*trajectories\.jsonl: {FULL}"):
+        log.log(2, 2, [Group(0, (trajectory,) * 4)])
+    assert log.path.read_bytes() == before

@@ -1,0 +1,167 @@
+"""The checker of expressions, against Python's own arithmetic and against hostile text."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flowtrain.rewards.gameof24 import check_expression, gameof24
+from flowtrain.types import Task, UserError
+
+SIGNS = "+-*/"
+
+
+def python_value(expression: str) -> Fraction | None:
+    """None when it divides by zero."""
+    try:
+        return eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction})
+    except ZeroDivisionError:
+        return None
+
+
+def expected(expression: str) -> str | None:
+    value = python_value(expression)
+    if value is None:
+        return "divides by zero"
+    return None if value == 24 else f"makes {value}, not 24"
+
+
+@st.composite
+def expressions(draw: st.DrawFn, num_numbers: int = 4) -> str:
+    """Four numbers in any tree, with needed and needless parentheses and spaces."""
+    if num_numbers == 1:
+        text = str(draw(st.integers(0, 13)))
+    else:
+        num_left = draw(st.integers(1, num_numbers - 1))
+        left, right = draw(expressions(num_left)), draw(expressions(num_numbers - num_left))
+        space = draw(st.sampled_from(["", " ", "  "]))
+        text = f"{left}{space}{draw(st.sampled_from(SIGNS))}{space}{right}"
+    return f"({text})" if draw(st.booleans()) else text
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(expressions())
+@example("(8 / (3 - (8 / 3)))")
+@example("4 * 6 + 7 - 7")
+@example("(1 + 2 + 3) * 4")
+@example("5 / (4 - 2 * 2)")
+def test_agrees_with_python(expression: str) -> None:
+    numbers = [int(number) for number in re.findall(r"\d+", expression)]
+    assert check_expression(expression, numbers) == expected(expression)
+    unicode_signs = expression.replace("*", "\u00d7").replace("/", "\u00f7").replace("-", "\u2212")
+    assert check_expression(f" {unicode_signs} = 24\n", numbers[::-1]) == expected(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("(7 - 4) * (8 * 6)", "makes 144, not 24"),
+        ("8 / 6 + 7 - 4", "makes 13/3, not 24"),
+        ("4 + 6 + 7 + 7", "uses 7 2 times, it was given 1 times"),
+        ("4 + 6 + 7 + 5", "uses 5 which was not given"),
+        ("4 + 6 + 7", "does not use all of the numbers 4, 6, 7, 8"),
+        ("4 + 6 + 78", "uses 78 which was not given"),
+        ("24", "uses 24 which was not given"),
+        ("4 + 6 + 7 + 8 = 24 = 24", "must consist of whole numbers, + - * / and parentheses"),
+        ("4 + 6 + 7 + 8 = 25", "must consist of whole numbers, + - * / and parentheses"),
+        ("", "must consist of whole numbers, + - * / and parentheses"),
+        ("= 24", "must consist of whole numbers, + - * / and parentheses"),
+        ("x + 4 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
+        ("4.0 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
+        ("4 % 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
+        ("4, 6, 7, 8", "must consist of whole numbers, + - * / and parentheses"),
+        ("\u0664 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
+        ("-4 + 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        ("4 ** 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        ("4 // 6 - 7 - 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        ("4 6 7 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        ("4 6 + 7 + + 8", "is not a complete expression"),
+        ("(4 + 6 + 7 + 8", "is not a complete expression"),
+        ("4 + 6 + 7 + 8)", "is not a complete expression"),
+        ("4 + 6 + 7 + 08", "is not a complete expression"),
+        ("() + 4 + 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        ("4(6) + -7 + 8", "must consist of numbers joined by + - * / and parentheses"),
+        ("4 ** 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
+        ("4 // 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
+        ("(4 + 6 + 7 + 8)()", "must consist of numbers joined by + - * / and parentheses"),
+    ],
+)
+def test_reasons(expression: str, reason: str) -> None:
+    assert check_expression(expression, [4, 6, 7, 8]) == reason
+
+
+HOSTILE = [
+    "(" * 200,
+    "(" * 98 + "4" + ")" * 98,
+    "(" * 1_000_000,
+    "-" * 199 + "4",
+    "4" * 200,
+    "9" * 10_000_000,
+    "4+" * 99,
+    "4" + "()" * 99,
+    "4**" * 60 + "4",
+    "9**9**9**9",
+    "4" + " " * 198 + "=",
+    "\x00",
+    "4 + 6 +\n7 + 8",
+    "4 + 6 # 7 + 8",
+    "__import__('os').system('true')",
+    "(lambda: 24)()",
+    "[24 for _ in (4, 6, 7, 8)][0]",
+    "\ud800",
+    "\u202e4+6+7+8",
+]
+
+
+@pytest.mark.parametrize("expression", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_expression(expression, [4, 6, 7, 8])
+        assert check_expression(expression, [])
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.one_of(st.text(), st.text("0468+-*/() =._\u00d7\u00f7\u2212", max_size=30)), st.lists(st.integers(0, 13), max_size=4))
+def test_any_text_gets_an_answer(expression: str, numbers: list[int]) -> None:
+    reason = check_expression(expression, numbers)
+    assert reason is None or (reason and "\n" not in reason)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map("".join))
+def test_scrambled_expressions_agree_with_python_where_they_are_allowed(expression: str) -> None:
+    numbers = [int(number) for number in re.findall(r"\d+", expression)]
+    reason = check_expression(expression, numbers)
+    if reason is None or reason.startswith(("makes", "divides")):
+        assert reason == expected(expression.strip())
+
+
+def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
+    assert check_expression("(" * 20 + "4 * 6" + ")" * 20, [4, 6]) is None
+    assert check_expression("(" * 21 + "4 * 6" + ")" * 21, [4, 6]) == "has more than 20 opening parentheses"
+
+
+def test_length_is_capped() -> None:
+    padded = "4 *" + " " * 195 + "6"
+    assert check_expression(padded + " ", [4, 6]) is None
+    assert check_expression(padded + "  ", [4, 6]) == "is longer than 200 characters"
+
+
+def test_scorer() -> None:
+    task = Task("t", "q", ("3", "3", "8", "8"), scorer="gameof24")
+    assert gameof24(task, "8 / (3 - 8 / 3)") == 1.0
+    assert gameof24(task, "8 + 8 + 3 + 3") == 0.0
+    assert gameof24(task, "8 * 3 * (8 - 3)") == 0.0
+    assert gameof24(task, "no idea") == 0.0
+
+
+@pytest.mark.parametrize("answers", [("3", "x"), ("3.5",), ("-3",), ("9" * 5000,)])
+def test_scorer_refuses_a_task_without_numbers(answers: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="task 't7': scorer 'gameof24' needs the numbers of the puzzle"):
+        gameof24(Task("t7", "q", answers), "3")

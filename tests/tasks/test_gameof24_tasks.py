@@ -1,0 +1,98 @@
+"""The puzzles and the solver, against a brute force that shares no code with them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from itertools import combinations_with_replacement, permutations, product
+
+import pytest
+
+from flowtrain.rewards.gameof24 import check_expression, gameof24
+from flowtrain.tasks.gameof24 import gameof24_tasks, solvable_puzzles, solve
+from flowtrain.types import UserError
+
+
+def value_of(expression: str) -> Fraction:
+    """By Python itself, on fractions."""
+    return eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction})
+
+
+def apply(sign: str, x: Fraction | None, y: Fraction | None) -> Fraction | None:
+    if x is None or y is None or (sign == "/" and y == 0):
+        return None
+    return {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x / y
+
+
+def brute_force(numbers: tuple[int, ...]) -> bool:
+    """Every order, every sign, every one of the five ways to set parentheses."""
+    for a, b, c, d in set(permutations(map(Fraction, numbers))):
+        for p, q, r in product("+-*/", repeat=3):
+            ab, bc, cd = apply(p, a, b), apply(q, b, c), apply(r, c, d)
+            outcomes = (
+                apply(r, apply(q, ab, c), d),
+                apply(r, apply(p, a, bc), d),
+                apply(q, ab, cd),
+                apply(p, a, apply(r, bc, d)),
+                apply(p, a, apply(q, b, cd)),
+            )
+            if 24 in outcomes:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("numbers", list(combinations_with_replacement(range(1, 6), 4)), ids=str)
+def test_solver_agrees_with_brute_force(numbers: tuple[int, ...]) -> None:
+    assert (solve(numbers) is not None) == brute_force(numbers)
+
+
+def test_all_1362_puzzles_have_a_right_solution() -> None:
+    puzzles = solvable_puzzles()
+    assert len(set(puzzles)) == len(puzzles) == 1362 and list(puzzles) == sorted(puzzles)
+    for puzzle in puzzles:
+        expression = solve(puzzle)
+        assert expression is not None and value_of(expression) == 24
+        assert tuple(sorted(map(int, re.findall(r"\d+", expression)))) == puzzle
+        assert check_expression(expression, puzzle) is None
+
+
+@pytest.mark.parametrize("numbers", [(1, 1, 1, 1), (1, 1, 1, 2), (13, 13, 13, 13), (7, 7, 7, 13)])
+def test_unsolvable(numbers: tuple[int, ...]) -> None:
+    assert solve(numbers) is None and numbers not in solvable_puzzles()
+
+
+@pytest.mark.parametrize("numbers", [(3, 3, 8, 8), (1, 5, 5, 5), (8, 3, 8, 3), (1, 3, 4, 6)])
+def test_solutions_through_fractions(numbers: tuple[int, ...]) -> None:
+    expression = solve(numbers)
+    assert expression is not None and value_of(expression) == 24
+
+
+def test_tasks() -> None:
+    tasks = gameof24_tasks("train", 40, 0)
+    assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 40
+    for task in tasks:
+        assert (task.kind, task.num_turns, task.scorer) == ("gameof24", 1, "gameof24")
+        a, b, c, d = task.answers
+        assert task.question == f"Use the numbers {a}, {b}, {c} and {d} once each with + - * / to make 24."
+        (step,) = task.plan
+        assert step.tool_name == "Python_Coder" and gameof24(task, step.sub_goal) == 1.0
+    assert tasks == gameof24_tasks("train", 40, 0) != gameof24_tasks("train", 40, 1)
+
+
+def test_splits_are_disjoint_and_complete() -> None:
+    train, texts = ({task.answers for task in gameof24_tasks(split, None, 0)} for split in ("train", "texts"))
+    assert (len(train), len(texts)) == (1230, 132)
+    assert not train & texts and len(train | texts) == 1362
+
+
+@pytest.mark.parametrize(
+    ("split", "num_tasks", "message"),
+    [
+        ("forms", 1, "split 'forms' is unknown; known: train, texts"),
+        ("train", 0, "1 to 1230 tasks, not 0"),
+        ("texts", 133, "1 to 132 tasks, not 133"),
+    ],
+)
+def test_bad_arguments_are_refused(split: str, num_tasks: int, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        gameof24_tasks(split, num_tasks, 0)

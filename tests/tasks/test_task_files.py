@@ -1,0 +1,130 @@
+"""Tasks from the user's files, and one clear line for everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.tasks.files import load_tasks
+from flowtrain.types import Task, UserError
+
+TEXTS = st.text(st.characters(blacklist_categories=["Cs"])).filter(str.strip)
+
+
+def write(folder: Path, name: str, content: str) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode())
+    return path
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    lines = [
+        '{"question": "Why?", "answer": "Because"}',
+        "",
+        '{"question": "How many?", "answer": [385, "385.0", 3.5], "id": "mine", "kind": "count", "num_turns": 2, "scorer": "gameof24"}\r',
+        '{"question": "a\u2028b", "answer": 7, "id": 12}',
+    ]
+    assert load_tasks(write(tmp_path, "set.jsonl", "\n".join(lines))) == [
+        Task("set-1", "Why?", ("Because",), "", 0, "exact"),
+        Task("mine", "How many?", ("385", "385.0", "3.5"), "count", 2, "gameof24"),
+        Task("12", "a\u2028b", ("7",), "", 0, "exact"),
+    ]
+
+
+def test_json_with_byte_order_mark_and_plain_string_path(tmp_path: Path) -> None:
+    path = write(tmp_path, "set.json", '\ufeff[{"question": "Why?", "answer": "x"}, {"question": "Why?", "answer": "y"}]')
+    assert [(task.id, task.answers) for task in load_tasks(str(path))] == [("set-1", ("x",)), ("set-2", ("y",))]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1)), min_size=1, max_size=4), st.sampled_from(["json", "jsonl"]), st.booleans())
+def test_any_texts_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, list[str]]], suffix: str, ensure_ascii: bool
+) -> None:
+    entries = [{"question": question, "answer": answers} for question, answers in pairs]
+    texts = [json.dumps(entry, ensure_ascii=ensure_ascii) for entry in entries]
+    content = "\n".join(texts) if suffix == "jsonl" else f"[{','.join(texts)}]"
+    tasks = load_tasks(write(tmp_path_factory.mktemp("tasks"), f"set.{suffix}", content))
+    assert [(task.question, list(task.answers)) for task in tasks] == pairs
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("[" * 100_000, "line 2: is not JSON that can be read"),
+        ('{"question": "q", "answer": ' + "9" * 5000 + "}", "line 2: is not JSON that can be read"),
+        ("3", "line 2: must be an object, not a number"),
+        ("null", "line 2: must be an object, not null"),
+        ('["q"]', "line 2: must be an object, not a list"),
+        ('{"answer": "x"}', "line 2: key 'question' is missing"),
+        ('{"question": "q"}', "line 2: key 'answer' is missing"),
+        ('{"question": "q", "answer": "x", "answr": 1}', "line 2: unknown key 'answr'; allowed are question, answer, id, kind"),
+        ('{"question": "  ", "answer": "x"}', "line 2: key 'question' must be a non-empty string"),
+        ('{"question": ["q"], "answer": "x"}', "line 2: key 'question' must be a non-empty string, not [\"q\"]"),
+        ('{"question": "q", "answer": ""}', "line 2: key 'answer' must be a non-empty string, a finite number or a list of these"),
+        ('{"question": "q", "answer": []}', "line 2: key 'answer' must not be an empty list"),
+        ('{"question": "q", "answer": true}', "line 2: key 'answer' must be a non-empty string, a finite number"),
+        ('{"question": "q", "answer": null}', "line 2: key 'answer' must be"),
+        ('{"question": "q", "answer": ["x", {}]}', "line 2: key 'answer' must be"),
+        ('{"question": "q", "answer": NaN}', "line 2: key 'answer' must be"),
+        ('{"question": "q", "answer": 1e999}', "line 2: key 'answer' must be"),
+        ('{"question": "q", "answer": "x", "id": ""}', "line 2: key 'id' must be a non-empty string or an integer"),
+        ('{"question": "q", "answer": "x", "id": 1.5}', "line 2: key 'id' must be"),
+        ('{"question": "q", "answer": "x", "id": "first"}', "line 2: id 'first' was already used by"),
+        ('{"question": "q", "answer": "x", "kind": 4}', "line 2: key 'kind' must be a non-empty string"),
+        ('{"question": "q", "answer": "x", "scorer": ""}', "line 2: key 'scorer' must be a non-empty string"),
+        ('{"question": "q", "answer": "x", "num_turns": -1}', "line 2: key 'num_turns' must be an integer of 0 (unknown) or more, not -1"),
+        ('{"question": "q", "answer": "x", "num_turns": true}', "line 2: key 'num_turns' must be"),
+        ('{"question": "q", "answer": "x", "num_turns": 1.0}', "line 2: key 'num_turns' must be"),
+    ],
+    ids=range(26),
+)
+def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path, "set.jsonl", '{"question": "q", "answer": "x", "id": "first"}\n' + line)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        load_tasks(path)
+    text = str(refused.value)
+    assert text.startswith(f"{path}, line 2: ") and "\n" not in text and len(text) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("set.jsonl", "", "holds no tasks"),
+        ("set.jsonl", "\n \n", "holds no tasks"),
+        ("set.json", "[]", "holds no tasks"),
+        ("set.json", "", "is not JSON"),
+        ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
+        ("set.json", '[{"question": "q", "answer": "x"}, 3]', "entry 2: must be an object, not a number"),
+        ("set.csv", "question,answer", "the file name must end in .jsonl or .json"),
+        ("set", "", "the file name must end in .jsonl or .json"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        load_tasks(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_given_id_may_not_equal_a_default_id(tmp_path: Path) -> None:
+    lines = '{"question": "q", "answer": "x", "id": "set-2"}\n{"question": "r", "answer": "y"}'
+    with pytest.raises(UserError, match=r"line 2: id 'set-2' was already used by .*line 1"):
+        load_tasks(write(tmp_path, "set.jsonl", lines))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent\.json: cannot be read \(No such file"):
+        load_tasks(tmp_path / "absent.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UserError, match=r"folder\.json: cannot be read"):
+        load_tasks(tmp_path / "folder.json")
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(UserError, match=r"bytes\.jsonl: is not UTF-8 text"):
+        load_tasks(tmp_path / "bytes.jsonl")
