@@ -1,7 +1,7 @@
 """Every option of a run: defaults here, a TOML file over them, `--section.key value` over that.
 
-This module is the only source of options and loads no torch, so help, sweeps and checks start at once. (pydantic-settings was looked at: its
-command line prints every option before an error and has no word for a mistyped key in the file.)
+This module is the only source of options and loads no torch, so help, sweeps and checks start at once. (pydantic-settings was looked at:
+its command line prints every option before an error and has no word for a mistyped key in the file.)
 """
 
 from __future__ import annotations

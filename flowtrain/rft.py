@@ -26,12 +26,11 @@ from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.seeds import derive_seed
-from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample, Trajectory, Turn, UserError
+from flowtrain.types import Sample, Task, Trajectory, Turn, UserError
 from flowtrain.weights.store import WeightStore
 
 
@@ -58,9 +57,13 @@ def _run(job: Job, interrupt: Interrupt) -> int:
     samples = [_sample(turn, rft.prompt_weight) for t in kept for turn in t.turns if turn.response_ids]
     num_kept, num_rewarded, num_samples = world.sum([len(kept), sum(t.reward or 0 for t in demonstrations), len(samples)])
     if world.max([not samples])[0]:
-        raise UserError(f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of {rft.num_rollouts} rollouts were kept")
+        raise UserError(
+            f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of {rft.num_rollouts} rollouts were kept"
+        )
     if world.is_main:
-        print(f"{rft.num_rollouts} rollouts, mean reward {num_rewarded / rft.num_rollouts:.3f}, kept {num_kept:.0f}: {num_samples:.0f} turns")
+        print(
+            f"{rft.num_rollouts} rollouts, mean reward {num_rewarded / rft.num_rollouts:.3f}, kept {num_kept:.0f}: {num_samples:.0f} turns"
+        )
     last_step = _imitate(job, samples, run_dir, interrupt)
     weights = full_weights(job.model)
     if world.is_main:
@@ -96,7 +99,7 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
     """This rank's share of scored rollouts."""
     config, world = job.config, job.world
     flow = make_flow(config, expert, job.tools, config.agent.max_turns)
-    tasks = TaskCursor(job.tasks.train, derive_seed(config.run.seed, "rft")).take(config.rft.num_rollouts)
+    tasks = _balanced(job.tasks.train, config)
     groups = collect(
         flow,
         tasks,
@@ -107,6 +110,14 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
         num_ranks=world.size,
     )
     return [trajectory for group in score(groups) for trajectory in group.trajectories]
+
+
+def _balanced(tasks: Sequence[Task], config: Config) -> list[Task]:
+    """Draw tasks so that the last turn of long and short ones is shown equally often: an expert that errs seldom gets to the third."""
+    rng = random.Random(derive_seed(config.run.seed, "rft"))
+    reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
+    weights = [max(reach, 0.1) ** -(max(task.num_turns, 1) - 1) for task in tasks]
+    return rng.choices(tasks, weights, k=config.rft.num_rollouts)
 
 
 def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interrupt: Interrupt) -> int:

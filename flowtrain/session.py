@@ -171,7 +171,9 @@ class Session:
         for trajectory in shown[: self._config.log.num_rollouts]:
             print(report.rollout_text(trajectory), end="\n\n")
         print(report.comparison_table(self._warm, trained))
-        print(f"\n{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.latest(self._run_dir.checkpoints)}")
+        print(
+            f"\n{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.latest(self._run_dir.checkpoints)}"
+        )
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
         return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flowtrain import config as cfg
@@ -29,7 +29,7 @@ _RULES = {
 
 def make_tools(config: cfg.Config, tasks: TaskSet) -> dict[str, Tool]:
     """The tools that `agent.tools` names, by name; close them when done."""
-    makers = {
+    makers: dict[str, Callable[[], Tool]] = {
         "Search": lambda: Search(tasks.passages),
         "Python_Coder": lambda: PythonCoder(Sandbox(timeout_s=config.agent.tool_timeout_s)),
         "Base_Generator": lambda: BaseGenerator(tasks.guesses),
@@ -44,19 +44,17 @@ def make_prompt(config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTo
     if config.agent.prompt == "compact":
         return CompactPrompt()
     if not tokenizer.chat_template:
-        raise UserError(f"model.path={config.model.path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'")
+        raise UserError(
+            f"model.path={config.model.path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'"
+        )
     return FullPrompt(list(tools.values()), tokenizer)
 
 
-def make_planner(
-    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float
-) -> PolicyPlanner:
+def make_planner(config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float) -> PolicyPlanner:
     rollout = config.rollout
     if rollout.max_new_tokens >= engine.max_tokens:
         raise UserError(f"rollout.max_new_tokens={rollout.max_new_tokens} must be below the model's {engine.max_tokens} positions")
-    return PolicyPlanner(
-        engine, tokenizer, prompt, config.agent.tools, rollout.max_new_tokens, temperature, rollout.request_timeout_s
-    )
+    return PolicyPlanner(engine, tokenizer, prompt, config.agent.tools, rollout.max_new_tokens, temperature, rollout.request_timeout_s)
 
 
 def make_flow(config: cfg.Config, planner: Planner, tools: Mapping[str, Tool], max_turns: int) -> Flow:

@@ -13,9 +13,10 @@ from flowtrain.types import Action, Completion, FinishReason, PlanStep, Task
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPlanner:
-    """Follows `task.plan` from where the memory has got to; with probability `error` it guesses: the step's sub-goal, but the base generator.
+    """Follows `task.plan` from where the memory has got to; with probability `error` it guesses instead.
 
-    Its tokens are those of `like`, the planner that shall learn from it; its log-probs are 0, because nobody sampled them.
+    A guess has the step's sub-goal, but asks the base generator. Its tokens are those of `like`, the planner that shall learn from it; its
+    log-probs are 0, because nobody sampled them.
     """
 
     like: PolicyPlanner

@@ -1,9 +1,9 @@
 """The turn loop: planner -> executor -> tool -> verifier -> memory, until STOP or a limit; then the generator.
 
-                 +------------------------------------------+
-    question --> planner --> executor --> tool --> verifier --> generator --> answer
-                 ^ (trained)                        |  CONTINUE
-                 +------------- memory <------------+
+             +------------------------------------------+
+question --> planner --> executor --> tool --> verifier --> generator --> answer
+             ^ (trained)                        |  CONTINUE
+             +------------- memory <------------+
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Flow:
     async def run(self, task: Task, seed: int) -> Trajectory:
         """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn and is seen by the next."""
         started = time.monotonic()
-        memory, turns, truncated = Memory(), [], "turns"
+        memory, truncated = Memory(), "turns"
+        turns: list[Turn] = []
         while len(turns) < self.limits.max_turns:
             left_s = self.limits.timeout_s - (time.monotonic() - started)
             if left_s <= 0:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class MemoryEntry:
-    """One turn. Example: MemoryEntry("Search", "area of Chad", 'execution = tool.execute(query="area of Chad")', "The area of Chad is 1284.")."""
+    """One turn. Example:
+
+    MemoryEntry("Search", "area of Chad", 'execution = tool.execute(query="area of Chad")', "The area of Chad is 1284.")
+    """
 
     tool_name: str
     sub_goal: str

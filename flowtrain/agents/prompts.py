@@ -1,4 +1,4 @@
-"""What the planner reads. What is constant for a question comes first and the memory last, so that the prompts of a rollout extend each other.
+"""What the planner reads. What is constant for a question comes first and the memory last, so the prompts of a rollout extend each other.
 
 "compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no instructions, no tool descriptions, and the answer
 opened with the field that matters. "full" states the task, the tools and all four fields and goes through the model's chat template.
@@ -67,9 +67,7 @@ class FullPrompt:
 
     def render(self, question: str, memory: Memory) -> str:
         message = _FULL.format(question=question, tools=self._tools, memory=json.dumps(memory.as_dict(), indent=1, ensure_ascii=False))
-        return self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        return self._tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
 
     def write(self, action: Action) -> str:
         fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)

@@ -27,9 +27,7 @@ class Evaluation:
 
 def evaluate(flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[str], world: World, max_in_flight: int) -> Evaluation:
     """One rollout of each task; collective."""
-    groups = collect(
-        flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=world.rank, num_ranks=world.size
-    )
+    groups = collect(flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=world.rank, num_ranks=world.size)
     trajectories = tuple(trajectory for group in score(groups) for trajectory in group.trajectories)
     return Evaluation(
         RolloutStats.of(trajectories, tool_names, world),
@@ -39,9 +37,7 @@ def evaluate(flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[
     )
 
 
-def _mean_by(
-    label: Callable[[Task], str], tasks: Sequence[Task], trajectories: Sequence[Trajectory], world: World
-) -> dict[str, float]:
+def _mean_by(label: Callable[[Task], str], tasks: Sequence[Task], trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
     """Mean reward per label. The labels come from all tasks, so that every rank reduces the same ones."""
     labels = sorted({label(task) for task in tasks})
     rewards: dict[str, float] = defaultdict(float)

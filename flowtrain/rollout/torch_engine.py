@@ -76,9 +76,10 @@ class TorchEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Raises UserError when prompt and response cannot fit the model's positions."""
-        if len(prompt_ids) + sampling.max_new_tokens > self.max_tokens:
+        longest = self.max_tokens - sampling.max_new_tokens
+        if len(prompt_ids) > longest:
             raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's {self.max_tokens} positions"
+                f"a prompt of {len(prompt_ids)} tokens is over the {longest} that max_new_tokens={sampling.max_new_tokens} leaves"
             )
         loop = asyncio.get_running_loop()
         request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())

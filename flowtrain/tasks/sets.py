@@ -10,7 +10,7 @@ from flowtrain import config as cfg
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.files import load_tasks
-from flowtrain.tasks.gameof24 import gameof24_tasks, solvable_puzzles
+from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
@@ -42,8 +42,8 @@ def task_set(config: cfg.Config) -> TaskSet:
             train = facts_tasks(entities, "train", tasks.num_train, config.run.seed)
             held_out = {split: tuple(facts_tasks(entities, split, num_held_out, seed=0)) for split in SPLITS if split != "train"}
         case "gameof24":
-            train = gameof24_tasks("train", len(solvable_puzzles()), config.run.seed)
-            held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, num_held_out, seed=0))}
+            train = gameof24_tasks("train", None, config.run.seed)
+            held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, None, seed=0)[:num_held_out])}
         case _:
             train, kept = _split(load_tasks(tasks.path), tasks.held_out_share, tasks.path)
             held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}

@@ -75,7 +75,7 @@ def load_state(path: Path) -> dict[str, int]:
 def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer from a checkpoint, for any number of ranks; collective."""
     options = StateDictOptions(full_state_dict=True, strict=False)
-    weights = load_file(path / "model.safetensors")
+    weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         weights[tied] = weights[source]
     own = set(model.state_dict())

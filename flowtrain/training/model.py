@@ -18,6 +18,8 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 
 END, PAD = "<|end|>", "<|pad|>"
+_SMALL = 50_000_000
+"""Parameters up to which a model is gathered at once: collectives of single layers would cost more than the memory they spare."""
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
@@ -89,8 +91,9 @@ def shard(model: PreTrainedModel, world: World, dtype: torch.dtype) -> PreTraine
     if world.size == 1 and dtype == torch.float32:
         return model
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, mp_policy=policy)
+    if model.num_parameters() > _SMALL:
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
@@ -98,9 +101,8 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole weights on the CPU of every rank, a tied tensor once. Collective: every rank must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
-    for name in tied_names(model):
-        weights.pop(name, None)
-    return weights
+    tied = tied_names(model)
+    return {name: weight for name, weight in weights.items() if name not in tied and isinstance(weight, Tensor)}
 
 
 def tied_names(model: nn.Module) -> set[str]:

@@ -48,9 +48,7 @@ class Trainer:
     ) -> None:
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True)
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference

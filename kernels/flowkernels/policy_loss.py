@@ -180,8 +180,6 @@ def _check(logits_TV: Tensor, target_ids_T: Tensor, temperature: float, impl: st
     if logits_TV.dim() != 2 or not logits_TV.is_floating_point():
         raise ValueError(f"logits_TV must be a float tensor [T, V], got {logits_TV.dtype} {tuple(logits_TV.shape)}")
     if target_ids_T.shape != logits_TV.shape[:1] or target_ids_T.dtype != torch.int64:
-        raise ValueError(
-            f"target_ids_T must be int64 [{logits_TV.shape[0]}], got {target_ids_T.dtype} {tuple(target_ids_T.shape)}"
-        )
+        raise ValueError(f"target_ids_T must be int64 [{logits_TV.shape[0]}], got {target_ids_T.dtype} {tuple(target_ids_T.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")

@@ -188,8 +188,8 @@ def watch(pid: int, output_fd: int, timeout_s: float, max_bytes: int) -> tuple[b
         output += chunk
     if len(output) > max_bytes:
         os.kill(pid, signal.SIGKILL)
-    # Not reaped until the alarm is off, so that the alarm can never kill another process that was given the same number.
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    # The pipe ends with the process, which may not close it. The alarm goes off duty before the process is reaped, so that it can never
+    # kill another one that was given the same number.
     signal.setitimer(signal.ITIMER_REAL, 0)
     return output, os.waitpid(pid, 0)[1], expired
 
