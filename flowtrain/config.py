@@ -189,6 +189,8 @@ class Rft(Section):
     """who makes the demonstrations: a script that knows each plan but errs, or the model itself"""
     expert_error: float = Field(0.6, ge=0, le=1)
     """probability per turn that the scripted expert guesses instead of following the plan"""
+    fictional: bool = False
+    """tasks.name = "facts": demonstrate on made-up entities, so that a new model learns to copy names, not to remember them"""
     num_rollouts: PositiveInt = 12000
     """demonstrations to collect"""
     keep: Literal["scored", "all"] = "scored"

@@ -48,11 +48,11 @@ class Job:
     prompt: PlannerPrompt
 
     @classmethod
-    def prepare(cls, config: Config, world: World) -> Job:
-        """Load and check everything; writes nothing."""
+    def prepare(cls, config: Config, world: World, fictional: bool = False) -> Job:
+        """Load and check everything; writes nothing. `fictional`: the questions are about made-up entities."""
         _set_threads(config.run.threads)
         _check_world(config, world)
-        tasks = task_set(config)
+        tasks = task_set(config, fictional)
         tokenizer, model = _policy(config, tasks)
         tools = make_tools(config, tasks)
         return cls(config, world, tasks, tokenizer, model, tools, make_prompt(config, tools, tokenizer))
@@ -69,7 +69,8 @@ class Job:
     def make_engine(self, store: WeightStore) -> TorchEngine:
         """A second copy of the model that samples; its weights come from the store by version."""
         dtype = getattr(torch, self.config.model.dtype)
-        model = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype, attn_implementation="sdpa")
+        # A copy, because from_config writes the attention it was asked for into the config it was given.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config), dtype=dtype, attn_implementation="sdpa")
         model.generation_config = self.model.generation_config
         return TorchEngine(model.to(self.world.device), self.tokenizer, store, max_batch_size=self.config.rollout.max_batch_size)
 

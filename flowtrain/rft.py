@@ -37,7 +37,7 @@ from flowtrain.weights.store import WeightStore
 def rft(config: Config) -> int:
     """Collect, keep, imitate, export to `run.dir`/model."""
     world = World.join(config.run.device)
-    job = Job.prepare(config, world)
+    job = Job.prepare(config, world, fictional=config.rft.fictional)
     try:
         return _run(job, Interrupt())
     finally:

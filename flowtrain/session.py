@@ -32,7 +32,7 @@ from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory
 from flowtrain.weights.store import WeightStore
 
-STAGES = ("collect", "train", "publish", "load", "eval", "checkpoint")
+STAGES = ("collect", "train", "publish", "load", "eval")
 
 
 class Clock:
@@ -67,6 +67,7 @@ class Session:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._cleanup = ExitStack()
+        self._checkpoint_s = 0.0
 
     def __enter__(self) -> Session:
         try:
@@ -112,13 +113,14 @@ class Session:
 
     def _open_logs(self) -> None:
         config, path, world = self._config, self._run_dir.path, self.world
-        self._trajectories = report.TrajectoryLog(path, world.rank, self.start_step)
+        last_step = self.start_step or -1  # from the start also means: without the line of step 0
+        self._trajectories = report.TrajectoryLog(path, world.rank, last_step)
         self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
         self._cleanup.callback(self._progress.close)
         self._metrics = None
         if world.is_main:
             log = config.log
-            self._metrics = report.MetricsLog(path, self.start_step, log.tensorboard, log.wandb_project or None, config.model_dump())
+            self._metrics = report.MetricsLog(path, last_step, log.tensorboard, log.wandb_project or None, config.model_dump())
             self._cleanup.callback(self._metrics.close)
 
     def collect_options(self, step: int) -> dict[str, int]:
@@ -136,7 +138,7 @@ class Session:
         self.world.barrier()
 
     def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
-        """Evaluate and save when they are due, then write the step down."""
+        """Evaluate if that is due, write the step down, save if that is due: a kill in between leaves too many lines, not too few."""
         config = self._config
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rollouts = RolloutStats.of(trajectories, config.agent.tools, self.world)
@@ -145,18 +147,20 @@ class Session:
         if config.eval.every and step % config.eval.every == 0:
             with clock("eval"):
                 evaluation = {"eval_reward": self._evaluate(MAIN_SPLIT, config.rollout.temperature, step).stats.reward_mean}
-        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
-            with clock("checkpoint"):
-                self.save(step)
         self._trajectories.log(step, step - 1, groups)
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
-        self._write({**head, **stats, **clock.metrics()})
+        self._write({**head, **stats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
+        self._checkpoint_s = 0.0
+        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
+            self.save(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of `step`; collective."""
+        """Write a checkpoint of `step`; collective. Its seconds are in the next line of the log."""
+        started = time.monotonic()
         job, state = self._job, {"cursor": self.cursor.position, "version": step}
         keep = self._config.checkpoint.keep
         checkpoint.save(self._run_dir.checkpoints, step, job.model, job.tokenizer, self.trainer.optimizer, state, self.world, keep)
+        self._checkpoint_s += time.monotonic() - started
 
     def finish(self) -> None:
         """Save, evaluate the trained policy as the frozen one was, and write summary.json, curves.png and the table."""
@@ -169,11 +173,9 @@ class Session:
         report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds()})
         plot_curves(path)
         for trajectory in shown[: self._config.log.num_rollouts]:
-            print(report.rollout_text(trajectory), end="\n\n")
+            print(report.rollout_text(trajectory))
         print(report.comparison_table(self._warm, trained))
-        print(
-            f"\n{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.latest(self._run_dir.checkpoints)}"
-        )
+        print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.latest(self._run_dir.checkpoints)}")
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
         return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)

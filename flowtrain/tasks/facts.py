@@ -27,17 +27,19 @@ SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 HELD_OUT_SHARE = 0.15
 """Share of the entities of each kind that only the split "entities" asks about."""
 
+_LEADS = ("What is {}?", "Give {}.", "Tell me {}.", "Find {}.", "I need {}.", "Please look up {}.", "Show me {}.", "Do you know {}?")
+
 _FORMS = {
     "ask": (
-        ("What is {phrase}?", "Give {phrase}.", "Tell me {phrase}.", "Find {phrase}."),
-        ("I would like to know {phrase}.", "Can you look up {phrase}?"),
+        tuple(lead.format("{phrase}") for lead in _LEADS),
+        ("I would like to know {phrase}.", "Can you say what {phrase} is?"),
     ),
     "which": (
-        ("Which {kind} has {fact}?", "Name the {kind} with {fact}.", "Find the {kind} with {fact}.", "Tell me which {kind} has {fact}."),
+        ("Which {kind} has {fact}?", "Name the {kind} with {fact}.", *(lead.format("the {kind} with {fact}") for lead in _LEADS[2:])),
         ("I am looking for the {kind} with {fact}.", "Can you say which {kind} has {fact}?"),
     ),
     "compute": (
-        ("What is {phrase}?", "Calculate {phrase}.", "Compute {phrase}.", "How much is {phrase}?"),
+        (*(lead.format("{phrase}") for lead in _LEADS), "Calculate {phrase}.", "How much is {phrase}?"),
         ("I would like to know {phrase}.", "Can you work out {phrase}?"),
     ),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from flowtrain import config as cfg
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.facts import SPLITS, facts_tasks
+from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.types import Task, UserError
@@ -32,10 +33,15 @@ class TaskSet:
         return tuple(dict.fromkeys(value for text in self.passages if (value := passage_value(text))))
 
 
-def task_set(config: cfg.Config) -> TaskSet:
-    """Load or generate what `[tasks]` and `[eval]` ask for; the seed of training questions is the run's, held-out ones never change."""
+def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
+    """Load or generate what `[tasks]` and `[eval]` ask for; the seed of training questions is the run's, held-out ones never change.
+
+    `fictional` replaces the corpus by made-up entities, for the demonstrations of `flowtrain.rft`.
+    """
     tasks, num_held_out = config.tasks, config.eval.num_tasks
     entities = load_corpus(Path(tasks.corpus) if tasks.corpus else None)
+    if fictional:
+        entities = fictional_entities(600, 400, config.run.seed, {entity.name for entity in entities})
     texts = passages(entities)
     match tasks.name:
         case "facts":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from flowtrain.training import attention
 from flowtrain.training.world import World
 from flowtrain.types import UserError
+
+transformers.utils.logging.disable_progress_bar()  # loading a model is not what a person waits for here
 
 END, PAD = "<|end|>", "<|pad|>"
 _SMALL = 50_000_000

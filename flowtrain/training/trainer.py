@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from flowtrain.training import attention
 from flowtrain.training.attention import Forest
 from flowtrain.training.tree import Row, empty_row
 from flowtrain.training.world import World
@@ -60,7 +61,7 @@ class Trainer:
     def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch on this rank's rows; collective. Statistics are over all ranks, tokens and steps."""
         prepared = [self._prepare(rows) for rows in minibatches]
-        totals = _Totals()
+        totals = Totals()
         for rows in prepared:
             normaliser = self._world.sum([sum(float(row.weight_T.sum()) for row in rows)])[0]
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
@@ -69,7 +70,7 @@ class Trainer:
             totals.grad_norms.append(self.optim_step())
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
-    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: _Totals) -> None:
+    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals) -> None:
         """Accumulate the gradient of all rows; every rank runs as many as the longest."""
         num_rows = int(self._world.max([len(rows)])[0])
         # FSDP averages gradients over ranks where we want their sum.
@@ -119,6 +120,7 @@ class Trainer:
 
 def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
     """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
+    assert model.config._attn_implementation == attention.NAME, "any other attention would build an N x N mask"
     out = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
@@ -134,7 +136,7 @@ def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
     return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()
 
 
-class _Totals:
+class Totals:
     """Statistics of one batch, summed on the device and brought to the host once."""
 
     def __init__(self) -> None:

@@ -55,8 +55,10 @@ def logprobs(logits_TV: Tensor, target_ids_T: Tensor, *, temperature: float = 1.
     with torch.no_grad():
         z_TV = logits_TV.float() / temperature
         lse_T = z_TV.logsumexp(-1)
-        logprob_T = z_TV.gather(1, target_ids_T[:, None])[:, 0] - lse_T
-        entropy_T = lse_T - ((z_TV - lse_T[:, None]).exp_() * z_TV).sum(-1)
+        # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits.
+        logp_TV = z_TV.log_softmax(-1)
+        logprob_T = logp_TV.gather(1, target_ids_T[:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
     return LogProbs(logprob_T, entropy_T, lse_T)
 
 
@@ -114,8 +116,7 @@ class _PolicyLoss(torch.autograd.Function):
         ref_logprob_T: Tensor | None,
         temperature: float,
     ) -> tuple[Tensor, ...]:
-        logp_TV = logits_TV.float() / temperature
-        logp_TV -= logp_TV.logsumexp(-1, keepdim=True)
+        logp_TV = (logits_TV.float() / temperature).log_softmax(-1)
         p_TV = logp_TV.exp()
         logprob_T = logp_TV.gather(1, target_ids_T[:, None])[:, 0]
         entropy_T = -(p_TV * logp_TV).sum(-1)

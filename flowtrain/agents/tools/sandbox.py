@@ -167,8 +167,8 @@ class _Server:
         self._socket.close()
 
     def _receive(self) -> bytes:
-        header = self._reader.read(4)
-        body = self._reader.read(int.from_bytes(header, "big"))
-        if not body:
+        num_bytes = int.from_bytes(self._reader.read(4), "big")
+        body = self._reader.read(num_bytes)
+        if not body or len(body) < num_bytes:
             raise ConnectionResetError("the fork server has closed its end")
         return body

@@ -118,10 +118,12 @@ def lock_down(limits: Limits, server_pid: int) -> bool:
     cpu_s = math.ceil(limits.timeout_s) + 1
     caps = {"CPU": cpu_s, "AS": limits.memory_mb << 20, "FSIZE": 0, "NOFILE": 3, "CORE": 0, "NPROC": 0}
     for name, cap in caps.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (cap, cap))
-    return (
-        prctl(PR_SET_DUMPABLE, 0) and prctl(PR_SET_NO_NEW_PRIVS, 1) and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(FPROG))
-    )
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        if hard == resource.RLIM_INFINITY or cap < hard:  # a stricter limit of the host stays: only root could raise it
+            resource.setrlimit(kind, (cap, cap))
+    address = ctypes.addressof(FPROG)
+    return prctl(PR_SET_DUMPABLE, 0) and prctl(PR_SET_NO_NEW_PRIVS, 1) and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, address)
 
 
 def run_as_main(code: str) -> None:
@@ -197,8 +199,7 @@ def watch(pid: int, output_fd: int, timeout_s: float, max_bytes: int) -> tuple[b
 def explain(status: int, last_line: str, limits: Limits) -> str | None:
     """What a wait status says in words; None for success."""
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        return time_is_up(limits) if number == signal.SIGXCPU else f"killed by {signal.Signals(number).name}"
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
     code = os.WEXITSTATUS(status)
     if code == EXIT_UNLOCKED:
         system = f"{os.uname().sysname} {os.uname().machine}"
@@ -208,11 +209,6 @@ def explain(status: int, last_line: str, limits: Limits) -> str | None:
     if code == EXIT_RAISED and last_line:
         return last_line
     return f"exited with status {code}" if code else None
-
-
-def time_is_up(limits: Limits) -> str:
-    """The error of a run that took too long."""
-    return f"time limit of {limits.timeout_s:g} s exceeded"
 
 
 def answer(code: str, limits: Limits) -> dict[str, str | None]:
@@ -231,7 +227,7 @@ def answer(code: str, limits: Limits) -> dict[str, str | None]:
     os.close(reader)
     output = raw.decode("utf-8", "replace")
     if expired:
-        error: str | None = time_is_up(limits)
+        error: str | None = f"time limit of {limits.timeout_s:g} s exceeded"
     elif len(raw) > max_bytes or (status == 0 and len(output) > limits.max_chars):
         error = f"output limit of {limits.max_chars} characters exceeded"
     else:

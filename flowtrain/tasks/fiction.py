@@ -1,0 +1,70 @@
+"""Made-up countries and elements to warm a planner up with.
+
+A model that learns its trade on a few hundred real names remembers them; asked about a name it never saw, it writes one that it knows. On
+names that hardly ever repeat it has to learn to copy, and that carries over to the real corpus, of which it then has seen nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Collection
+from itertools import product
+
+from flowtrain.tasks.corpus import Entity
+
+_STARTS = [*"bcdfghjklmnpqrstvwxz", "ch", "sh", "th", "br", "gr", "tr", "st", "", "", ""]
+_VOWELS = [*"aaeeiioouuy", "ia"]
+_ENDS = [*[""] * 10, *"nnrrslmtdk"]
+_CONTINENTS = ("Africa", "Asia", "Europe", "North America", "South America", "Oceania")
+
+
+def fictional_entities(num_countries: int, num_elements: int, seed: int, real_names: Collection[str] = ()) -> tuple[Entity, ...]:
+    """Entities shaped like those of the shipped corpus, with made-up names and values; none is named like a real one.
+
+    Codes and symbols are unique, which bounds both numbers by 676.
+    """
+    rng = random.Random(f"fiction/{seed}")
+    taken = set(real_names)
+    codes = [pair.upper() for pair in _letter_pairs(rng)]
+    symbols = [pair.title() for pair in _letter_pairs(rng)]
+    countries = [_country(_new_name(rng, taken), _new_name(rng, taken), codes[i], rng) for i in range(num_countries)]
+    elements = [_element(_new_name(rng, taken), symbols[i], rng) for i in range(num_elements)]
+    return (*countries, *elements)
+
+
+def _country(name: str, capital: str, code: str, rng: random.Random) -> Entity:
+    facts: dict[str, str | int] = {
+        "capital": capital,
+        "continent": rng.choice(_CONTINENTS),
+        "area": round(10 ** rng.uniform(0, 4.2)),
+        "calling code": rng.randint(1, 999),
+        "ISO code": code,
+    }
+    return Entity(name, "country", facts)
+
+
+def _element(name: str, symbol: str, rng: random.Random) -> Entity:
+    return Entity(name, "element", {"symbol": symbol, "atomic number": rng.randint(1, 130), "mass": rng.randint(1, 300)})
+
+
+def _letter_pairs(rng: random.Random) -> list[str]:
+    pairs = ["".join(pair) for pair in product(string.ascii_lowercase, repeat=2)]
+    rng.shuffle(pairs)
+    return pairs
+
+
+def _new_name(rng: random.Random, taken: set[str]) -> str:
+    """One word or, at times, two; never one that is taken."""
+    while True:
+        words = [_word(rng) for _ in range(rng.choice((1, 1, 1, 1, 1, 2)))]
+        name = " ".join(words)
+        if name not in taken:
+            taken.add(name)
+            return name
+
+
+def _word(rng: random.Random) -> str:
+    syllables = rng.choice((2, 2, 3, 3))
+    word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) + rng.choice(_ENDS) for _ in range(syllables))
+    return word.capitalize()

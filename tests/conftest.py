@@ -1,0 +1,33 @@
+"""What several test folders share: one CPU thread, and a tiny tokenizer and model in a folder that transformers loads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Threads only slow down models this small."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2-shaped model of 2 layers with large random weights, so that its distributions are far from uniform."""
+    import torch
+
+    from flowtrain.training import model as models
+
+    path = tmp_path_factory.mktemp("tiny")
+    tokenizer = models.new_tokenizer(["What is the capital of Chad?", "Sub-Goal: capital of Chad"], vocab_size=280)
+    torch.manual_seed(0)
+    model = models.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0 if parameter.dim() == 2 else 1.0)
+    models.export(model, tokenizer, models.full_weights(model), Path(path))
+    return str(path)

@@ -1,0 +1,272 @@
+"""Who imports whom, at run time in fresh interpreters and in the text of every file; and the size of files and functions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STDLIB = sys.stdlib_module_names | {"__future__"}
+MODULES = {
+    ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in (ROOT, ROOT / "kernels")
+    for path in sorted(folder.glob("flow*/**/*.py"))
+}
+"""Every module of flowtrain and flowkernels by its dotted name."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`importer` names `target` (a module, as exactly as the text tells) on a line."""
+
+    importer: str
+    target: str
+    line: int
+    is_top_level: bool
+    """Runs when the module is imported."""
+
+    def __str__(self) -> str:
+        return f"{MODULES[self.importer].relative_to(ROOT)}:{self.line}: {self.importer} -> {self.target}"
+
+
+def python(code: str, cwd: Path = ROOT) -> list[str]:
+    """The JSON list that a fresh interpreter prints; `-c` puts the current folder on its path."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def loaded_by(statement: str) -> frozenset[str]:
+    """Top-level packages in sys.modules after a statement, without the standard library and what the interpreter's start put there."""
+    code = (
+        f"import sys, json; before = set(sys.modules)\n{statement}\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+    )
+    return frozenset(name for name in python(code) if name not in STDLIB and not name.startswith("_"))
+
+
+# ---- what a fresh interpreter loads
+
+
+def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
+    loaded = loaded_by("import flowkernels")
+    torch_loads = loaded_by("import torch\nimport importlib.util\nif importlib.util.find_spec('triton'): import triton.language")
+    assert "flowkernels" in loaded and "torch" in loaded
+    assert not loaded - torch_loads - {"flowkernels", "torch", "triton"}
+
+
+@pytest.mark.parametrize("module", ["flowtrain", "flowtrain.types", "flowtrain.seeds"])
+def test_the_records_load_the_standard_library_alone(module: str) -> None:
+    assert loaded_by(f"import {module}") == {"flowtrain"}
+
+
+def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
+    loaded = loaded_by("import flowtrain.config, flowtrain.command")
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "safetensors", "matplotlib", "bm25s", "flowkernels"}
+
+
+@pytest.mark.parametrize("module", ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "rollout.collect", "report"])
+def test_what_no_model_needs_loads_no_torch(module: str) -> None:
+    assert not loaded_by(f"import flowtrain.{module}") & {"torch", "transformers", "flowkernels", "vllm"}
+
+
+def test_parsing_and_help_load_no_torch_on_their_way() -> None:
+    """A sweep script can check a config in a fraction of a second."""
+    loaded = loaded_by("from flowtrain.config import help_text, parse\nparse(['--train.lr', '1e-4']); help_text('x')")
+    assert "torch" not in loaded
+
+
+def test_the_kernels_folder_does_not_pose_as_the_hub_package(tmp_path: Path) -> None:
+    """transformers probes for a package called `kernels`; our folder of that name must not look like it."""
+    code = (
+        "import json, transformers.utils\nfrom transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,"
+        " num_key_value_heads=1))\n"
+        "print(json.dumps([transformers.utils.is_kernels_available()]))"
+    )
+    assert python(code, cwd=ROOT) == python(code, cwd=tmp_path)
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+# ---- what the files say
+
+
+def edges() -> list[Edge]:
+    return [edge for name in MODULES for edge in _edges(name)]
+
+
+def _text(name: str) -> str:
+    return MODULES[name].read_text(encoding="utf-8")
+
+
+@functools.cache
+def _edges(name: str) -> tuple[Edge, ...]:
+    tree = ast.parse(_text(name))
+    lazy = {id(node) for node in _not_run_at_import(tree)}
+    found = [
+        Edge(name, target, node.lineno, id(node) not in lazy)
+        for node in ast.walk(tree)
+        for target in _targets(node, name, is_package=MODULES[name].name == "__init__.py")
+    ]
+    return tuple(found)
+
+
+def _not_run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes inside functions and under `if TYPE_CHECKING`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from ast.walk(node)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for statement in node.body:
+                yield from ast.walk(statement)
+
+
+def _targets(node: ast.AST, importer: str, is_package: bool) -> Iterator[str]:
+    match node:
+        case ast.Import(names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module, names, level):
+            here = importer.split(".")
+            base = ".".join(here[: len(here) - level + is_package]) if level else ""
+            package = ".".join(filter(None, (base, module)))
+            # `from package import name` means the submodule of that name where there is one.
+            yield from {f"{package}.{alias.name}" if f"{package}.{alias.name}" in MODULES else package for alias in names}
+        case ast.Call(ast.Name("__import__") | ast.Attribute(attr="import_module"), [ast.Constant(str(target)), *_]):
+            yield target
+
+
+def is_in(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def is_stdlib(module: str) -> bool:
+    return module.partition(".")[0] in STDLIB
+
+
+def offenders(edges: list[Edge]) -> str:
+    return "\n" + "\n".join(map(str, edges))
+
+
+ALLOWED = {
+    "flowkernels": ("torch", "triton", "flowkernels"),
+    "flowtrain.types": (),
+    "flowtrain.seeds": (),
+    "flowtrain.config": ("pydantic", "flowtrain.types"),
+    "flowtrain.algorithms": ("flowtrain.types", "flowtrain.algorithms"),
+}
+"""Besides the standard library."""
+
+_HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "flowkernels", "flowtrain.training", "flowtrain.weights")
+FORBIDDEN = {
+    "flowtrain.agents": (*_HEAVY, "flowtrain.evals", "flowtrain.report", "flowtrain.algorithms", "flowtrain.rewards"),
+    "flowtrain.tasks": (*_HEAVY, "flowtrain.agents", "flowtrain.rollout", "flowtrain.evals", "flowtrain.report", "flowtrain.rewards"),
+    "flowtrain.rewards": (*_HEAVY, "flowtrain.agents", "flowtrain.rollout", "flowtrain.evals", "flowtrain.report"),
+    "flowtrain.algorithms": (*_HEAVY, "flowtrain.agents", "flowtrain.config"),
+    "flowtrain.training": ("flowtrain.agents", "flowtrain.rollout", "flowtrain.report", "flowtrain.tasks", "flowtrain.evals"),
+    "flowtrain.weights": ("flowtrain.agents", "flowtrain.training", "flowtrain.tasks", "flowtrain.config"),
+    "flowtrain.report": ("flowtrain.agents", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
+    "flowtrain": ("flowtrain.train", "flowtrain.rft"),
+}
+VLLM_FILES = ("flowtrain.rollout.vllm_engine", "flowtrain.weights.vllm_plugin")
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_at_most(package: str) -> None:
+    outside = [e for e in edges() if is_in(e.importer, package) and not is_stdlib(e.target)]
+    assert not (bad := [e for e in outside if not is_in(e.target, *ALLOWED[package])]), offenders(bad)
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_never_imports(package: str) -> None:
+    assert any(is_in(name, package) for name in MODULES), f"{package} is gone: rename it here too"
+    assert not (bad := [e for e in edges() if is_in(e.importer, package) and is_in(e.target, *FORBIDDEN[package])]), offenders(bad)
+
+
+def test_vllm_is_imported_in_its_two_files_only() -> None:
+    assert not (bad := [e for e in edges() if is_in(e.target, "vllm") and e.importer not in VLLM_FILES]), offenders(bad)
+
+
+def test_no_import_cycle() -> None:
+    graph: dict[str, dict[str, Edge]] = {name: {} for name in MODULES}
+    for edge in edges():
+        for target in _loaded_modules(edge.target):
+            # A module's own packages are being imported already when its text runs.
+            if edge.is_top_level and target in MODULES and not is_in(edge.importer, target):
+                graph[edge.importer].setdefault(target, edge)
+    cycle = _cycle(graph)
+    assert not cycle, offenders(cycle)
+
+
+def _loaded_modules(target: str) -> list[str]:
+    """a.b.c loads a, a.b and a.b.c."""
+    parts = target.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _cycle(graph: dict[str, dict[str, Edge]]) -> list[Edge]:
+    """The edges of one cycle, or none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[Edge]:
+        if name in path:
+            loop = [*path[path.index(name) :], name]
+            return [graph[a][b] for a, b in pairwise(loop)]
+        if name not in done:
+            for target in graph[name]:
+                if found := visit(target, [*path, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in graph if (found := visit(name, []))), [])
+
+
+def test_the_cycle_finder_finds_a_cycle() -> None:
+    def edge(a: str, b: str) -> Edge:
+        return Edge(a, b, 1, True)
+
+    graph = {"a": {"b": edge("a", "b")}, "b": {"c": edge("b", "c")}, "c": {"b": edge("c", "b")}}
+    assert _cycle(graph) == [edge("b", "c"), edge("c", "b")]
+    assert _cycle({"a": {"b": edge("a", "b"), "c": edge("a", "c")}, "b": {"c": edge("b", "c")}, "c": {}}) == []
+
+
+# ---- size
+
+
+def test_files_have_at_most_400_lines() -> None:
+    assert not [(name, size) for name in MODULES if (size := len(_text(name).splitlines())) > 400]
+
+
+def test_functions_have_at_most_100_lines() -> None:
+    """And Triton bodies 150."""
+    too_long = []
+    for name in MODULES:
+        for node in ast.walk(ast.parse(_text(name))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > (150 if is_kernel else 100):
+                    too_long.append(f"{name}.{node.name}: {size}")
+    assert not too_long
+
+
+def test_the_walk_sees_the_house() -> None:
+    """The rules above hold for nothing when nothing is found."""
+    assert {"flowtrain.types", "flowtrain.agents", "flowtrain.agents.tools.base", "flowkernels.policy_loss"} <= set(MODULES)
+    found = {(e.importer, e.target) for e in edges()}
+    assert ("flowtrain.session", "flowtrain.report.curves") in found
+    assert ("flowtrain.agents.build", "flowtrain.tasks.sets") in found, "under TYPE_CHECKING, but there"
+    assert ("flowtrain.rollout.torch_engine", "torch") in found
+    assert os.path.commonpath([*MODULES.values()]) == str(ROOT)
