@@ -23,7 +23,7 @@ from flowtrain.types import UserError
 class Section(BaseModel):
     """A table of the file; a key it does not know is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -250,7 +250,7 @@ def parse(argv: Sequence[str]) -> Config | None:
     values = _read(path) if path else {}
     for key, text in overrides.items():
         section, name = _known(key)
-        values.setdefault(section, {})[name] = _value(text)
+        values.setdefault(section, {})[name] = _value(key, text)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -302,13 +302,15 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
         raise UserError(f"--config {path}: not TOML: {error}") from None
     for section, table in values.items():
         if not isinstance(table, dict):
             raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
         for key in table:
             _known(f"{section}.{key}")
+        if not table and section not in Config.model_fields:
+            _known(section)
     return values
 
 
@@ -317,7 +319,7 @@ def _known(key: str) -> tuple[str, str]:
     section, _, name = key.partition(".")
     keys = [f"{s}.{k}" for s, k, *_ in _leaves()]
     if key not in keys:
-        close = difflib.get_close_matches(key, keys, n=1)
+        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
         hint = f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
         if section in Config.model_fields and not close:
             hint = f"[{section}] knows {', '.join(k.split('.')[1] for k in keys if k.startswith(section + '.'))}"
@@ -325,12 +327,14 @@ def _known(key: str) -> tuple[str, str]:
     return section, name
 
 
-def _value(text: str) -> Any:
-    """A TOML value where it is one, else the text itself: `--model.path runs/warm` needs no quotes."""
+def _value(key: str, text: str) -> Any:
+    """A TOML value where it is one, else the text itself: `--model.path runs/warm` needs no quotes, and `--run.dir 1.10` is no number."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except (ValueError, RecursionError):
         return text
+    is_text = any(f"{section}.{name}" == key and kind == "STR" for section, name, kind, *_ in _leaves())
+    return text if is_text and not isinstance(value, str) else value
 
 
 def _explain(error: ValidationError) -> str:
@@ -364,4 +368,5 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
+    # TOML takes no surrogate pairs, which is how JSON escapes characters beyond the first plane, and no raw DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -65,10 +65,11 @@ class TorchEngine:
         """Copy the weights of `version` over the model's own, in place."""
         assert not self._waiting, "weights change only between batches of rollouts"
         weights = self.store.pull(version)
-        own = {name: parameter for name, parameter in self._model.named_parameters() if name in weights}
-        missing = set(weights) - set(own)
-        if missing:
-            raise UserError(f"version {version} holds {sorted(missing)[:3]}, which the engine's model does not have")
+        own = dict(self._model.named_parameters())
+        ours, theirs = ({name: tensor.shape for name, tensor in each.items()} for each in (own, weights))
+        if ours != theirs:
+            differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+            raise UserError(f"version {version} holds another model than the engine's: {differing[:3]} differ")
         with torch.inference_mode(False), torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
@@ -97,7 +98,9 @@ class TorchEngine:
             try:
                 await loop.run_in_executor(self._thread, self._sample, batch)
             except BaseException as error:
-                for request in batch:
+                # Those that came while the batch was sampled, too: nobody is left to answer them.
+                unanswered, self._waiting = [*batch, *self._waiting], []
+                for request in unanswered:
                     if not request.answer.done():
                         request.answer.set_exception(error)
                 raise

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -42,7 +43,7 @@ def save(
 ) -> None:
     """Write the checkpoint of `step` and delete all but the newest `keep`; collective."""
     weights = models.full_weights(model)
-    moments = _flatten(get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+    moments = _moments(model, optimizer)
     if world.is_main:
         place = root / f"step_{step:08d}"
         scratch = place.with_suffix(".writing")
@@ -51,7 +52,7 @@ def save(
             models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
             (scratch / "state.json").write_text(json.dumps({"step": step, **state}))
-        except OSError:
+        except (OSError, SafetensorError):  # safetensors has its own error for a full disk
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         shutil.rmtree(place, ignore_errors=True)
@@ -78,17 +79,32 @@ def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
     weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         weights[tied] = weights[source]
-    own = set(model.state_dict())
-    if own != set(weights):
-        raise UserError(f"{path} holds another model: {sorted(own ^ set(weights))[:3]} differ")
+    own, saved = ({name: tensor.shape for name, tensor in each.items()} for each in (model.state_dict(), weights))
+    if own != saved:
+        differing = sorted(name for name in own | saved if own.get(name) != saved.get(name))
+        raise UserError(f"{path} holds another model: {differing[:3]} differ")
     set_model_state_dict(model, weights, options=options)
-    moments = _unflatten(load_file(path / "optimizer.safetensors"), get_optimizer_state_dict(model, optimizer, options=options))
-    set_optimizer_state_dict(model, optimizer, moments, options=options)
+    moments = load_file(path / "optimizer.safetensors")
+    if moments:
+        state = _unflatten(moments, get_optimizer_state_dict(model, optimizer, options=options))
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def _moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Nothing before the first step: asking torch for them would count as one."""
+    if not optimizer.state:
+        return {}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return _flatten(get_optimizer_state_dict(model, optimizer, options=options))
 
 
 def _flatten(state: dict[str, Any]) -> dict[str, Tensor]:
-    """{"state": {parameter: {name: tensor}}} -> {"parameter/name": tensor}; the hyper-parameters come from the config, not from here."""
-    return {f"{parameter}/{name}": tensor.contiguous() for parameter, entry in state["state"].items() for name, tensor in entry.items()}
+    """{"state": {parameter: {name: tensor}}} -> {"parameter/name": tensor}; empty on ranks other than 0, as torch gathers to that one.
+
+    The hyper-parameters are left out: they come from the config.
+    """
+    entries = state.get("state", {}).items()
+    return {f"{parameter}/{name}": tensor.contiguous() for parameter, entry in entries for name, tensor in entry.items()}
 
 
 def _unflatten(moments: dict[str, Tensor], like: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def shard(model: PreTrainedModel, world: World, dtype: torch.dtype) -> PreTraine
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights on the CPU of every rank, a tied tensor once. Collective: every rank must call it."""
+    """The whole weights on the CPU of rank 0, a tied tensor once; empty elsewhere. Collective: every rank must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     tied = tied_names(model)

@@ -106,8 +106,9 @@ def pack_row(samples: Sequence[Sample]) -> Row:
 
 
 def empty_row() -> Row:
-    """A row that trains nothing, for a rank that has run out of rows while others still run collectives."""
-    return pack_row([Sample((0,), (0,), (0.0,), 0.0, (0.0,))])
+    """A row that trains nothing, for a rank that has run out of rows while others still run collectives; it fits any loss."""
+    row = pack_row([Sample((0,), (0,), (0.0,), 0.0, (0.0,))])
+    return replace(row, ref_logprob_T=row.old_logprob_T)
 
 
 def tree_bounds(subtree_end_N: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class WeightStore:
 
         Raises:
             ValueError: the version exists: versions never change.
-            OSError: the disk is full or read-only; HEAD stays where it was.
+            OSError, SafetensorError: the disk is full or read-only; HEAD stays where it was.
         """
         place = self._place(version)
         if place.exists():
@@ -52,7 +53,7 @@ class WeightStore:
         try:
             num_bytes = _write_version(scratch, weights, version)
             scratch.rename(place)
-        except OSError:
+        except (OSError, SafetensorError):  # safetensors has its own error for a full disk
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         self._set_head(version)

@@ -95,8 +95,8 @@ def policy_loss(
     _check(logits_TV, target_ids_T, temperature, impl)
     tokens = {"advantage_T": advantage_T, "weight_T": weight_T, "old_logprob_T": old_logprob_T, "ref_logprob_T": ref_logprob_T}
     for name, tensor in tokens.items():
-        if tensor is not None and tensor.shape != target_ids_T.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but target_ids_T has {tuple(target_ids_T.shape)}")
+        if tensor is not None and (tensor.shape != target_ids_T.shape or tensor.dtype != torch.float32):
+            raise ValueError(f"{name} must be float32 [{len(target_ids_T)}], got {tensor.dtype} {tuple(tensor.shape)}")
     loss, logprob_T, entropy_T, *values = _PolicyLoss.apply(
         logits_TV, target_ids_T, spec, advantage_T, weight_T, old_logprob_T, ref_logprob_T, temperature
     )

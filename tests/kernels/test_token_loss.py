@@ -139,7 +139,9 @@ def test_derivatives_match_finite_differences(name: str) -> None:
 )
 def test_worked_examples_of_the_clip(advantage: float, ratio: float, loss: float, dlogp: float, is_clipped: bool) -> None:
     logp = torch.tensor([-1.0], dtype=torch.float64)
-    out = token_loss(LossSpec(clip_high=0.3, dual_clip=3.0), logp, -logp, torch.tensor([advantage]).double(), logp - torch.tensor(ratio).log())
+    out = token_loss(
+        LossSpec(clip_high=0.3, dual_clip=3.0), logp, -logp, torch.tensor([advantage]).double(), logp - torch.tensor(ratio).log()
+    )
     assert out.loss_T.item() == pytest.approx(loss, abs=1e-6)
     assert out.dlogprob_T.item() == pytest.approx(dlogp, abs=1e-6)
     assert out.is_clipped_T.item() is is_clipped
