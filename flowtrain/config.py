@@ -46,7 +46,7 @@ class Tiny(Section):
     """width of the decoder; num_heads divides it"""
     num_layers: PositiveInt = 3
     """decoder layers"""
-    num_heads: PositiveInt = 3
+    num_heads: PositiveInt = 6
     """attention heads"""
     max_positions: PositiveInt = 256
     """tokens of prompt and response together"""

@@ -9,12 +9,14 @@ import copy
 import os
 import re
 import sys
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from flowkernels import LossSpec
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
@@ -23,6 +25,7 @@ from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.agents.tools import Tool
 from flowtrain.config import Config, to_toml
+from flowtrain.report.run_dir import writing
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet, task_set
@@ -92,6 +95,17 @@ class Job:
             tool.close()
 
 
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """`writing` for tensors: safetensors has an error of its own, which names the system's number in its text."""
+    with writing(path):
+        try:
+            yield
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+
+
 def loss_spec(config: Config) -> LossSpec:
     """The token loss of `[algorithm]`."""
     a = config.algorithm
@@ -131,18 +145,10 @@ def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, Pr
 
 
 def _texts(tasks: TaskSet) -> list[str]:
-    """What a new tokenizer learns from: prompts and answers of training tasks, common words only.
-
-    A word of fewer than one task in fifty is most likely a name or a number. Left out, it stays spelled letter by letter, and the model has
-    to learn to copy names, which carries over to those it never saw, instead of remembering each.
-    """
+    """What a new tokenizer learns from: prompts and answers of training tasks."""
     texts = []
     for task in tasks.train[:5000]:
         actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)
         results = "\n".join(f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan)
         texts.append(f"Question: {task.question}\n{results}\n{actions}\nTool Name: Base_Generator")
-    counts = Counter(word for text in texts for word in set(_WORD.findall(text)))
-    return [_WORD.sub(lambda word: word[0] if counts[word[0]] * 50 >= len(texts) else "", text) for text in texts]
-
-
-_WORD = re.compile(r"\w+")
+    return texts

@@ -21,7 +21,7 @@ from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
-from flowtrain.job import Job
+from flowtrain.job import Job, saving
 from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -67,9 +67,10 @@ def _run(job: Job, interrupt: Interrupt) -> int:
     last_step = _imitate(job, samples, run_dir, interrupt)
     weights = full_weights(job.model)
     if world.is_main:
-        export(job.model, job.tokenizer, weights, run_dir.path / "model")
         facts = {"seconds": time.monotonic() - started, "num_rollouts": rft.num_rollouts, "num_turns": num_samples, "num_steps": last_step}
-        (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
+        with saving(run_dir.path / "model"):
+            export(job.model, job.tokenizer, weights, run_dir.path / "model")
+            (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
         print(f"model: {run_dir.path / 'model'}")
     return INTERRUPTED if interrupt.requested else 0
 
@@ -113,10 +114,10 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
 
 
 def _balanced(tasks: Sequence[Task], config: Config) -> list[Task]:
-    """Draw tasks so that the last turn of long and short ones is shown equally often: an expert that errs seldom gets to the third."""
+    """Draw long tasks more often, because an expert that errs seldom gets to their last turn; half way to showing all turns alike."""
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
-    weights = [max(reach, 0.1) ** -(max(task.num_turns, 1) - 1) for task in tasks]
+    weights = [max(reach, 0.1) ** (-(max(task.num_turns, 1) - 1) / 2) for task in tasks]
     return rng.choices(tasks, weights, k=config.rft.num_rollouts)
 
 

@@ -18,7 +18,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
 from flowtrain.evals import Evaluation, RolloutStats, evaluate
-from flowtrain.job import Job, loss_spec, optim_spec, resume_point
+from flowtrain.job import Job, loss_spec, optim_spec, resume_point, saving
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -133,8 +133,9 @@ class Session:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""
         weights = full_weights(self._job.model)
         if self.world.is_main:
-            self._store.publish(weights, version)
-            self._store.collect_garbage(keep=2)
+            with saving(self._store.root):
+                self._store.publish(weights, version)
+                self._store.collect_garbage(keep=2)
         self.world.barrier()
 
     def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
@@ -158,8 +159,9 @@ class Session:
         """Write a checkpoint of `step`; collective. Its seconds are in the next line of the log."""
         started = time.monotonic()
         job, state = self._job, {"cursor": self.cursor.position, "version": step}
-        keep = self._config.checkpoint.keep
-        checkpoint.save(self._run_dir.checkpoints, step, job.model, job.tokenizer, self.trainer.optimizer, state, self.world, keep)
+        keep, place = self._config.checkpoint.keep, self._run_dir.checkpoints
+        with saving(place):
+            checkpoint.save(place, step, job.model, job.tokenizer, self.trainer.optimizer, state, self.world, keep)
         self._checkpoint_s += time.monotonic() - started
 
     def finish(self) -> None:

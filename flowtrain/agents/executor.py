@@ -53,7 +53,7 @@ def parse_command(command: str) -> dict[str, object]:
         statement = ast.parse(command.strip()).body
         call = statement[0].value  # type: ignore[attr-defined]
         is_execute = isinstance(call, ast.Call) and ast.unparse(call.func) == "tool.execute" and not call.args
-        if len(statement) == 1 and isinstance(statement[0], ast.Assign) and is_execute:
+        if len(statement) == 1 and isinstance(statement[0], ast.Assign) and is_execute and all(k.arg for k in call.keywords):
             return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, AttributeError, IndexError, RecursionError, MemoryError):
         pass

@@ -68,7 +68,7 @@ class Flow:
         if plan.action is None:
             command, result = NO_COMMAND, ToolResult(error=MALFORMED)
         else:
-            command, result = await self.executor.execute(plan.action, left_s)
+            command, result = await self.executor.execute(plan.action, max(0.0, left_s - (time.monotonic() - started)))
         memory = memory.add(_entry(plan.action, command, result))
         verdict = await self.verifier.verify(task.question, memory)
         done = plan.completion

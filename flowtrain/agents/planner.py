@@ -100,7 +100,8 @@ def _json_fields(text: str) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
     keys = {"justification": "justification", "context": "context", "sub_goal": "sub-goal", "tool_name": "tool name"}
-    return {label: str(value[key]).strip() for key, label in keys.items() if value.get(key) is not None}
+    # JSON can spell half a surrogate pair, which no tokenizer takes.
+    return {label: str(value[key]).encode(errors="replace").decode().strip() for key, label in keys.items() if value.get(key) is not None}
 
 
 _LABEL = re.compile(r"(justification|context|sub-goal|tool name)[ \t]*:", re.IGNORECASE)

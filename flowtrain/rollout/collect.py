@@ -24,10 +24,11 @@ def collect(
 async def _collect(flow: Flow, tasks: Sequence[tuple[int, Task]], group_size: int, seed: int, max_in_flight: int) -> list[Group]:
     free = asyncio.Semaphore(max_in_flight)
 
-    async def rollout(task: Task, number: int) -> Trajectory:
+    async def rollout(index: int, task: Task, number: int) -> Trajectory:
         async with free:
-            return await flow.run(task, derive_seed(seed, task.id, number))
+            # The place counts too: a task that is drawn twice is sampled anew.
+            return await flow.run(task, derive_seed(seed, index, task.id, number))
 
     async with asyncio.TaskGroup() as running:
-        groups = [(index, [running.create_task(rollout(task, n)) for n in range(group_size)]) for index, task in tasks]
+        groups = [(index, [running.create_task(rollout(index, task, n)) for n in range(group_size)]) for index, task in tasks]
     return [Group(index, tuple(task.result() for task in members)) for index, members in groups]

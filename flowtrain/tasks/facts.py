@@ -27,20 +27,24 @@ SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 HELD_OUT_SHARE = 0.15
 """Share of the entities of each kind that only the split "entities" asks about."""
 
-_LEADS = ("What is {}?", "Give {}.", "Tell me {}.", "Find {}.", "I need {}.", "Please look up {}.", "Show me {}.", "Do you know {}?")
+_LEADS = (
+    *("What is {}?", "Give {}.", "Tell me {}.", "Find {}.", "I need {}.", "Please look up {}.", "Show me {}.", "Do you know {}?"),
+    *("I want {}.", "Could you find {}?", "Please give me {}.", "I am looking for {}.", "My question is {}.", "Let me know {}."),
+)
+_HELD_OUT_LEADS = ("Could you tell me {}?", "Please show me {}.", "I want to know {}.")
 
 _FORMS = {
     "ask": (
         tuple(lead.format("{phrase}") for lead in _LEADS),
-        ("I would like to know {phrase}.", "Can you say what {phrase} is?"),
+        tuple(lead.format("{phrase}") for lead in _HELD_OUT_LEADS),
     ),
     "which": (
         ("Which {kind} has {fact}?", "Name the {kind} with {fact}.", *(lead.format("the {kind} with {fact}") for lead in _LEADS[2:])),
-        ("I am looking for the {kind} with {fact}.", "Can you say which {kind} has {fact}?"),
+        ("Tell me which {kind} has {fact}.", *(lead.format("the {kind} with {fact}") for lead in _HELD_OUT_LEADS)),
     ),
     "compute": (
         (*(lead.format("{phrase}") for lead in _LEADS), "Calculate {phrase}.", "How much is {phrase}?"),
-        ("I would like to know {phrase}.", "Can you work out {phrase}?"),
+        ("Please calculate {phrase}.", *(lead.format("{phrase}") for lead in _HELD_OUT_LEADS)),
     ),
 }
 """Per family the training and the held-out wordings."""

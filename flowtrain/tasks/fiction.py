@@ -65,6 +65,6 @@ def _new_name(rng: random.Random, taken: set[str]) -> str:
 
 
 def _word(rng: random.Random) -> str:
-    syllables = rng.choice((2, 2, 3, 3))
+    syllables = rng.choice((2, 3, 3, 4))
     word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) + rng.choice(_ENDS) for _ in range(syllables))
     return word.capitalize()

@@ -47,7 +47,9 @@ def read_text(path: Path) -> str:
 def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text; UserError starting with `where` when it is not JSON."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
+        return value
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # an integer of too many digits; brackets nested too deep

@@ -78,7 +78,8 @@ def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
     options = StateDictOptions(full_state_dict=True, strict=False)
     weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
-        weights[tied] = weights[source]
+        if source in weights:
+            weights[tied] = weights[source]
     own, saved = ({name: tensor.shape for name, tensor in each.items()} for each in (model.state_dict(), weights))
     if own != saved:
         differing = sorted(name for name in own | saved if own.get(name) != saved.get(name))

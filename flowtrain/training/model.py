@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from flowtrain.training import attention
 from flowtrain.training.world import World
@@ -29,7 +31,10 @@ _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a model folder or hub name; it must know how a response ends."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # One of `new_tokenizer` is loaded as it was saved: AutoTokenizer would take the class of the model's family, which has other rules
+        # and one token more than the model.
+        is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
+        tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={path!r} holds no tokenizer that transformers can load: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -41,7 +46,7 @@ def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME) -> Pre
     """A causal language model on the CPU. `attn` is the attention of packed rows for training, "sdpa" for sampling."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"model.path={path!r} is no causal language model that transformers can load: {_first_line(error)}") from error
     check_model(model.config, path)
     return model
@@ -71,14 +76,15 @@ def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, num_heads: int, max_positions: int) -> PreTrainedModel:
-    """A Qwen2-shaped decoder with random weights; seed torch before the call."""
-    config = Qwen2Config(
+    """A Qwen3-shaped decoder with random weights; seed torch before the call."""
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 8 // 3,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
+        head_dim=hidden_size // num_heads,
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,

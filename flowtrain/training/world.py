@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from flowtrain.types import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -28,6 +30,8 @@ class World:
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if kind == "cuda":
+            if not torch.cuda.is_available():
+                raise UserError("run.device='cuda' but torch finds no CUDA device; use 'auto' or 'cpu'")
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # A lone rank gets a group too: FSDP2 wants one, and so the code below it has one path.
         store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]

@@ -68,12 +68,14 @@ class WeightStore:
 
     def rollback(self, version: int) -> None:
         """Forget every version after `version`: a resumed run trains on from a checkpoint that is older than HEAD."""
-        for newer in [v for v in self.versions() if v > version]:
-            shutil.rmtree(self._place(newer))
-        if version in self.versions():
-            self._set_head(version)
+        versions = self.versions()
+        older = [v for v in versions if v <= version]
+        if older:
+            self._set_head(older[-1])
         else:
             (self.root / "HEAD").unlink(missing_ok=True)
+        for newer in versions[len(older) :]:
+            shutil.rmtree(self._place(newer))
 
     def collect_garbage(self, keep: int) -> None:
         """Delete all but the newest `keep` versions."""

@@ -1,0 +1,322 @@
+"""The turn loop with scripted fakes for the planner and the tools; executor, verifier, generator and memory are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import pytest
+
+from flowtrain.agents import Flow, FlowLimits, Memory
+from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
+from flowtrain.agents.flow import MALFORMED
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.memory import MemoryEntry
+from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong
+from flowtrain.agents.tools import Tool
+from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory, Turn, Verdict, VersionSpan
+
+TASK = Task("t", "What is the area of Chad?", ("1284",))
+ECHO = Action("why", "what is known", "area of Chad", "Echo")
+
+Script = Sequence[Action | Exception | None]
+
+
+class FakePlanner:
+    """Says what its script holds, in tokens that tell the turn, and remembers what it was asked."""
+
+    def __init__(self, script: Script, seconds: float = 0.0) -> None:
+        self.script, self.seconds = script, seconds
+        self.asked: list[tuple[Memory, int, int, float]] = []
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        self.asked.append((memory, turn, seed, deadline_s))
+        await asyncio.sleep(self.seconds)
+        said = self.script[turn % len(self.script)]
+        if isinstance(said, Exception):
+            raise said
+        return Plan((turn, 1), completion(turn), f"turn {turn}", said)
+
+
+def completion(turn: int) -> Completion:
+    """Sampled by version 3 and, from the second token on, by version 4."""
+    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4)), FinishReason.LENGTH)
+
+
+class FakeTool:
+    """Does what the test says."""
+
+    description = "Does what the test says."
+
+    def __init__(self, name: str, act: Callable[[str], Awaitable[str]]) -> None:
+        self.name, self._act = name, act
+
+    async def execute(self, query: str) -> str:
+        return await self._act(query)
+
+    def close(self) -> None:
+        pass
+
+
+async def _echo(query: str) -> str:
+    return f"The {query} is 1284."
+
+
+async def _raise(query: str) -> str:
+    raise ZeroDivisionError("the tool has a bug")
+
+
+async def _exit(query: str) -> str:
+    raise SystemExit("no key given")
+
+
+async def _hang(query: str) -> str:
+    await asyncio.Event().wait()
+    return "never"
+
+
+async def _flood(query: str) -> str:
+    return "x" * 1_000_000
+
+
+async def _silent(query: str) -> str:
+    return " \n"
+
+
+TOOLS: Mapping[str, Tool] = {
+    act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in (_echo, _raise, _exit, _hang, _flood, _silent)
+}
+
+
+def never(question: str, memory: Memory) -> bool:
+    return False
+
+
+def always(question: str, memory: Memory) -> bool:
+    return True
+
+
+def flow(
+    script: Script,
+    is_enough: Callable[[str, Memory], bool] = never,
+    max_turns: int = 3,
+    timeout_s: float = 30.0,
+    tool_timeout_s: float = 5.0,
+    seconds: float = 0.0,
+) -> Flow:
+    executor = RuleExecutor(TOOLS, tool_timeout_s, max_chars=100)
+    limits = FlowLimits(max_turns, timeout_s)
+    return Flow(FakePlanner(script, seconds), executor, RuleVerifier(is_enough), RuleGenerator(last_result), limits)
+
+
+def run(flow: Flow, seed: int = 11) -> Trajectory:
+    return asyncio.run(flow.run(TASK, seed))
+
+
+def results(trajectory: Trajectory) -> list[str]:
+    return [turn.result.text for turn in trajectory.turns]
+
+
+# ---- how it ends
+
+
+def test_stop_ends_the_rollout_with_the_answer() -> None:
+    trajectory = run(flow([ECHO], is_enough=lambda question, memory: len(memory.entries) == 2, max_turns=5))
+    assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
+    assert (trajectory.truncated, trajectory.answer, trajectory.reward) == ("", "1284", None)
+    assert (trajectory.task, trajectory.seed) == (TASK, 11)
+
+
+@pytest.mark.parametrize("max_turns", [1, 3])
+def test_the_turn_limit_ends_it_and_the_generator_answers_all_the_same(max_turns: int) -> None:
+    trajectory = run(flow([ECHO], max_turns=max_turns))
+    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (max_turns, "turns", "1284")
+
+
+def test_a_stop_in_the_last_turn_is_no_truncation() -> None:
+    assert run(flow([ECHO], is_enough=always, max_turns=1)).truncated == ""
+
+
+def test_the_time_limit_ends_it_between_turns() -> None:
+    trajectory = run(flow([ECHO], max_turns=1000, timeout_s=0.15, seconds=0.04))
+    assert trajectory.truncated == "time"
+    assert 1 <= len(trajectory.turns) <= 4
+    assert (trajectory.answer, trajectory.turns[-1].verdict) == ("1284", Verdict.CONTINUE)
+    assert 0.15 <= trajectory.seconds < 5
+
+
+def test_a_planner_is_told_the_time_that_is_left() -> None:
+    loop = flow([ECHO], max_turns=2, timeout_s=60.0, seconds=0.05)
+    run(loop)
+    assert isinstance(loop.planner, FakePlanner)
+    (*_, first), (*_, second) = loop.planner.asked
+    assert 59 < first <= 60 and second <= first - 0.04
+
+
+def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
+    """The planner takes most of it, so the tool that hangs gets what is left, not its own timeout and not the whole time again."""
+    trajectory = run(flow([Action("", "", "x", "Hang")], timeout_s=0.8, tool_timeout_s=60.0, seconds=0.7))
+    assert (len(trajectory.turns), trajectory.truncated) == (1, "time")
+    assert "timed out" in results(trajectory)[0]
+    assert trajectory.seconds < 1.3
+
+
+def test_a_prompt_that_has_grown_too_long_ends_it_with_what_there_is() -> None:
+    trajectory = run(flow([ECHO, PromptTooLong("9999 tokens")]))
+    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (1, "prompt", "1284")
+
+
+def test_a_question_that_is_too_long_gives_a_rollout_without_turns() -> None:
+    trajectory = run(flow([PromptTooLong("9999 tokens")]))
+    assert (trajectory.turns, trajectory.truncated, trajectory.answer) == ((), "prompt", "")
+
+
+def test_what_nobody_foresaw_is_not_swallowed() -> None:
+    with pytest.raises(KeyError, match="a bug of ours"):
+        run(flow([KeyError("a bug of ours")]))
+
+
+# ---- what goes wrong inside a turn
+
+
+def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
+    loop = flow([None, ECHO], is_enough=always)
+    trajectory = run(loop)
+    first, second = trajectory.turns
+    assert (first.action, first.command, first.result.error, first.verdict) == (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
+    assert first.response_ids == completion(0).ids, "its tokens are trained like any others"
+    assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
+    assert isinstance(loop.planner, FakePlanner)
+    memory = loop.planner.asked[1][0]
+    assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}"),)
+
+
+def test_an_unknown_tool_spends_its_turn_with_a_text_that_names_it() -> None:
+    trajectory = run(flow([Action("", "", "1 + 1", NO_TOOL + "Calculator")], is_enough=always, max_turns=1))
+    (turn,) = trajectory.turns
+    assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
+    assert (turn.verdict, trajectory.truncated, trajectory.answer) == (Verdict.CONTINUE, "turns", "")
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("Raise", "Error: ZeroDivisionError: the tool has a bug"),
+        ("Exit", "Error: SystemExit: no key given"),
+        ("Hang", "Error: timed out after 0.1 s"),
+        ("Silent", "Error: no output"),
+    ],
+)
+def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(tool: str, text: str) -> None:
+    loop = flow([Action("", "", "x", tool), ECHO], is_enough=always, tool_timeout_s=0.1)
+    trajectory = run(loop)
+    assert results(trajectory) == [text, "The area of Chad is 1284."]
+    assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
+    assert trajectory.answer == "1284"
+    assert isinstance(loop.planner, FakePlanner)
+    (entry,) = loop.planner.asked[1][0].entries
+    assert (entry.tool_name, entry.result, entry.is_error) == (tool, text, True)
+
+
+def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
+    (turn,) = run(flow([Action("", "", "x", "Flood")], max_turns=1)).turns
+    assert len(turn.result.output) < 200 and "999900 characters left out" in turn.result.output
+
+
+QUERIES = ['say "x"', "a\nb\r\tc\x00", "\\", "'''", '"""', "\u2028", "\U0001f600 \u0645", "#", "f{x}", "x" * 100_000]
+
+
+@pytest.mark.parametrize("sub_goal", QUERIES)
+def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
+    seen: list[str] = []
+
+    async def note(query: str) -> str:
+        seen.append(query)
+        return "ok"
+
+    action = Action("", "", sub_goal, "Note")
+    executor = RuleExecutor({"Note": FakeTool("Note", note)}, 5.0, 100)
+    command, result = asyncio.run(executor.execute(action, 5.0))
+    assert (seen, result.output) == ([sub_goal], "ok")
+    assert command.startswith("execution = tool.execute(query=") and "\n" not in command
+
+
+# ---- memory and records
+
+
+def test_the_verifier_judges_the_new_entry() -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def note(question: str, memory: Memory) -> bool:
+        seen.append((question, [entry.sub_goal for entry in memory.entries]))
+        return False
+
+    run(flow([ECHO, Action("", "", "capital of Chad", "Echo")], is_enough=note, max_turns=2))
+    assert seen == [(TASK.question, ["area of Chad"]), (TASK.question, ["area of Chad", "capital of Chad"])]
+
+
+def test_memory_entries_have_exactly_the_four_fields_under_agentflows_names() -> None:
+    loop = flow([ECHO, Action("j", "c", "x", "Raise"), None])
+    run(loop, seed=1)
+    assert isinstance(loop.planner, FakePlanner)
+    memory = loop.planner.asked[2][0].as_dict()
+    assert memory == {
+        "Action Step 1": {
+            "tool_name": "Echo",
+            "sub_goal": "area of Chad",
+            "command": 'execution = tool.execute(query="area of Chad")',
+            "result": "The area of Chad is 1284.",
+        },
+        "Action Step 2": {
+            "tool_name": "Raise",
+            "sub_goal": "x",
+            "command": 'execution = tool.execute(query="x")',
+            "result": "Error: ZeroDivisionError: the tool has a bug",
+        },
+    }
+    assert list(memory["Action Step 1"]) == ["tool_name", "sub_goal", "command", "result"]
+
+
+def test_the_same_actions_give_the_same_memory() -> None:
+    def memories() -> list[Memory]:
+        loop = flow([ECHO, None, Action("", "", "x", "Hang")], tool_timeout_s=0.05, max_turns=4)
+        run(loop)
+        assert isinstance(loop.planner, FakePlanner)
+        return [memory for memory, *_ in loop.planner.asked]
+
+    assert memories() == memories()
+
+
+def test_a_memory_is_immutable_and_starts_empty() -> None:
+    empty = Memory()
+    longer = empty.add(MemoryEntry("a", "b", "c", "d"))
+    assert (empty.entries, len(longer.entries)) == ((), 1)
+    assert Memory().as_dict() == {}
+
+
+def test_turns_carry_exactly_what_the_engine_sampled() -> None:
+    trajectory = run(flow([ECHO, None, ECHO]))
+    for index, turn in enumerate(trajectory.turns):
+        sampled = Completion(turn.response_ids, turn.response_logprobs, turn.spans, turn.finish_reason)
+        assert (sampled, turn.prompt_ids, turn.response_text) == (completion(index), (index, 1), f"turn {index}")
+        assert isinstance(turn, Turn) and 0 <= turn.seconds <= trajectory.seconds
+
+
+def test_planners_hear_turn_and_seed() -> None:
+    loop = flow([ECHO])
+    run(loop, seed=99)
+    assert isinstance(loop.planner, FakePlanner)
+    assert [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked] == [(0, 99, 0), (1, 99, 1), (2, 99, 2)]
+
+
+def test_rollouts_wait_at_the_same_time() -> None:
+    loop = flow([ECHO], max_turns=2, seconds=0.2)
+
+    async def many() -> list[Trajectory]:
+        return list(await asyncio.gather(*(loop.run(TASK, seed) for seed in range(50))))
+
+    started = time.monotonic()
+    assert len(asyncio.run(many())) == 50
+    assert time.monotonic() - started < 5, "one after another they take 20 s"

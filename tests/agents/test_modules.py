@@ -1,0 +1,298 @@
+"""The rule-based modules around the planner: verifier rules, generators, the executor's command, the scripted expert."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
+from flowtrain.agents.executor import parse_command
+from flowtrain.agents.expert import ScriptedPlanner, next_step
+from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import PolicyPlanner, parse_action
+from flowtrain.agents.prompts import CompactPrompt, FullPrompt
+from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
+from flowtrain.config import Config
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
+
+
+def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:
+    """Of (tool, result) or (tool, sub-goal, result)."""
+    return Memory(tuple(MemoryEntry(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1]) for entry in entries))
+
+
+# ---- verifier
+
+
+@pytest.mark.parametrize(
+    ("question", "entry", "enough"),
+    [
+        ("What is the area of Chad?", ("Search", "The area of Chad is 1284."), True),
+        ("What is the area of Chad?", ("Search", "The area of Mali is 1240."), True),  # the wrong entity is the planner's mistake
+        ("What is the area of Chad?", ("Search", "The capital of Chad is N'Djamena."), False),
+        ("What is the area of Chad?", ("Base_Generator", "7"), True),
+        ("What is the area of Chad?", ("Python_Coder", "7"), False),
+        ("Which country has capital Oslo?", ("Search", "The country with capital Oslo is Norway."), True),
+        ("What is the area of the country with capital Oslo?", ("Search", "The country with capital Oslo is Norway."), False),
+        ("What is the area of the country with capital Oslo?", ("Search", "The area of Norway is 385."), True),
+        ("What is the ISO code of Chad?", ("Search", "The ISO code of Chad is TD."), True),
+        ("What is the area of the country with capital Port of Spain?", ("Search", "The area of Trinidad is 5."), True),
+        ("What is 3 plus 4?", ("Python_Coder", "7"), True),
+        ("What is 3 plus 4?", ("Search", "The area of Chad is 1284."), False),
+        ("What is 3 plus 4?", ("Base_Generator", "7"), True),
+        ("What is the area of Chad plus the area of Mali?", ("Search", "The area of Chad is 1284."), False),
+        ("What is the area of Chad minus the area of Mali?", ("Python_Coder", "44"), True),
+        ("How much is 2 times 3?", ("Python_Coder", "6"), True),
+        ("Tell me the capital of Surplus.", ("Search", "The capital of Surplus is X."), True),  # "plus" counts as a word only
+    ],
+)
+def test_facts_are_enough(question: str, entry: tuple[str, str], enough: bool) -> None:
+    assert facts_enough(question, memory(("Search", "The area of Chad is 1284."), entry)) is enough
+
+
+@pytest.mark.parametrize(
+    ("entry", "enough"),
+    [
+        (("Python_Coder", "24"), True),
+        (("Python_Coder", "24.0"), True),
+        (("Python_Coder", "23.9999999999"), True),
+        (("Python_Coder", " 24\n"), True),
+        (("Python_Coder", "23.99"), False),
+        (("Python_Coder", "24 apples"), False),
+        (("Python_Coder", "nan"), False),
+        (("Python_Coder", ""), False),
+        (("Base_Generator", "24"), False),
+        (("Search", "24"), False),
+    ],
+)
+def test_24_is_enough(entry: tuple[str, str], enough: bool) -> None:
+    assert gameof24_enough("Use the numbers 1, 2, 3 and 4", memory(("Python_Coder", "24"), entry)) is enough
+
+
+def test_an_error_is_never_enough_and_a_result_may_be() -> None:
+    async def verdict(result: str) -> Verdict:
+        return await RuleVerifier(any_result_enough).verify("q", memory(("Search", "fine"), ("Search", result)))
+
+    assert asyncio.run(verdict("Error: no passage matches")) is Verdict.CONTINUE
+    assert asyncio.run(verdict("Errors: none")) is Verdict.STOP
+
+
+# ---- generators
+
+
+@pytest.mark.parametrize(
+    ("entries", "answer"),
+    [
+        ([], ""),
+        ([("Search", "Error: nothing")], ""),
+        ([("Search", "The area of Chad is 1284.")], "1284"),
+        ([("Python_Coder", "7")], "7"),
+        ([("Search", "The area of Chad is 1284."), ("Python_Coder", "1291")], "1291"),
+        ([("Search", "The area of Chad is 1284."), ("Python_Coder", "Error: SyntaxError"), ("None", "Error: malformed")], "1284"),
+        ([("Search", "The mass of C is 12.011.")], "12.011"),
+        ([("Search", "no passage form")], "no passage form"),
+    ],
+)
+def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
+    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries))) == answer
+
+
+def test_the_last_expression_that_was_computed_is_the_answer() -> None:
+    failed, searched = ("Python_Coder", "(", "Error: SyntaxError"), ("Search", "s", "t")
+    tried = memory(("Python_Coder", "1 + 1", "2"), ("Python_Coder", "6 * 4", "24"), failed, searched)
+    assert last_expression(tried) == "6 * 4"
+    assert last_expression(memory(searched)) == last_expression(Memory()) == ""
+
+
+# ---- the executor's command
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
+def test_a_query_written_as_json_is_read_back(query: str, ensure_ascii: bool) -> None:
+    # Escaped pairs of surrogates are JSON's own; Python's literals have no such thing.
+    is_astral = any(ord(character) > 0xFFFF for character in query)
+    command = f"execution = tool.execute(query={json.dumps(query, ensure_ascii=ensure_ascii and not is_astral)})"
+    assert parse_command(command) == {"query": query}
+
+
+def test_a_command_has_literal_arguments_by_name() -> None:
+    assert parse_command("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {"query": "x", "top_k": [1, -2.5, None]}
+    assert parse_command("execution = tool.execute()") == {}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "No command was run.",
+        "tool.execute(query='x')",
+        "print('x')",
+        "execution = tool.execute('x')",
+        "execution = tool.close()",
+        "execution = tool.execute",
+        "execution = other.execute(query='x')",
+        "execution = tool.execute(query='x').execute(query='y')",
+        "execution = tool.execute(query=open('secret').read())",
+        "execution = tool.execute(query=__import__('os').system('true'))",
+        "execution = tool.execute(query='a' + 'b')",
+        "execution = tool.execute(query=f'{x}')",
+        "execution = tool.execute(query=x)",
+        "execution = tool.execute(**{'query': 'x'})",
+        "execution = tool.execute(*['x'])",
+        "execution = tool.execute(query='x'); import os",
+        "import os\nexecution = tool.execute(query='x')",
+        "execution = tool.execute(query='x')\nexecution = tool.execute(query='y')",
+        "execution = tool.execute(query='x'",
+        "execution = tool.execute(query='\x00')",
+        "execution = tool.execute(query='\ud800')",
+        "execution = tool.execute(query=" + "[" * 100_000 + ")",
+        "execution = tool.execute(query=" + "-" * 100_000 + "1)",
+        "execution: str = tool.execute(query='x')",
+        "(lambda: tool.execute(query='x'))()",
+        "execution = await tool.execute(query='x')",
+    ],
+)
+def test_anything_else_is_refused_and_never_run(command: str) -> None:
+    with pytest.raises(ValueError):
+        parse_command(command)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.text(st.sampled_from([*"execution = tool.execute(query='x')\n\\\"[]{}*:;#", "\ud800", *string.ascii_lowercase])))
+def test_no_command_does_more_than_raise_value_error(command: str) -> None:
+    for text in (command, f"execution = tool.execute(query={command})"):
+        try:
+            arguments = parse_command(text)
+        except ValueError:
+            continue
+        assert isinstance(arguments, dict)
+
+
+# ---- the scripted expert
+
+PLAN = (PlanStep("area of Chad", "Search"), PlanStep("area of Mali", "Search"), PlanStep("1284 + 1240", "Python_Coder"))
+SUM = Task("sum-1", "What is the area of Chad plus the area of Mali?", ("2524",), "sum", 3, plan=PLAN)
+
+
+def done(*steps: int) -> list[tuple[str, str, str]]:
+    return [(PLAN[i].tool_name, PLAN[i].sub_goal, "result") for i in steps]
+
+
+@pytest.mark.parametrize(
+    ("entries", "step"),
+    [
+        ([], 0),
+        (done(0), 1),
+        (done(0, 1), 2),
+        (done(0, 1, 2), 2),
+        (done(1), 0),
+        (done(0, 0), 1),
+        ([("Base_Generator", "area of Chad", "7")], 0),
+        ([("None", "None", "Error: malformed"), *done(0)], 1),
+        ([*done(0), ("Base_Generator", "area of Mali", "7")], 1),
+        ([*done(0), ("Search", "area of Peru", "1285"), *done(1)], 2),
+    ],
+)
+def test_the_expert_goes_on_where_the_memory_has_got_to(entries: list[tuple[str, str, str]], step: int) -> None:
+    assert next_step(SUM, memory(*entries)) == PLAN[step]
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    chat_template: str | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise NotImplementedError
+
+
+class FakeEngine:
+    """Only knows how long it may get."""
+
+    version, max_tokens = 0, 100
+
+
+def expert(error: float) -> ScriptedPlanner:
+    like = PolicyPlanner(FakeEngine(), FakeTokenizer(), CompactPrompt(), (), 10, 1.0, 1.0)  # type: ignore[arg-type]
+    return ScriptedPlanner(like, error, end_id=999)
+
+
+def test_the_expert_speaks_in_the_tokens_of_the_one_that_learns_from_it() -> None:
+    plan = asyncio.run(expert(0.0).plan(SUM, memory(*done(0)), 1, 5, 1.0))
+    assert plan.prompt_ids == tuple(map(ord, CompactPrompt().render(SUM.question, memory(*done(0)))))
+    assert plan.text == " area of Mali\nTool Name: Search"
+    assert plan.completion.ids == (*map(ord, plan.text), 999)
+    assert (plan.completion.logprobs, plan.completion.spans) == ((0.0,) * len(plan.completion.ids), ())
+    assert plan.completion.finish_reason is FinishReason.STOP
+    assert plan.action == parse_action(CompactPrompt.prefix + plan.text, ("Search",))
+
+
+def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> None:
+    def tools(error: float, seed: int) -> list[str]:
+        plans = [asyncio.run(expert(error).plan(SUM, Memory(), turn, seed, 1.0)) for turn in range(50)]
+        assert all(plan.action is not None and plan.action.sub_goal == "area of Chad" for plan in plans)
+        return [plan.action.tool_name for plan in plans if plan.action is not None]
+
+    assert set(tools(0.0, 1)) == {"Search"}
+    assert set(tools(1.0, 1)) == {"Base_Generator"}
+    some = tools(0.6, 1)
+    assert 20 <= some.count("Base_Generator") <= 40
+    assert some == tools(0.6, 1) != tools(0.6, 2)
+
+
+# ---- put together from the config
+
+TASKS = TaskSet((SUM,), {"texts": (SUM,)}, ("The area of Chad is 1284.", "The area of Mali is 1240."))
+
+
+def test_the_toolset_is_what_the_config_names() -> None:
+    config = Config.model_validate({"agent": {"tools": ["Base_Generator", "Search"]}})
+    assert list(make_tools(config, TASKS)) == ["Base_Generator", "Search"]
+
+
+@pytest.mark.parametrize("names", [["Serch"], []])
+def test_a_tool_that_does_not_exist_is_refused_with_those_that_do(names: list[str]) -> None:
+    config = Config.model_validate({"agent": {"tools": names}})
+    with pytest.raises(UserError, match=r"agent\.tools=.* may hold Search, Python_Coder, Base_Generator"):
+        make_tools(config, TASKS)
+
+
+def test_the_full_prompt_needs_a_chat_template() -> None:
+    config = Config.model_validate({"agent": {"prompt": "full"}})
+    with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):
+        make_prompt(config, {}, FakeTokenizer())
+    assert isinstance(make_prompt(Config(), {}, FakeTokenizer()), CompactPrompt)
+    with_template = FakeTokenizer()
+    with_template.chat_template = "yes"
+    assert isinstance(make_prompt(config, {}, with_template), FullPrompt)
+
+
+def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
+    config = Config.model_validate({"rollout": {"max_new_tokens": 100}})
+    with pytest.raises(UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"):
+        make_planner(config, FakeEngine(), FakeTokenizer(), CompactPrompt(), 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "extract"),
+    [("facts", facts_enough, last_result), ("gameof24", gameof24_enough, last_expression), ("file", any_result_enough, last_result)],
+)
+def test_each_family_of_tasks_has_its_rules(name: str, rule: object, extract: object) -> None:
+    values = {"tasks": {"name": name, "path": "x.jsonl" if name == "file" else ""}, "agent": {"rollout_timeout_s": 7.0}}
+    flow = make_flow(Config.model_validate(values), expert(0.0), {}, max_turns=9)
+    assert flow.verifier == RuleVerifier(rule) and flow.generator == RuleGenerator(extract)  # type: ignore[arg-type]
+    assert (flow.limits.max_turns, flow.limits.timeout_s) == (9, 7.0)

@@ -1,0 +1,133 @@
+"""Many rollouts over one event loop: the same ones on any number of ranks, never more at once than allowed, no failure hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from flowtrain.agents import Flow, FlowLimits, Memory
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.verifier import RuleVerifier, any_result_enough
+from flowtrain.rollout.collect import collect
+from flowtrain.types import Action, Completion, FinishReason, Group, Task, Trajectory
+
+
+@dataclass
+class FakePlanner:
+    """Says a number drawn from its seed, after a wait of its own; counts who is at work."""
+
+    now: int = 0
+    most: int = 0
+    seeds: list[int] = field(default_factory=list)
+    broken_task: str = ""
+    cancelled: int = 0
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        self.seeds.append(seed)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        rng = random.Random(f"{seed}/{turn}")
+        try:
+            for _ in range(1 + rng.randrange(4)):
+                await asyncio.sleep(0)
+            if task.id == self.broken_task:
+                raise KeyError("a bug of ours")
+            if self.broken_task:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.now -= 1
+        said = rng.randrange(10**6)
+        done = Completion((said,), (-1.0,), (), FinishReason.STOP)
+        return Plan((turn,), done, str(said), Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"))
+
+
+class FakeEcho:
+    name, description = "Echo", "Says the query again."
+
+    async def execute(self, query: str) -> str:
+        return query
+
+    def close(self) -> None:
+        pass
+
+
+TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
+
+
+def flow(planner: FakePlanner) -> Flow:
+    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    return Flow(planner, executor, RuleVerifier(any_result_enough), RuleGenerator(last_result), FlowLimits(3, 60.0))
+
+
+def said(trajectory: Trajectory) -> tuple[object, ...]:
+    """A rollout without its times."""
+    return trajectory.task, trajectory.seed, trajectory.answer, trajectory.truncated, [turn.response_ids for turn in trajectory.turns]
+
+
+def content(groups: list[Group]) -> dict[int, list[tuple[object, ...]]]:
+    return {group.index: [said(trajectory) for trajectory in group.trajectories] for group in groups}
+
+
+def test_groups_stand_in_order_each_with_the_rollouts_of_its_task() -> None:
+    groups = collect(flow(FakePlanner()), TASKS, group_size=4, seed=1)
+    assert [group.index for group in groups] == list(range(7))
+    for group in groups:
+        assert len(group.trajectories) == 4
+        assert {trajectory.task for trajectory in group.trajectories} == {TASKS[group.index]}
+    answers = [trajectory.answer for group in groups for trajectory in group.trajectories]
+    assert len(set(answers)) > 14, "rollouts of a group differ"
+
+
+def test_the_same_seed_gives_the_same_rollouts_whatever_else_is_under_way() -> None:
+    first = content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1))
+    assert content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1, max_in_flight=2)) == first
+    assert content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=2)) != first
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_share_the_same_groups_out(num_ranks: int) -> None:
+    alone = content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1))
+    shares = [
+        content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)
+    ]
+    for rank, share in enumerate(shares):
+        assert list(share) == list(range(rank, 7, num_ranks))
+    assert {index: group for share in shares for index, group in share.items()} == alone
+
+
+def test_every_rollout_has_a_seed_of_its_own() -> None:
+    planner = FakePlanner()
+    collect(flow(planner), TASKS, group_size=5, seed=1)
+    assert len(set(planner.seeds)) == 35
+
+
+def test_a_task_that_stands_in_the_batch_twice_is_sampled_anew() -> None:
+    """As in a batch that is larger than the task file, and in demonstrations drawn with replacement."""
+    first, second = collect(flow(FakePlanner()), [TASKS[0], TASKS[0]], group_size=3, seed=1)
+    assert {t.seed for t in first.trajectories}.isdisjoint(t.seed for t in second.trajectories)
+
+
+@pytest.mark.parametrize(("max_in_flight", "most"), [(1, 1), (5, 5), (512, 28)])
+def test_so_many_rollouts_are_under_way_and_no_more(max_in_flight: int, most: int) -> None:
+    planner = FakePlanner()
+    collect(flow(planner), TASKS, group_size=4, seed=1, max_in_flight=max_in_flight)
+    assert planner.most == most
+
+
+def test_no_task_gives_no_group() -> None:
+    assert collect(flow(FakePlanner()), TASKS[:1], group_size=4, seed=1, rank=1, num_ranks=2) == []
+
+
+def test_an_unforeseen_failure_comes_out_and_stops_the_rest() -> None:
+    planner = FakePlanner(broken_task="task-3")
+    with pytest.raises(ExceptionGroup) as caught:
+        collect(flow(planner), TASKS, group_size=2, seed=1)
+    assert caught.group_contains(KeyError, match="a bug of ours")
+    assert planner.cancelled > 0, "the others were told, so this did not wait a minute for them"

@@ -1,0 +1,362 @@
+"""Options: defaults, the TOML file over them, the command line over that; and what a person is told who got one wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from flowtrain.command import run_command
+from flowtrain.config import Config, help_text, parse, to_toml
+from flowtrain.types import UserError
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
+KEYS = [f"{section}.{key}" for section, values in Config().model_dump().items() for key in values]
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[[str | bytes], str]:
+    """Writes a config file and gives its path."""
+
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "config.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def parsed(*argv: str) -> Config:
+    config = parse(argv)
+    assert config is not None
+    return config
+
+
+def complaint(*argv: str) -> str:
+    """What the person is told; always one line."""
+    with pytest.raises(UserError) as caught:
+        parse(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- defaults
+
+
+def test_without_words_everything_has_its_default() -> None:
+    config = parsed()
+    assert config == Config()
+    assert (config.agent.max_turns, config.rollout.group_size, config.algorithm.kl_coef) == (3, 8, 0.001), "AgentFlow's numbers"
+    assert config.agent.tools == ("Search", "Python_Coder", "Base_Generator")
+    assert (config.run.resume, config.model.path) == ("never", "tiny")
+
+
+def test_paper_mode_has_one_symmetric_clip_and_no_dual_clip() -> None:
+    for config in (Config(), parsed("--algorithm.mode", "paper")):
+        algorithm = config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, None)
+
+
+def test_released_mode_has_the_clips_of_the_released_code(toml: Callable[[str], str]) -> None:
+    for config in (parsed("--algorithm.mode", "released"), parsed("--config", toml('[algorithm]\nmode = "released"'))):
+        algorithm = config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
+
+
+def test_a_clip_that_is_set_wins_over_the_mode() -> None:
+    algorithm = parsed("--algorithm.mode=released", "--algorithm.clip_high=0.25", "--algorithm.dual_clip=5").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.25, 5.0)
+    assert parsed("--algorithm.dual_clip=4").algorithm.dual_clip == 4
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().train.lr = 1.0
+
+
+# ---- file and command line
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(toml: Callable[[str], str]) -> None:
+    path = toml("[train]\nlr = 1e-4\nnum_steps = 7\n[run]\nseed = 3\n")
+    config = parsed("--train.lr", "2e-4", "--config", path)
+    assert (config.train.lr, config.train.num_steps, config.run.seed, config.train.beta1) == (2e-4, 7, 3, 0.9)
+
+
+@pytest.mark.parametrize("words", [["--run.seed", "5"], ["--run.seed=5"]])
+def test_overrides_come_in_two_forms(words: list[str]) -> None:
+    assert parsed(*words).run.seed == 5
+
+
+@pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume=auto"], ["--run.resume", "auto"]])
+def test_resume_has_a_short_form(words: list[str]) -> None:
+    assert parsed(*words).run.resume == "auto"
+
+
+def test_of_a_key_given_twice_the_last_counts() -> None:
+    assert parsed("--run.seed", "1", "--run.seed=2").run.seed == 2
+
+
+def test_a_value_may_hold_an_equals_sign_and_spaces() -> None:
+    assert parsed("--run.dir=a=b c").run.dir == "a=b c"
+    assert parsed("--run.dir", "--x").run.dir == "--x"
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "key", "value"),
+    [
+        (["--agent.tools", '["Search"]'], "agent", "tools", ("Search",)),
+        (["--log.tensorboard", "false"], "log", "tensorboard", False),
+        (["--run.threads", "2"], "run", "threads", 2),
+        (["--train.lr", "3e-4"], "train", "lr", 3e-4),
+        (["--rollout.temperature", "1"], "rollout", "temperature", 1.0),
+        (["--model.path", "runs/warm/model"], "model", "path", "runs/warm/model"),
+        (["--model.path", '"runs/warm model"'], "model", "path", "runs/warm model"),
+        (["--eval.every", "0"], "eval", "every", 0),
+    ],
+)
+def test_values_are_read_as_toml_or_as_text(words: list[str], section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(parsed(*words), section), key) == value
+
+
+@pytest.mark.parametrize("name", ["1.10", "1e5", "007", "1_000", "0x10", "true", "2026-11-20", "inf", "[x]", "runs/#1"])
+def test_a_key_that_holds_text_takes_any_word_as_it_stands(name: str) -> None:
+    assert parsed("--run.dir", name).run.dir == name
+
+
+def test_help_asks_for_no_config() -> None:
+    assert parse(["--help"]) is None
+    assert parse(["--no.such.key", "x", "-h"]) is None
+
+
+def test_the_quickstart_file_is_a_config() -> None:
+    config = parsed("--config", str(QUICKSTART))
+    assert (config.rft.expert_error, config.train.lr, config.agent.eval_max_turns) == (0.6, 1e-4, 4)
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "hints"),
+    [
+        ("train.learning_rate", ["[train] knows", " lr,", "num_steps"]),
+        ("rollout.num_question", ["did you mean rollout.num_questions?"]),
+        ("trian.lr", ["did you mean train.lr?"]),
+        ("zzz.qqq", ["sections: run, model", "rft"]),
+        ("zzz", ["sections: run, model"]),
+    ],
+)
+def test_an_unknown_key_is_named_with_what_it_may_be(key: str, hints: list[str], toml: Callable[[str], str]) -> None:
+    section, _, name = key.partition(".")
+    in_file = f"[{section}]\n{name} = 1\n" if name else f"[{section}]\n"
+    for message in (complaint(f"--{key}", "1"), complaint(f"--{key}=1"), complaint("--config", toml(in_file))):
+        assert message.startswith(f"unknown key {key}: ")
+        assert all(hint in message for hint in hints), message
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value", "reason"),
+    [
+        ("rollout.num_questions", "0", "0", "greater than 0"),
+        ("rollout.num_questions", "2.5", "2.5", "valid integer"),
+        ("run.seed", "'many'", "'many'", "valid integer"),
+        ("train.lr", "-1.0", "-1.0", "greater than 0"),
+        ("train.lr", "nan", "nan", "finite"),
+        ("agent.rollout_timeout_s", "inf", "inf", "finite"),
+        ("train.beta2", "1.0", "1.0", "less than 1"),
+        ("algorithm.mode", "'papers'", "'papers'", "'paper' or 'released'"),
+        ("algorithm.dual_clip", "0.5", "0.5", "greater than 1"),
+        ("run.resume", "'yes'", "'yes'", "'never' or 'auto'"),
+        ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
+        ("agent.tools", "'Search'", "'Search'", "tuple"),
+        ("tasks.held_out_share", "1", "1", "less than 1"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reason: str, toml: Callable[[str], str]) -> None:
+    section, _, name = key.partition(".")
+    for message in (complaint(f"--{key}", text), complaint("--config", toml(f"[{section}]\n{name} = {text}\n"))):
+        assert message.startswith(f"{key}={value}: ")
+        assert reason in message, message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--tiny.num_heads", "7"], ["tiny.num_heads=7", "divide", "tiny.hidden_size=96"]),
+        (["--train.num_minibatches=4", "--rollout.num_questions=3"], ["train.num_minibatches=4", "at most", "rollout.num_questions=3"]),
+        (["--tasks.name", "file"], ["tasks.path=''", "file"]),
+        (["--tasks.path", "my.jsonl"], ["tasks.path='my.jsonl'", "tasks.name", "'facts'"]),
+    ],
+)
+def test_keys_that_do_not_go_together_are_named_both(words: list[str], parts: list[str]) -> None:
+    message = complaint(*words)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[run\nseed = 1", "not TOML"),
+        ("[run]\nseed = 1\nseed = 2\n", "not TOML"),
+        (b"[run]\ndir = '\xff'\n", "not TOML"),
+        (f"[run]\nseed = {'9' * 5000}\n", "not TOML"),
+        (f"[run]\nseed = {'[' * 5000}\n", "not TOML"),
+        ("seed = 1\n", "'seed' must stand in a section: run, model"),
+        ("[[run]]\nseed = 1\n", "'run' must stand in a section"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named_with_the_reason(text: str | bytes, reason: str, toml: Callable[[str | bytes], str]) -> None:
+    path = toml(text)
+    assert complaint("--config", path).startswith(f"--config {path}: {reason}")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    assert complaint("--config", str(tmp_path / "no.toml")).endswith("no.toml: No such file or directory")
+    assert "Is a directory" in complaint("--config", str(tmp_path))
+
+
+def test_words_that_are_no_options() -> None:
+    assert complaint("train.lr", "1") == "'train.lr' is not an option; write --section.key value (see --help)"
+    assert complaint("-x") == "'-x' is not an option; write --section.key value (see --help)"
+    assert complaint("--run.seed", "1", "--train.lr") == "--train.lr needs a value"
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "9" * 5000])
+def test_values_that_overwhelm_the_parser_are_bad_values(text: str) -> None:
+    assert complaint("--run.seed", text).startswith("run.seed=")
+
+
+# ---- help and files written
+
+
+def test_help_lists_every_key_with_type_default_and_meaning() -> None:
+    lines = help_text("flowtrain.train").splitlines()
+    assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
+    shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
+    assert list(shown) == KEYS
+    for key, line in shown.items():
+        assert lines[lines.index(line) + 1].startswith("        ") and lines[lines.index(line) + 1].strip(), f"{key} has no meaning"
+    assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
+    assert shown["agent.tools"] == '  --agent.tools LIST = ["Search", "Python_Coder", "Base_Generator"]'
+    assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
+    assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
+    assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = 0.2"
+
+
+def test_every_default_of_the_help_can_be_given_back() -> None:
+    words = [line.split(" = ", 1) for line in help_text("x").splitlines() if line.startswith("  --")]
+    given = [word for head, default in words if default != "unset" for word in (head.split()[0], default)]
+    assert parsed(*given) == Config()
+
+
+CONFIGS: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"algorithm": {"mode": "released"}},
+    {"algorithm": {"mode": "released", "clip_high": 0.28}, "train": {"lr": 1e-7}},
+    {"algorithm": {"dual_clip": 2.5}, "log": {"tensorboard": False}},
+    {"agent": {"tools": ("Python_Coder",)}, "tasks": {"name": "file", "path": "my tasks.jsonl"}},
+    {"run": {"dir": 'a "quoted"\\ folder\twith # and \u00e9\u2028\x7f\U0001f600', "seed": -5}},
+    {"model": {"path": "1.10"}, "run": {"dir": "true"}},
+]
+
+
+@pytest.mark.parametrize("values", CONFIGS)
+def test_what_is_written_reads_back_the_same(values: dict[str, dict[str, Any]], toml: Callable[[str], str]) -> None:
+    config = Config.model_validate(values)
+    assert parsed("--config", toml(to_toml(config))) == config
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])), st.floats(0, exclude_min=True, allow_infinity=False), st.lists(st.text("ab '\"\\\n"))
+)
+def test_any_text_number_and_list_reads_back_the_same(tmp_path_factory: Any, text: str, number: float, tools: list[str]) -> None:
+    values = {"run": {"dir": text}, "train": {"lr": number}, "agent": {"tools": tools}}
+    config = Config.model_validate(values)
+    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert parsed("--config", str(path)) == config
+
+
+# ---- any words at all
+
+WORDS = st.one_of(
+    st.sampled_from(
+        ["--config", "--resume", "-h", "--", "=", "--=", "auto", "0", "1e3", "[]", "{}", str(QUICKSTART), *map("--{}".format, KEYS)]
+    ),
+    st.builds("--{}={}".format, st.sampled_from(KEYS), st.text(max_size=8)),
+    # What an operating system can pass: any bytes but NUL.
+    st.binary(max_size=12).map(lambda raw: os.fsdecode(raw.replace(b"\0", b""))),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(st.lists(WORDS, max_size=6))
+def test_any_words_give_a_config_or_a_user_error(argv: list[str]) -> None:
+    try:
+        config = parse(argv)
+    except UserError as error:
+        assert str(error).strip()
+        assert len(str(error).splitlines()) == 1 or any(len(word.splitlines()) != 1 for word in argv)
+    else:
+        assert config is None or isinstance(config, Config)
+
+
+# ---- the command around it
+
+
+def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:
+    monkeypatch.setattr(sys, "argv", ["prog", *argv])
+    return run_command("flowtrain.test", body)
+
+
+def test_a_command_gives_the_exit_code_of_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command(monkeypatch, ["--run.seed", "4"], lambda config: config.run.seed) == 4
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(config: Config) -> int:
+        raise UserError("the disk is on fire")
+
+    assert command(monkeypatch, [], body) == 2
+    assert capsys.readouterr() == ("", "flowtrain.test: the disk is on fire\n")
+
+
+def test_under_torchrun_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert command(monkeypatch, ["--nonsense", "1"], lambda config: 0) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_prints_and_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(config: Config) -> int:
+        raise AssertionError
+
+    assert command(monkeypatch, ["--help"], body) == 0
+    assert "--train.lr" in capsys.readouterr().out
+
+
+def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: Config) -> int:
+        raise KeyboardInterrupt
+
+    def broken(config: Config) -> int:
+        raise ValueError("a bug")
+
+    assert command(monkeypatch, [], interrupted) == 130
+    with pytest.raises(ValueError, match="a bug"):
+        command(monkeypatch, [], broken)
+
+
+def test_the_records_refuse_unknown_keys_too() -> None:
+    """For code that builds a config without the parser."""
+    with pytest.raises(ValidationError, match="not permitted"):
+        Config.model_validate({"run": {"sed": 1}})

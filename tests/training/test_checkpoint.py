@@ -1,0 +1,219 @@
+"""Checkpoints: exact, whole or absent, and readable by transformers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flowtrain.training import checkpoint
+from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import Row, pack_rows
+from flowtrain.training.world import World
+from flowtrain.types import Sample, UserError
+
+MakeSamples = Callable[..., list[Sample]]
+
+
+class Setup:
+    """A trainer in fp32 and the checkpoints it writes."""
+
+    def __init__(self, model_path: str, root: Path, world: World, make_samples: MakeSamples) -> None:
+        self.root, self.world, self.make_samples, self.model_path = root, world, make_samples, model_path
+        self.tokenizer = models.load_tokenizer(model_path)
+        self.trainer = self.new_trainer()
+
+    def new_trainer(self, model: Any = None) -> Trainer:
+        model = models.load_model(self.model_path, torch.float32) if model is None else model
+        return Trainer(model, self.world, LossSpec(), OptimSpec(lr=1e-2))
+
+    def rows(self, seed: int) -> list[list[Row]]:
+        return [pack_rows(self.make_samples(4, seed=seed), 30)]
+
+    def save(self, step: int, keep: int = 10, **state: int) -> Path:
+        trainer = self.trainer
+        checkpoint.save(self.root, step, trainer.model, self.tokenizer, trainer.optimizer, state, self.world, keep)
+        return self.root / f"step_{step:08d}"
+
+    def restored(self, path: Path) -> Trainer:
+        """A new trainer whose weights are nothing like the saved ones, restored."""
+        trainer = self.new_trainer()
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(1.0)
+        checkpoint.restore(path, trainer.model, trainer.optimizer)
+        return trainer
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir())
+
+
+@pytest.fixture
+def setup(tiny_path: str, tmp_path: Path, alone: World, random_samples: MakeSamples) -> Setup:
+    return Setup(tiny_path, tmp_path / "checkpoints", alone, random_samples)
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and moments by name."""
+    tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        tensors.update({f"{name}/{key}": value.clone() for key, value in trainer.optimizer.state[parameter].items()})
+    return tensors
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+
+
+def test_restore_is_exact_and_so_are_the_steps_after_it(setup: Setup) -> None:
+    for seed in range(3):
+        setup.trainer.step(setup.rows(seed))
+    restored = setup.restored(setup.save(3))
+    assert_same(everything(restored), everything(setup.trainer))
+    assert sum("/exp_avg" in name for name in everything(restored)) > 20
+    for seed in (3, 4):
+        assert restored.step(setup.rows(seed)) == setup.trainer.step(setup.rows(seed))
+        assert_same(everything(restored), everything(setup.trainer))
+
+
+def test_saving_changes_nothing(setup: Setup) -> None:
+    """Not even before the first step, when there are no moments yet."""
+    other = setup.new_trainer()
+    for seed in range(2):
+        restored = setup.restored(setup.save(seed))
+        for trainer in (setup.trainer, other, restored):
+            trainer.step(setup.rows(seed))
+        assert_same(everything(setup.trainer), everything(other))
+        assert_same(everything(restored), everything(other))
+
+
+def test_the_hyper_parameters_are_those_of_the_config(setup: Setup) -> None:
+    """A run may be resumed with another learning rate."""
+    setup.trainer.step(setup.rows(0))
+    path = setup.save(1)
+    trainer = Trainer(models.load_model(setup.model_path, torch.float32), setup.world, LossSpec(), OptimSpec(lr=0.5, weight_decay=0.25))
+    checkpoint.restore(path, trainer.model, trainer.optimizer)
+    (group,) = trainer.optimizer.param_groups
+    assert group["lr"] == 0.5 and group["weight_decay"] == 0.25
+
+
+def test_transformers_loads_the_folder(setup: Setup) -> None:
+    setup.trainer.step(setup.rows(0))
+    path = setup.save(1)
+    ids = torch.arange(20)[None]
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    setup.trainer.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert model.dtype == torch.float32
+        assert torch.equal(model(ids).logits, setup.trainer.model.eval()(ids).logits)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert models.load_model(str(path), torch.float32).config.eos_token_id == setup.tokenizer.eos_token_id
+
+
+def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
+    """With the rules it was made with, and no token that the model does not have."""
+    texts = ["What is the capital of Chad?", "12345 + 67", "Ωmega, a\u0301 and é", " a  b\n\nc\t", "<|endoftext|>"]
+    made = models.new_tokenizer(texts, vocab_size=270)
+    path = setup.root / "model"
+    model = models.new_model(made, 16, 1, 2, max_positions=8)
+    models.export(model, made, models.full_weights(model), path)
+    loaded = models.load_tokenizer(str(path))
+    assert loaded.get_vocab() == made.get_vocab() and len(loaded) == model.config.vocab_size
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (made.eos_token_id, made.pad_token_id)
+    for text in texts:
+        assert loaded(text).input_ids == made(text).input_ids
+        assert loaded.decode(loaded(text).input_ids) == text
+
+
+def test_the_state_of_the_loop_is_kept(setup: Setup) -> None:
+    path = setup.save(12, cursor=96, version=12)
+    assert checkpoint.load_state(path) == {"step": 12, "cursor": 96, "version": 12}
+
+
+def test_the_newest_are_kept(setup: Setup) -> None:
+    for step in (1, 2, 9, 10, 100):
+        setup.save(step, keep=2)
+    assert setup.names() == ["step_00000010", "step_00000100"]
+    assert checkpoint.latest(setup.root) == setup.root / "step_00000100"
+
+
+def test_without_a_checkpoint_there_is_no_latest(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "never made") is None
+
+
+def test_saving_a_step_again_replaces_it(setup: Setup) -> None:
+    """A resumed run gets to the same step once more."""
+    setup.save(1, cursor=1)
+    setup.trainer.step(setup.rows(0))
+    path = setup.save(1, cursor=2)
+    assert checkpoint.load_state(path)["cursor"] == 2
+    assert_same(everything(setup.restored(path)), everything(setup.trainer))
+    assert setup.names() == ["step_00000001"]
+
+
+def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None:
+    """A process that is killed leaves a folder under the other name, with whatever it got to write."""
+    path = setup.save(1)
+    left_over = setup.root / "step_00000002.writing"
+    left_over.mkdir()
+    (left_over / "model.safetensors").write_bytes(b"half")
+    (left_over / "no_such_file.bin").write_bytes(b"")
+    assert checkpoint.latest(setup.root) == path
+    setup.trainer.step(setup.rows(0))
+    whole = setup.save(2)
+    assert setup.names() == ["step_00000001", "step_00000002"] and checkpoint.latest(setup.root) == whole
+    assert not (whole / "no_such_file.bin").exists()
+    assert_same(everything(setup.restored(whole)), everything(setup.trainer))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: disk full")])
+def test_a_full_disk_leaves_no_half_checkpoint(setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    path = setup.save(1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(type(error)):
+        setup.save(2, keep=1)
+    assert setup.names() == ["step_00000001"] and checkpoint.latest(setup.root) == path
+
+
+@pytest.mark.parametrize(("hidden_size", "num_layers"), [(32, 3), (32, 1), (16, 2)])
+def test_a_checkpoint_of_another_model_is_refused(setup: Setup, hidden_size: int, num_layers: int) -> None:
+    path = setup.save(1)
+    other = models.new_model(setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64)
+    trainer = setup.new_trainer(other)
+    before = everything(trainer)
+    with pytest.raises(UserError, match=r"step_00000001 holds another model: \['.*model\.layers\.\d"):
+        checkpoint.restore(path, trainer.model, trainer.optimizer)
+    assert_same(everything(trainer), before)
+
+
+def test_a_checkpoint_that_lacks_the_embedding_is_refused(setup: Setup) -> None:
+    path = setup.save(1)
+    weights = checkpoint.load_file(path / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    checkpoint.save_file(weights, path / "model.safetensors")
+    with pytest.raises(UserError, match="another model"):
+        checkpoint.restore(path, setup.trainer.model, setup.trainer.optimizer)
+
+
+def test_a_tied_head_is_written_once(setup: Setup) -> None:
+    path = setup.save(1)
+    assert "lm_head.weight" not in checkpoint.load_file(path / "model.safetensors")
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True

@@ -1,0 +1,375 @@
+"""One optimizer step, against plain transformers: the same gradient however the samples are packed, and nothing moves that must not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
+from flowtrain.training.tree import Row, pack_row, pack_rows
+from flowtrain.training.world import World
+from flowtrain.types import Sample
+
+MakeTrainer = Callable[..., Trainer]
+MakeSamples = Callable[..., list[Sample]]
+FULL_LOSS = LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.05)
+TOLERANCE = 2e-6
+"""Relative, of the whole gradient: models run in fp64 but for norms and rotations, the loss in fp32."""
+
+
+def gradient_of(trainer: Trainer, minibatch: Sequence[Row]) -> dict[str, Tensor]:
+    """What the optimizer gets to see in one step; the weights stay."""
+    grads: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        grads.update({name: p.grad.detach().clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+
+    real_step, trainer.optimizer.step = trainer.optimizer.step, keep
+    trainer.step([minibatch])
+    trainer.optimizer.step = real_step
+    return grads
+
+
+def distance(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Relative, over all parameters at once."""
+    assert set(ours) == set(truth)
+    difference = sum(float((ours[name] - truth[name]).square().sum()) for name in truth)
+    return math.sqrt(difference / sum(float(value.square().sum()) for value in truth.values()))
+
+
+def weights_of(trainer: Trainer) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def reference_of(path: str, noise: float = 0.05) -> Any:
+    """A policy a little away from the tiny model, frozen."""
+    model = models.load_model(path, torch.float64).requires_grad_(False)
+    rng = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        parameter.add_(noise * torch.randn(parameter.shape, generator=rng))
+    return model
+
+
+class Plain:
+    """The same loss and gradient with nothing but transformers and autograd: padded batches or one sample at a time."""
+
+    def __init__(self, path: str, spec: LossSpec, temperature: float, reference: Any = None) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+        self.reference = None
+        if reference is not None:
+            self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+            self.reference.load_state_dict(reference.state_dict())
+        self.spec, self.temperature = spec, temperature
+
+    def logits(self, model: Any, samples: Sequence[Sample]) -> list[Tensor]:
+        """[response, V] per sample, from one batch padded on the right."""
+        sequences = [s.prompt_ids + s.response_ids for s in samples]
+        longest = max(map(len, sequences))
+        ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences])
+        mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
+        logits = model(input_ids=ids, attention_mask=mask).logits / self.temperature
+        return [each[len(s.prompt_ids) - 1 : len(seq) - 1] for each, s, seq in zip(logits, samples, sequences, strict=True)]
+
+    def token_losses(self, sample: Sample, logits: Tensor, ref_logits: Tensor | None) -> Tensor:
+        spec, targets = self.spec, torch.tensor(sample.response_ids)[:, None]
+        logp_all = logits.log_softmax(-1)
+        logp = logp_all.gather(1, targets)[:, 0]
+        ratio, a = torch.exp(logp - torch.tensor(sample.logprobs).double()), sample.advantage
+        least, most = (0.0, 1 + spec.clip_high) if a > 0 else (1 - spec.clip_low, spec.dual_clip or math.inf)
+        loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(-1)
+        if ref_logits is not None:
+            u = ref_logits.log_softmax(-1).gather(1, targets)[:, 0] - logp
+            loss = loss + spec.kl_coef * (u.exp() - 1 - u)
+        return loss
+
+    def gradient(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradient of the weighted mean over all samples of all batches."""
+        normaliser, total = sum(sum(s.weights) for batch in batches for s in batch), 0.0
+        for batch in batches:
+            logits = self.logits(self.model, batch)
+            refs = [None] * len(batch) if self.reference is None else self.logits(self.reference, batch)
+            losses = [self.token_losses(s, z, ref) for s, z, ref in zip(batch, logits, refs, strict=True)]
+            weighted = [(each * torch.tensor(s.weights).double()).sum() for each, s in zip(losses, batch, strict=True)]
+            loss = torch.stack(weighted).sum() / normaliser
+            loss.backward()
+            total += loss.item()
+        return total, {name: p.grad for name, p in self.model.named_parameters()}
+
+
+# --- the gradient ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "temperature"), [(LossSpec(), 1.0), (FULL_LOSS, 0.7)], ids=["clip", "all terms"])
+def test_packed_is_padded_is_one_at_a_time(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, spec: LossSpec, temperature: float
+) -> None:
+    samples = random_samples(12)
+    reference = reference_of(tiny_path) if spec.kl_coef else None
+    loss, padded = Plain(tiny_path, spec, temperature, reference).gradient([samples])
+    _, one_by_one = Plain(tiny_path, spec, temperature, reference).gradient([[s] for s in samples])
+    assert distance(padded, one_by_one) < TOLERANCE
+    trainer = make_trainer(spec, temperature, reference, grad_clip=0.0)
+    sizes = []
+    for token_budget in (1000, 30, 1):
+        rows = pack_rows(samples, token_budget)
+        sizes.append(len(rows))
+        assert distance(gradient_of(trainer, rows), padded) < TOLERANCE
+    assert sizes[0] == 1 and sizes[2] == 12 and 1 < sizes[1] < 12
+    assert trainer.step([pack_rows(samples, 30)])["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_order_of_samples_and_rows_does_not_matter(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    samples, trainer = random_samples(8), make_trainer(grad_clip=0.0)
+    straight = gradient_of(trainer, [pack_row(samples)])
+    assert distance(gradient_of(trainer, [pack_row(samples[5:]), pack_row(samples[:5][::-1])]), straight) < TOLERANCE
+
+
+def test_the_normaliser_is_the_sum_of_all_weights(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Scaling all weights changes nothing; repeating the batch changes nothing; one more sample of weight 0 changes nothing."""
+    samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
+    truth = gradient_of(trainer, pack_rows(samples, 30))
+    scaled = [replace(s, weights=tuple(8 * w for w in s.weights)) for s in samples]
+    assert distance(gradient_of(trainer, pack_rows(scaled, 30)), truth) < TOLERANCE
+    assert distance(gradient_of(trainer, pack_rows(samples * 2, 30)), truth) < TOLERANCE
+    (extra,) = random_samples(1, seed=9)
+    ignored = replace(extra, weights=(0.0,) * len(extra.weights))
+    assert distance(gradient_of(trainer, pack_rows([*samples, ignored], 30)), truth) < TOLERANCE
+
+
+def test_weights_decide_how_much_a_token_counts(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """A sample of triple weight is three samples."""
+    first, second = random_samples(2)
+    first, second = (replace(s, weights=(1.0,) * len(s.weights)) for s in (first, second))
+    trainer = make_trainer(grad_clip=0.0)
+    heavy = gradient_of(trainer, [pack_row([replace(first, weights=(3.0,) * len(first.weights)), second])])
+    assert distance(heavy, gradient_of(trainer, [pack_row([first, first, first, second])])) < TOLERANCE
+    assert distance(heavy, gradient_of(trainer, [pack_row([first, second])])) > 1e-2
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_an_ignored_token_poisons_nothing(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, broken: float) -> None:
+    samples = random_samples(4)
+    weights = [(0.0, *s.weights[1:]) for s in samples]
+    samples = [replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
+    spoiled = [replace(s, logprobs=(broken, *s.logprobs[1:])) for s in samples]
+    trainer = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path), grad_clip=0.0)
+    clean = gradient_of(trainer, pack_rows(samples, 20))
+    assert distance(gradient_of(trainer, pack_rows(spoiled, 20)), clean) == 0
+    before = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path)).step([pack_rows(samples, 20)])
+    after = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path)).step([pack_rows(spoiled, 20)])
+    assert after == before and all(map(math.isfinite, after.values()))
+
+
+# --- the optimizer step ------------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_0_moves_no_bit(tiny_path: str, alone: World, random_samples: MakeSamples) -> None:
+    model = models.load_model(tiny_path, torch.float32)
+    reference = models.load_model(tiny_path, torch.float32).requires_grad_(False)
+    trainer = Trainer(model, alone, FULL_LOSS, OptimSpec(lr=0.0, weight_decay=0), 1.0, reference)
+    before = weights_of(trainer)
+    for step in range(5):
+        stats = trainer.step([pack_rows(random_samples(5, seed=step), 20), pack_rows(random_samples(3, seed=step + 50), 20)])
+        assert stats["grad_norm"] > 0 and stats["num_optim_steps"] == 2 and stats["lr"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+
+
+def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Two steps against torch's plain AdamW: learning rate, betas, decay and clipping are those of the spec."""
+    options = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    trainer, scout = make_trainer(**options, grad_clip=0.05), make_trainer(grad_clip=0.0)
+    scout.optimizer = torch.optim.AdamW(scout.model.parameters(), **options, fused=False, foreach=False)
+    for seed in range(2):
+        rows = pack_rows(random_samples(5, seed=seed), 30)
+        grads = gradient_of(scout, rows)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+        assert norm > 0.1, "the case is to be clipped"
+        assert trainer.step([rows])["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        for name, parameter in scout.model.named_parameters():
+            parameter.grad = grads[name] * (0.05 / norm)
+        scout.optimizer.step()
+        scout.optimizer.zero_grad()
+        for ours, theirs in zip(trainer.model.parameters(), scout.model.parameters(), strict=True):
+            # A step is at most lr = 0.03 per weight; Adam magnifies the rounding of gradients that are almost zero.
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=3e-4)
+
+
+def test_grad_clip_bounds_the_norm_and_0_turns_it_off(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    rows = pack_rows(random_samples(5), 30)
+    free = gradient_of(make_trainer(grad_clip=0.0), rows)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in free.values()))
+    for limit in (norm / 10, norm / 2, norm * 2):
+        clipped = gradient_of(make_trainer(grad_clip=limit), rows)
+        expected = {name: g * min(limit / norm, 1) for name, g in free.items()}
+        assert distance(clipped, expected) < 1e-5
+
+
+def test_set_lr(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    trainer = make_trainer(weight_decay=0.0)
+    trainer.set_lr(0.0)
+    before = weights_of(trainer)
+    assert trainer.step([pack_rows(random_samples(3), 30)])["lr"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+
+
+def test_minibatches_step_one_after_another(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Each with its own normaliser: two in one call are two calls."""
+    first, second = pack_rows(random_samples(5, seed=1), 30), pack_rows(random_samples(3, seed=2), 30)
+    together, apart = make_trainer(), make_trainer()
+    stats = together.step([first, second])
+    one, two = apart.step([first]), apart.step([second])
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(together), weights_of(apart), strict=True))
+    assert stats["num_optim_steps"] == 2
+    assert stats["grad_norm"] == pytest.approx((one["grad_norm"] + two["grad_norm"]) / 2)
+    assert stats["loss"] == pytest.approx((one["loss"] + two["loss"]) / 2)
+    assert stats["num_tokens"] == one["num_tokens"] + two["num_tokens"]
+    assert stats["logprob_mismatch"] == one["logprob_mismatch"], "the sampler's weights are those before the first step"
+
+
+def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    trainer = make_trainer()
+    rows = pack_rows(random_samples(3), 30)
+    trainer.step([rows])  # there is momentum now
+    before = weights_of(trainer)
+    ignored = [pack_row([replace(s, weights=(0.0,) * len(s.weights)) for s in random_samples(2)])]
+    for minibatches in ([], [[]], [[], []], [ignored]):
+        stats = trainer.step(minibatches)
+        assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+        assert stats["num_optim_steps"] == stats["num_tokens"] == stats["loss"] == stats["grad_norm"] == 0
+        assert stats["ratio_mean"] == stats["ratio_max"] == stats["ratio_min"] == 1
+        assert all(map(math.isfinite, stats.values()))
+    skipping, plain = make_trainer(), make_trainer()
+    assert skipping.step([[], rows, []]) == plain.step([rows])
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(skipping), weights_of(plain), strict=True))
+
+
+# --- other policies: the sampler, the one before the batch, the reference ------------------------------------------------------------
+
+
+def scored(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples as if this very policy had sampled them."""
+    scores = trainer.score(trainer.model, [pack_row([s]) for s in samples])
+    return [replace(s, logprobs=tuple(each.tolist())) for s, each in zip(samples, scores, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_transformers(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, temperature: float
+) -> None:
+    samples, plain = random_samples(7), Plain(tiny_path, LossSpec(), temperature)
+    truth = [
+        logits.log_softmax(-1).gather(1, torch.tensor(s.response_ids)[:, None])[:, 0]
+        for s, logits in zip(samples, plain.logits(plain.model, samples), strict=True)
+    ]
+    trainer = make_trainer(temperature=temperature)
+    for ours, theirs in zip(scored(trainer, samples), truth, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.tolist(), abs=2e-6)
+    packed = trainer.score(trainer.model, [pack_row(samples[:3]), pack_row(samples[3:])])
+    torch.testing.assert_close(torch.cat(packed).double(), torch.cat(truth).detach(), rtol=0, atol=2e-6)
+
+
+def test_only_target_rows_reach_the_head(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    trainer, row = make_trainer(), pack_row(random_samples(4))
+    sizes = []
+    trainer.model.get_output_embeddings().register_forward_hook(lambda _module, inputs, _output: sizes.append(inputs[0].shape[-2]))
+    assert forward_rows(trainer.model, row).shape == (len(row.target_ids_T), 280)
+    assert sizes == [len(row.target_ids_T)]
+
+
+def test_rescoring_an_on_policy_batch_changes_nothing(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    samples = scored(make_trainer(), random_samples(6))
+    rows = pack_rows(samples, 30)
+    sampler, rescored = make_trainer(grad_clip=0.0), make_trainer(grad_clip=0.0, rescore=True)
+    assert distance(gradient_of(rescored, rows), gradient_of(sampler, rows)) < 1e-5
+    stats = rescored.step([rows])
+    assert stats["ratio_mean"] == stats["ratio_max"] == stats["ratio_min"] == 1, "the very same computation twice"
+    assert stats["logprob_mismatch"] < 1e-5
+    stats = sampler.step([rows])
+    assert stats["ratio_min"] == pytest.approx(1, abs=1e-5) and stats["ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+def test_rescoring_takes_ratios_against_the_policy_before_the_batch(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """The sampler's log-probs are far off. Rescoring replaces them by those before the first step, for the second mini-batch too."""
+    samples = [random_samples(5, seed=1), random_samples(5, seed=2)]
+    wrong = [pack_rows(each, 30) for each in samples]
+    right = [pack_rows(scored(make_trainer(), each), 30) for each in samples]
+    options = {"lr": 0.1, "rescore": True}
+    stats, truth = make_trainer(**options).step(wrong), make_trainer(lr=0.1).step(right)
+    for name in ("loss", "ratio_mean", "ratio_max", "ratio_min", "clip_fraction", "kl"):
+        assert stats[name] == pytest.approx(truth[name], rel=1e-3), name
+    assert stats["ratio_max"] > 1.1, "the first step has moved the policy away"
+    assert truth["logprob_mismatch"] < 1e-5 < 0.5 < stats["logprob_mismatch"], "the mismatch is still that to the sampler"
+
+
+def test_the_kl_is_zero_until_the_policy_moves(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    reference = models.load_model(tiny_path, torch.float64).requires_grad_(False)
+    before = [p.clone() for p in reference.parameters()]
+    trainer = make_trainer(LossSpec(kl_coef=0.5), reference=reference)
+    plain = make_trainer(LossSpec())
+    rows = pack_rows(random_samples(6), 30)
+    assert distance(gradient_of(trainer, rows), gradient_of(plain, rows)) < TOLERANCE
+    first, second = trainer.step([rows])["kl"], trainer.step([rows])["kl"]
+    assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
+
+
+def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(AssertionError, match="reference"):
+        make_trainer(LossSpec(kl_coef=0.1))
+
+
+# --- statistics --------------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Whatever the packing; each is computed here from the log-probs of plain transformers."""
+    samples = random_samples(10)
+    samples[3] = replace(samples[3], weights=(0.0,) * len(samples[3].weights))
+    reference = reference_of(tiny_path)
+    spec = replace(FULL_LOSS, entropy_coef=0.0)
+    plain = Plain(tiny_path, spec, 1.0, reference)
+    ratios, entropies, kls, clipped = [], [], [], []
+    with torch.no_grad():
+        for sample, logits, ref in zip(samples, plain.logits(plain.model, samples), plain.logits(plain.reference, samples), strict=True):
+            if sample.weights[0] == 0:
+                continue
+            targets = torch.tensor(sample.response_ids)[:, None]
+            logp = logits.log_softmax(-1).gather(1, targets)[:, 0]
+            u = ref.log_softmax(-1).gather(1, targets)[:, 0] - logp
+            ratio = torch.exp(logp - torch.tensor(sample.logprobs).double())
+            is_clipped = ratio > 1.3 if sample.advantage > 0 else (ratio < 0.8) | (ratio > 3)
+            ratios += ratio.tolist()
+            entropies += torch.distributions.Categorical(logits=logits).entropy().tolist()
+            kls += (u.exp() - 1 - u).tolist()
+            clipped += is_clipped.tolist()
+    num_tokens = len(ratios)
+    loss, _ = plain.gradient([samples])
+    for budget in (1000, 25, 1):
+        rows = pack_rows(samples, budget)
+        stats = make_trainer(spec, 1.0, reference).step([rows])
+        expected = {
+            "num_tokens": num_tokens,
+            "num_packed_tokens": sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples),
+            "num_optim_steps": 1,
+            "loss": loss,
+            "grad_norm": stats["grad_norm"],
+            "lr": 1e-2,
+            "kl": sum(kls) / num_tokens,
+            "entropy": sum(entropies) / num_tokens,
+            "clip_fraction": sum(clipped) / num_tokens,
+            "ratio_mean": sum(ratios) / num_tokens,
+            "ratio_max": max(ratios),
+            "ratio_min": min(ratios),
+            "logprob_mismatch": sum(abs(math.log(r)) for r in ratios) / num_tokens,
+        }
+        assert stats == pytest.approx(expected, rel=1e-4)
+        assert 0.1 < stats["clip_fraction"] < 0.9 and stats["ratio_max"] > 1.3

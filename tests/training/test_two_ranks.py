@@ -1,0 +1,194 @@
+"""Two ranks train what one rank trains. Run as a script (under torchrun) this file is the training; the tests compare what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowtrain.training import checkpoint
+from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import Row, pack
+from flowtrain.training.world import World
+from flowtrain.types import Sample
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+"""Of fp32 weights of size 1 after three steps of learning rate 0.01: what sums in another order can do."""
+CASES = {
+    "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
+    "by_layer": (LossSpec(), {"rescore": True}),
+    "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
+}
+GROUPS = [
+    [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
+    [3, 0, 2, 0],  # and here none at all
+    [0, 0, 0, 0],  # nobody has
+    [2, 3, 2, 2],
+]
+"""Samples of each group, step by step; group i falls to rank i mod size."""
+
+
+def group_samples(step: int, index: int) -> list[Sample]:
+    """Two mini-batches: groups 0 and 1, then 2 and 3."""
+    rng = torch.Generator().manual_seed(100 * step + index)
+
+    def ids() -> tuple[int, ...]:
+        return tuple(torch.randint(280, (int(torch.randint(1, 9, (1,), generator=rng)),), generator=rng).tolist())
+
+    samples = []
+    for _ in range(GROUPS[step][index]):
+        prompt, response = ids(), ids()
+        logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
+        advantage, weight = torch.rand(2, generator=rng).tolist()
+        samples.append(Sample(prompt, response, logprobs, 2 * advantage - 1, (weight,) * len(response), index // 2))
+    return samples
+
+
+def rows_of(step: int, rank: int, size: int) -> list[list[Row]]:
+    mine = [s for index in range(4) if index % size == rank for s in group_samples(step, index)]
+    return pack(mine, 2, token_budget=12)
+
+
+def make_trainer(path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> Trainer:
+    reference = None
+    if loss.kl_coef:
+        frozen = models.load_model(path, torch.float32).requires_grad_(False).eval()
+        with torch.no_grad():
+            for parameter in frozen.parameters():
+                parameter.mul_(1.05)
+        reference = models.shard(frozen, world, dtype)
+    model = models.shard(models.load_model(path, torch.float32), world, dtype)
+    trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
+    for group in trainer.optimizer.param_groups:
+        group["eps"] = 1e-3  # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
+    return trainer
+
+
+def run(path: str, out: Path) -> None:
+    """What every rank does."""
+    torch.set_num_threads(1)
+    world = World.join("cpu", timeout_s=60)
+    tokenizer = models.load_tokenizer(path)
+    for name, (loss, options) in CASES.items():
+        models._SMALL = 50_000_000 if name == "whole" else 0
+        trainer = make_trainer(path, world, loss, options)
+        stats = []
+        for step in range(len(GROUPS)):
+            if step == len(GROUPS) - 1:
+                state = {"cursor": 7}
+                checkpoint.save(out / f"{name}.checkpoints", step, trainer.model, tokenizer, trainer.optimizer, state, world, keep=1)
+            stats.append(trainer.step(rows_of(step, world.rank, world.size)))
+        write(out / f"{name}.safetensors", trainer, world)
+        (out / f"{name}.{world.rank}.json").write_text(json.dumps(stats))
+    models._SMALL = 0
+    trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
+    stats = [trainer.step(rows_of(0, world.rank, world.size))]
+    write(out / "bf16.safetensors", trainer, world)
+    (out / f"bf16.{world.rank}.json").write_text(json.dumps(stats))
+    world.leave()
+
+
+def write(path: Path, trainer: Trainer, world: World) -> None:
+    weights = models.full_weights(trainer.model)
+    if world.is_main:
+        save_file(weights, path)
+
+
+@pytest.fixture(scope="module")
+def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The folder that one rank and that two ranks filled."""
+    places, launched = {}, {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for size in (1, 2):
+        places[size] = tmp_path_factory.mktemp(f"ranks{size}")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+        command = [*torchrun, __file__, tiny_path, str(places[size])]
+        launched[size] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for process in launched.values():
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output[-4000:]
+    return places
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def stats_of(results: dict[int, Path], size: int, name: str, rank: int = 0) -> list[dict[str, float]]:
+    return json.loads((results[size] / f"{name}.{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_get_the_weights_of_one(results: dict[int, Path], tiny_path: str, name: str) -> None:
+    one, two = (load_file(results[size] / f"{name}.safetensors") for size in (1, 2))
+    close(two, one)
+    start = load_file(Path(tiny_path) / "model.safetensors")
+    assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start if "k_proj.bias" not in key), "every weight was trained"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: str) -> None:
+    one, two = stats_of(results, 1, name), stats_of(results, 2, name)
+    assert two == stats_of(results, 2, name, rank=1), "every rank has the numbers of all"
+    assert [step["num_optim_steps"] for step in one] == [2, 2, 0, 2]
+    for ours, theirs in zip(two, one, strict=True):
+        # Filling rows for a rank that has run out count as packed tokens.
+        assert ours.pop("num_packed_tokens") >= theirs.pop("num_packed_tokens")
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_restores_on_another_number_of_ranks(
+    results: dict[int, Path], alone: World, tiny_path: str, name: str, size: int
+) -> None:
+    """What two ranks saved before their last step, one rank takes up and ends with their weights."""
+    loss, options = CASES[name]
+    trainer = make_trainer(tiny_path, alone, loss, options)
+    path = checkpoint.latest(results[size] / f"{name}.checkpoints")
+    assert path is not None and checkpoint.load_state(path) == {"step": 3, "cursor": 7}
+    checkpoint.restore(path, trainer.model, trainer.optimizer)
+    for group in trainer.optimizer.param_groups:
+        group["eps"] = 1e-3
+    trainer.step(rows_of(3, 0, 1))
+    close(models.full_weights(trainer.model), load_file(results[size] / f"{name}.safetensors"))
+
+
+def test_checkpoints_of_one_and_two_ranks_hold_the_same(results: dict[int, Path]) -> None:
+    for name in CASES:
+        one, two = (checkpoint.latest(results[size] / f"{name}.checkpoints") for size in (1, 2))
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            close(load_file(two / file), load_file(one / file))
+
+
+def test_bf16_keeps_fp32_master_weights(results: dict[int, Path], tiny_path: str, alone: World) -> None:
+    """Forward and backward pass are rounded; the gradient is that of fp32 but for a few percent."""
+    exact = make_trainer(tiny_path, alone, LossSpec(), {"grad_clip": 0.0}).step(rows_of(0, 0, 1))
+    for size in (1, 2):
+        weights = load_file(results[size] / "bf16.safetensors")
+        assert {w.dtype for w in weights.values()} == {torch.float32}
+        (stats,) = stats_of(results, size, "bf16")
+        assert stats["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+        assert stats["loss"] == pytest.approx(exact["loss"], rel=0.05, abs=0.01)
+        assert stats["num_tokens"] == exact["num_tokens"]
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]))
