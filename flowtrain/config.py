@@ -139,8 +139,8 @@ class Algorithm(Section):
 
 
 class Train(Section):
-    num_steps: PositiveInt = 100
-    """steps: one batch of rollouts each"""
+    num_steps: int = Field(100, ge=0)
+    """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
     """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
     warmup_steps: int = Field(0, ge=0)

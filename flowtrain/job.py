@@ -26,6 +26,7 @@ from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.agents.tools import Tool
 from flowtrain.config import Config, to_toml
 from flowtrain.report.run_dir import writing
+from flowtrain.rewards import score
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet, task_set
@@ -33,7 +34,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.types import Group, Trajectory, UserError
 from flowtrain.weights.store import WeightStore
 
 
@@ -56,6 +57,7 @@ class Job:
         _set_threads(config.run.threads)
         _check_world(config, world)
         tasks = task_set(config, fictional)
+        _check_scorers(tasks)
         tokenizer, model = _policy(config, tasks)
         tools = make_tools(config, tasks)
         return cls(config, world, tasks, tokenizer, model, tools, make_prompt(config, tools, tokenizer))
@@ -132,6 +134,12 @@ def _check_world(config: Config, world: World) -> None:
     for key, number in (("rollout.num_questions", config.rollout.num_questions), ("rft.batch_size", config.rft.batch_size)):
         if number % world.size:
             raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
+
+
+def _check_scorers(tasks: TaskSet) -> None:
+    """Score an empty answer to each task: a scorer that does not exist, or that cannot use the task's answers, comes out before the run."""
+    every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
+    score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
 
 
 def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:

@@ -91,7 +91,8 @@ def _sync_engine(job: Job, engine: TorchEngine) -> None:
     if job.config.rft.expert == "policy":
         weights = full_weights(job.model)
         if job.world.is_main:
-            engine.store.publish(weights, 0)
+            with saving(engine.store.root):
+                engine.store.publish(weights, 0)
         job.world.barrier()
         engine.load(0)
 

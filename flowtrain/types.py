@@ -64,6 +64,8 @@ class Sampling:
     """0 means greedy; the log-probabilities are then those at temperature 1."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
+    ignore_end: bool = False
+    """Go on after an end-of-sequence token, for measurements of a fixed length."""
     seed: int = 0
     """Of this request alone, so that a completion does not depend on what shared its batch."""
     deadline_s: float = 60.0

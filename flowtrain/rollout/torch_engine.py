@@ -167,7 +167,8 @@ class TorchEngine:
             request.ids.append(token)
             request.logprobs.append(logprob)
             sampling = request.sampling
-            if token in self._stop_ids or self._hits_stop_string(request):
+            is_end = token in self._stop_ids and not sampling.ignore_end
+            if is_end or self._hits_stop_string(request):
                 request.finish_reason = FinishReason.STOP
             elif len(request.ids) >= sampling.max_new_tokens:
                 request.finish_reason = FinishReason.LENGTH

@@ -1,0 +1,47 @@
+# Every target works first on a fresh clone. PYTHON is 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned, because an open range would fetch whichever build is newest.
+TORCH ?= torch==2.13.0
+# Processes and seed of the quickstart, and its folder.
+RANKS ?= 2
+SEED ?= 0
+RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
+
+BIN := $(VENV)/bin
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
+QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED)
+
+.PHONY: setup quickstart controls test lint typecheck bench
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@
+
+quickstart: setup
+	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/warm
+	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/train --model.path $(RUN)/warm/model
+
+# Two controls beside the quickstart in RUN: rewards dealt out at random, and the warm-up gone on with instead of Flow-GRPO.
+controls: setup
+	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(RUN)/warm/model --algorithm.shuffle_rewards true
+	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model
+	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
+	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m bench.train
