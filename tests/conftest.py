@@ -17,7 +17,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2-shaped model of 2 layers with large random weights, so that its distributions are far from uniform."""
+    """A model of 2 layers with large random weights, so that its distributions are far from uniform."""
     import torch
 
     from flowtrain.training import model as models

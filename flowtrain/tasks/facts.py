@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, permutations
+from itertools import accumulate, islice
 
 from flowtrain.tasks.corpus import Entity, key_facts
 from flowtrain.types import PlanStep, Task, UserError
@@ -184,7 +185,7 @@ def _sources(pool: Sequence[Entity], keys: Sequence[tuple[Entity, str, str]]) ->
     """Where the questions of each kind come from, for a pool of entities and their key facts."""
     facts = [(entity, attribute) for entity in pool for attribute in entity.facts]
     chains = [(entity, key, value, attribute) for entity, key, value in keys for attribute in entity.facts if attribute != key]
-    pairs = _pairs(pool)
+    pairs = _Pairs(pool)
     return {
         "lookup": [
             _Source("ask", len(facts), lambda index: _lookup(*facts[index])),
@@ -196,14 +197,29 @@ def _sources(pool: Sequence[Entity], keys: Sequence[tuple[Entity, str, str]]) ->
     }
 
 
-def _pairs(pool: Sequence[Entity]) -> list[tuple[str, Entity, Entity]]:
-    """(attribute, one entity, another of its kind) for every attribute that is a number for both."""
-    groups: dict[tuple[str, str], list[Entity]] = {}
-    for entity in pool:
-        for attribute, value in entity.facts.items():
-            if isinstance(value, int):
-                groups.setdefault((entity.kind, attribute), []).append(entity)
-    return [(attribute, one, other) for (_, attribute), group in groups.items() for one, other in permutations(group, 2)]
+class _Pairs:
+    """(attribute, one entity, another of its kind) for every attribute that is a number for both, in a fixed order.
+
+    Looked up by index, because a thousand entities make a million pairs.
+    """
+
+    def __init__(self, pool: Sequence[Entity]) -> None:
+        groups: dict[tuple[str, str], list[Entity]] = {}
+        for entity in pool:
+            for attribute, value in entity.facts.items():
+                if isinstance(value, int):
+                    groups.setdefault((entity.kind, attribute), []).append(entity)
+        self._groups = [(attribute, group) for (_, attribute), group in groups.items()]
+        self._ends = list(accumulate(len(group) * (len(group) - 1) for _, group in self._groups))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[str, Entity, Entity]:
+        place = bisect_right(self._ends, index)
+        attribute, group = self._groups[place]
+        one, other = divmod(index - (self._ends[place - 1] if place else 0), len(group) - 1)
+        return attribute, group[one], group[other + (other >= one)]
 
 
 def _lookup(entity: Entity, attribute: str) -> _Item:
@@ -222,7 +238,7 @@ def _chain(entity: Entity, key: str, value: str, attribute: str) -> _Item:
     return _Item({"phrase": f"the {attribute} of the {find.sub_goal}"}, last.answer, (find, *last.plan))
 
 
-def _sum_at(word: str, pairs: Sequence[tuple[str, Entity, Entity]], index: int) -> _Item:
+def _sum_at(word: str, pairs: _Pairs, index: int) -> _Item:
     attribute, one, other = pairs[index]
     x, y = _lookup(one, attribute), _lookup(other, attribute)
     total = _calculation(word, int(x.answer), int(y.answer))

@@ -184,6 +184,15 @@ def test_end_tokens_of_the_model_end(
     assert completion.ids == ids[: place + 1] and completion.finish_reason is FinishReason.STOP
 
 
+def test_end_tokens_can_be_ignored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine) -> None:
+    """For measurements of a fixed length."""
+    ids = greedy_ids(engine)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[1])
+    stopping = TorchEngine(model, tokenizer, engine.store)
+    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0, ignore_end=True))])
+    assert completion.ids == ids and completion.finish_reason is FinishReason.LENGTH
+
+
 def test_stop_strings_end_with_the_token_that_completes_them(engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> None:
     """Also when they span several tokens; the tokens are kept. Those of one request do not stop another."""
     ids = greedy_ids(engine, length=12)
@@ -355,6 +364,24 @@ def test_requests_that_wait_together_share_a_batch(engine: TorchEngine, monkeypa
         completions = await asyncio.gather(*first, *second)
         assert held.sizes == [3, 4]
         assert completions[0].ids == completions[3].ids == completions[5].ids
+
+    run(scenario())
+
+
+def test_who_asks_again_at_once_joins_those_that_wait(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn of a rollout that was just answered shares the batch of those that came while it was sampled."""
+
+    async def two_turns(request: Request) -> list[Completion]:
+        return [await engine.generate(*request), await engine.generate(*request)]
+
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        rollout = asyncio.create_task(two_turns(requests_of(1)[0]))
+        await held.started.wait()
+        waiting = await begin(engine, requests_of(2))
+        held.release(2)
+        turns, *_ = await asyncio.gather(rollout, *waiting)
+        assert held.sizes == [1, 3] and turns[0].ids == turns[1].ids
 
     run(scenario())
 

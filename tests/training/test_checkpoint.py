@@ -14,7 +14,7 @@ import torch
 from flowkernels import LossSpec
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
@@ -133,8 +133,10 @@ def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
     loaded = models.load_tokenizer(str(path))
     assert loaded.get_vocab() == made.get_vocab() and len(loaded) == model.config.vocab_size
     assert (loaded.eos_token_id, loaded.pad_token_id) == (made.eos_token_id, made.pad_token_id)
+    others = AutoTokenizer.from_pretrained(path)
+    assert others.get_vocab() == made.get_vocab()
     for text in texts:
-        assert loaded(text).input_ids == made(text).input_ids
+        assert loaded(text).input_ids == others(text).input_ids == made(text).input_ids
         assert loaded.decode(loaded(text).input_ids) == text
 
 

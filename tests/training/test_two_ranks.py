@@ -140,7 +140,7 @@ def test_two_ranks_get_the_weights_of_one(results: dict[int, Path], tiny_path: s
     one, two = (load_file(results[size] / f"{name}.safetensors") for size in (1, 2))
     close(two, one)
     start = load_file(Path(tiny_path) / "model.safetensors")
-    assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start if "k_proj.bias" not in key), "every weight was trained"
+    assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), "every weight was trained"
 
 
 @pytest.mark.parametrize("name", CASES)
