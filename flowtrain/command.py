@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -12,6 +13,7 @@ from flowtrain.config import Config, help_text, parse
 from flowtrain.types import UserError
 
 INTERRUPTED = 130
+_ECHO_S = 2.0
 
 
 def run_command(module: str, body: Callable[[Config], int]) -> int:
@@ -32,16 +34,22 @@ def run_command(module: str, body: Callable[[Config], int]) -> int:
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM ask a loop to end after its step; a second one ends the process at once."""
+    """Ctrl-C and SIGTERM ask a loop to end after its step; asked again later, the process ends at once.
+
+    torchrun passes the signal on that the terminal has sent already, so what follows within `_ECHO_S` is the same request.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self._requested_at = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+            if time.monotonic() - self._requested_at > _ECHO_S:
+                raise KeyboardInterrupt
+            return
+        self.requested, self._requested_at = True, time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             print("\nfinishing this step, then saving (once more to stop at once)", file=sys.stderr, flush=True)

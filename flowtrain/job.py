@@ -55,7 +55,6 @@ class Job:
     def prepare(cls, config: Config, world: World, fictional: bool = False) -> Job:
         """Load and check everything; writes nothing. `fictional`: the questions are about made-up entities."""
         _set_threads(config.run.threads)
-        _check_world(config, world)
         tasks = task_set(config, fictional)
         _check_scorers(tasks)
         tokenizer, model = _policy(config, tasks)
@@ -120,6 +119,12 @@ def optim_spec(config: Config) -> OptimSpec:
     return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
 
 
+def check_divides(key: str, number: int, world: World) -> None:
+    """Every rank gets the same share of a batch."""
+    if number % world.size:
+        raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
+
+
 def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:
     """The checkpoint to continue from, if the run is to be resumed and has one."""
     return checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
@@ -128,12 +133,6 @@ def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:
 def _set_threads(threads: int) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
-
-
-def _check_world(config: Config, world: World) -> None:
-    for key, number in (("rollout.num_questions", config.rollout.num_questions), ("rft.batch_size", config.rft.batch_size)):
-        if number % world.size:
-            raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
 
 
 def _check_scorers(tasks: TaskSet) -> None:

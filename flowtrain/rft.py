@@ -21,7 +21,7 @@ from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
-from flowtrain.job import Job, saving
+from flowtrain.job import Job, check_divides, saving
 from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -37,6 +37,7 @@ from flowtrain.weights.store import WeightStore
 def rft(config: Config) -> int:
     """Collect, keep, imitate, export to `run.dir`/model."""
     world = World.join(config.run.device)
+    check_divides("rft.batch_size", config.rft.batch_size, world)
     job = Job.prepare(config, world, fictional=config.rft.fictional)
     try:
         return _run(job, Interrupt())

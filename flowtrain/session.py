@@ -18,7 +18,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
 from flowtrain.evals import Evaluation, RolloutStats, evaluate
-from flowtrain.job import Job, loss_spec, optim_spec, resume_point, saving
+from flowtrain.job import Job, check_divides, loss_spec, optim_spec, resume_point, saving
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -84,6 +84,7 @@ class Session:
         config = self._config
         self.world = World.join(config.run.device)
         self._cleanup.callback(self.world.leave)
+        check_divides("rollout.num_questions", config.rollout.num_questions, self.world)
         self._job = Job.prepare(config, self.world)
         self._cleanup.callback(self._job.close)
         self._store = WeightStore(Path(config.run.dir) / "weights")
