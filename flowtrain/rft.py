@@ -116,10 +116,10 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
 
 
 def _balanced(tasks: Sequence[Task], config: Config) -> list[Task]:
-    """Draw long tasks more often, because an expert that errs seldom gets to their last turn; half way to showing all turns alike."""
+    """Draw long tasks more often, because an expert that errs seldom gets to their last turn; most of the way to showing all alike."""
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
-    weights = [max(reach, 0.1) ** (-(max(task.num_turns, 1) - 1) / 2) for task in tasks]
+    weights = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks]
     return rng.choices(tasks, weights, k=config.rft.num_rollouts)
 
 

@@ -39,7 +39,8 @@ def flow_grpo(
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
 
     The weights are not divided by the size of the batch: the trainer divides by their sum over all ranks, which is the number of kept
-    groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are not trained.
+    groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are not trained; what a
+    trajectory without any would have weighed falls to the others.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []

@@ -23,7 +23,7 @@ from flowtrain.types import Completion, FinishReason, Sampling, UserError, Versi
 from flowtrain.weights.store import WeightStore
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """One completion in the making."""
 
@@ -63,7 +63,7 @@ class TorchEngine:
 
     def load(self, version: int) -> None:
         """Copy the weights of `version` over the model's own, in place."""
-        assert not self._waiting, "weights change only between batches of rollouts"
+        assert self._batcher is None or self._batcher.done(), "weights change only between batches of rollouts"
         weights = self.store.pull(version)
         own = dict(self._model.named_parameters())
         ours, theirs = ({name: tensor.shape for name, tensor in each.items()} for each in (own, weights))
@@ -76,18 +76,30 @@ class TorchEngine:
         self._version = version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises UserError when prompt and response cannot fit the model's positions."""
+        """Raises UserError when prompt and response cannot fit the model's positions, or when one of them has no token."""
         longest = self.max_tokens - sampling.max_new_tokens
-        if len(prompt_ids) > longest:
+        if not 1 <= len(prompt_ids) <= longest or sampling.max_new_tokens < 1:
             raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens is over the {longest} that max_new_tokens={sampling.max_new_tokens} leaves"
+                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} does not fit: "
+                f"both must be at least 1 and together at most {self.max_tokens}"
             )
         loop = asyncio.get_running_loop()
         request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())
         self._waiting.append(request)
         if self._batcher is None or self._batcher.done():
             self._batcher = loop.create_task(self._run_batches())
-        return await request.answer
+        timer = loop.call_later(sampling.deadline_s, self._expire, request)
+        try:
+            return await request.answer
+        finally:
+            timer.cancel()
+
+    def _expire(self, request: _Request) -> None:
+        """Answer a request whose time ran out before its batch came; one that is being sampled ends by itself."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish_reason = FinishReason.DEADLINE
+            request.answer.set_result(_completion(request, self._version))
 
     async def _run_batches(self) -> None:
         """Sample what waits, until nothing does. Runs as one task, so batches follow each other."""

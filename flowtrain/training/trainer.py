@@ -84,13 +84,13 @@ class Trainer:
                 row.target_ids_T,
                 spec=self._loss,
                 advantage_T=row.advantage_T,
-                weight_T=row.weight_T,
+                weight_T=row.weight_T * scale,
                 old_logprob_T=row.old_logprob_T,
                 ref_logprob_T=row.ref_logprob_T,
                 temperature=self._temperature,
             )
-            (out.loss * scale).backward()
-            totals.add(out.stats, out.loss.detach() / normaliser, _mismatch(out.logprob_T, row), row)
+            out.loss.backward()
+            totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
 
     def optim_step(self) -> float:
         """Clip, step, clear. Returns the gradient norm before clipping."""
@@ -157,6 +157,7 @@ class Totals:
         totals = dict(zip(names, world.sum([sums[name] for name in names]), strict=True))
         ratio_max, negative_ratio_min = world.max([maxima[0], maxima[1]])
         (num_packed,) = world.sum([self._num_packed])
+        has_tokens = totals["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
         return {
             "num_tokens": totals["num_tokens_sum"],
@@ -168,9 +169,9 @@ class Totals:
             "kl": totals["kl_sum"] / num_tokens,
             "entropy": totals["entropy_sum"] / num_tokens,
             "clip_fraction": totals["clipped_sum"] / num_tokens,
-            "ratio_mean": totals["ratio_sum"] / num_tokens if totals["num_tokens_sum"] else 1.0,
-            "ratio_max": ratio_max,
-            "ratio_min": -negative_ratio_min,
+            "ratio_mean": totals["ratio_sum"] / num_tokens if has_tokens else 1.0,
+            "ratio_max": ratio_max if has_tokens else 1.0,
+            "ratio_min": -negative_ratio_min if has_tokens else 1.0,
             "logprob_mismatch": totals["first_mismatch_sum"] / max(totals["first_tokens_sum"], 1),
         }
 
@@ -178,7 +179,7 @@ class Totals:
         """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also without a row."""
         names = [*_SUMS, "ratio_max", "ratio_min"]
         if not self._stats:
-            return dict.fromkeys(_SUMS, 0.0), (1.0, -1.0)
+            return dict.fromkeys(_SUMS, 0.0), (-math.inf, -math.inf)
         table = torch.stack([torch.stack([stats[name].double() for name in names]) for stats in self._stats]).cpu()
         sums = dict(zip(_SUMS, table[:, :-2].sum(0).tolist(), strict=True))
         return sums, (float(table[:, -2].max()), float((-table[:, -1]).max()))

@@ -35,8 +35,9 @@ class PolicyLoss:
     logprob_T: Tensor
     entropy_T: Tensor
     stats: dict[str, Tensor]
-    """0-d fp32 tensors over the tokens with weight != 0, left on the device. `*_sum` add up over micro-batches and ranks, `*_max` and
-    `*_min` reduce so: num_tokens_sum, entropy_sum, kl_sum, ratio_sum, ratio_max, ratio_min, clipped_sum, mismatch_sum (|logp - old|)."""
+    """0-d fp32 tensors over the tokens with weight != 0, left on the device: num_tokens_sum, entropy_sum, kl_sum, ratio_sum, ratio_max,
+    ratio_min, clipped_sum, mismatch_sum (|logp - old|). `*_sum` add up over micro-batches and ranks, `*_max` and `*_min` reduce so; where
+    no token counts these are -inf and inf."""
 
 
 def logprobs(logits_TV: Tensor, target_ids_T: Tensor, *, temperature: float = 1.0, impl: str = "torch") -> LogProbs:
@@ -146,6 +147,7 @@ def _gradient(
         factor_TV = logp_TV.add_(entropy_T[:, None]).mul_(c_T[:, None]).add_(factor_TV)
     gradient_TV = p_TV.mul_(factor_TV)
     gradient_TV.scatter_add_(1, target_ids_T[:, None], -a_T[:, None])
+    gradient_TV.masked_fill_(~is_row_T[:, None], 0.0)  # a masked row may hold NaN
     return gradient_TV.to(dtype)
 
 
@@ -160,9 +162,9 @@ def _statistics(token: TokenLoss, entropy_T: Tensor, weight_T: Tensor) -> tuple[
     def total(value_T: Tensor) -> Tensor:
         return torch.where(is_row_T, value_T.float(), 0.0).sum()
 
-    one = ratio_T.new_ones(1)  # keeps max and min defined for T = 0, where the ratio is 1 by convention
-    ratio_max = torch.cat([torch.where(is_row_T, ratio_T, 1.0), one]).max()
-    ratio_min = torch.cat([torch.where(is_row_T, ratio_T, 1.0), one]).min()
+    infinity = ratio_T.new_full((1,), torch.inf)  # keeps max and min defined where no token counts
+    ratio_max = torch.cat([torch.where(is_row_T, ratio_T, -torch.inf), -infinity]).max()
+    ratio_min = torch.cat([torch.where(is_row_T, ratio_T, torch.inf), infinity]).min()
     return (
         total(is_row_T),
         total(entropy_T),

@@ -280,3 +280,14 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> No
         few = {name: value for name, value in random_batch().items() if name in ("logits_TV", "target_ids_T")}
         with pytest.raises(ValueError, match=message):
             logprobs(**{**few, **changes})
+
+
+def test_a_masked_row_of_nan_logits_gets_a_zero_gradient() -> None:
+    logits = torch.randn(3, 5)
+    logits[1] = math.nan
+    logits.requires_grad_()
+    weight = torch.tensor([1.0, 0.0, 1.0])
+    out = policy_loss(logits, torch.tensor([0, 1, 2]), spec=LossSpec("nll", entropy_coef=0.1), advantage_T=torch.ones(3), weight_T=weight)
+    out.loss.backward()
+    assert logits.grad is not None and out.loss.isfinite()
+    assert (logits.grad[1] == 0).all() and (logits.grad[[0, 2]] != 0).all()

@@ -225,8 +225,11 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert engine.max_tokens == 64
     (completion,) = generate(engine, [([7] * 56, Sampling(8, 0.0))])
     assert len(completion.ids) == 8
-    with pytest.raises(UserError, match=r"a prompt of 57 tokens is over the 56 that max_new_tokens=8 leaves"):
+    with pytest.raises(UserError, match=r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"):
         generate(engine, [([7] * 57, Sampling(8, 0.0))])
+    for prompt, max_new_tokens in (([], 8), ([7], 0)):
+        with pytest.raises(UserError, match="both must be at least 1"):
+            generate(engine, [(prompt, Sampling(max_new_tokens, 0.0))])
     assert len(generate(engine, [(PROMPTS[0], Sampling(2, 0.0))])) == 1, "the engine goes on"
 
 
@@ -382,6 +385,21 @@ def test_who_asks_again_at_once_joins_those_that_wait(engine: TorchEngine, monke
         held.release(2)
         turns, *_ = await asyncio.gather(rollout, *waiting)
         assert held.sizes == [1, 3] and turns[0].ids == turns[1].ids
+
+    run(scenario())
+
+
+def test_a_deadline_strikes_in_the_queue_too(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        first = await begin(engine, requests_of(1))
+        await held.started.wait()
+        (late,) = await begin(engine, [(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.01))])
+        completion = await late
+        assert completion.finish_reason is FinishReason.DEADLINE and not completion.ids and held.sizes == [1]
+        held.release()
+        await asyncio.gather(*first)
+        assert held.sizes == [1]
 
     run(scenario())
 

@@ -14,7 +14,7 @@ import torch
 from flowkernels import LossSpec
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
@@ -138,6 +138,16 @@ def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
     for text in texts:
         assert loaded(text).input_ids == others(text).input_ids == made(text).input_ids
         assert loaded.decode(loaded(text).input_ids) == text
+
+
+def test_a_plain_tokenizer_beside_a_qwen2_model_stays_plain(setup: Setup) -> None:
+    """AutoTokenizer would put the class of the model's family in its place, whatever the tokenizer's own config says."""
+    made = models.new_tokenizer(["a\u0301 and é"], vocab_size=270)
+    made.save_pretrained(setup.root)
+    Qwen2Config(vocab_size=270).save_pretrained(setup.root)
+    loaded = models.load_tokenizer(str(setup.root))
+    assert loaded.get_vocab() == made.get_vocab()
+    assert loaded("a\u0301").input_ids == made("a\u0301").input_ids
 
 
 def test_the_state_of_the_loop_is_kept(setup: Setup) -> None:
