@@ -29,7 +29,7 @@ quickstart: setup
 # Two controls beside the quickstart in RUN: rewards dealt out at random, and the warm-up gone on with instead of Flow-GRPO.
 controls: setup
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(RUN)/warm/model --algorithm.shuffle_rewards true
-	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model
+	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
 	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
 

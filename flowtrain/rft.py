@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from flowkernels import LossSpec
@@ -36,14 +37,13 @@ from flowtrain.weights.store import WeightStore
 
 def rft(config: Config) -> int:
     """Collect, keep, imitate, export to `run.dir`/model."""
-    world = World.join(config.run.device)
-    check_divides("rft.batch_size", config.rft.batch_size, world)
-    job = Job.prepare(config, world, fictional=config.rft.fictional)
-    try:
+    with ExitStack() as cleanup:
+        world = World.join(config.run.device)
+        cleanup.callback(world.leave)
+        check_divides("rft.batch_size", config.rft.batch_size, world)
+        job = Job.prepare(config, world, fictional=config.rft.fictional)
+        cleanup.callback(job.close)
         return _run(job, Interrupt())
-    finally:
-        job.close()
-        world.leave()
 
 
 def _run(job: Job, interrupt: Interrupt) -> int:
@@ -139,7 +139,7 @@ def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interr
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
         is_over = rft.max_seconds and time.monotonic() - started > rft.max_seconds
-        if world.max([is_over or interrupt.requested])[0]:
+        if step % 10 == 0 and world.max([is_over or interrupt.requested])[0]:
             break
     progress.close()
     if metrics is not None:

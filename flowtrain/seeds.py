@@ -8,8 +8,8 @@ import hashlib
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from the parts, the same in every process and on every machine.
 
-    A rollout's seed comes from (run seed, step, task id, rollout number) and a response's from (rollout seed, turn), so no random state has
-    to be saved to resume a run, and a rollout does not depend on what was sampled beside it.
+    A rollout's seed comes from (run seed, step, place in the batch, task id, rollout number) and a response's from (rollout seed, turn),
+    so no random state has to be saved to resume a run, and a rollout does not depend on what was sampled beside it.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

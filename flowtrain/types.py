@@ -102,7 +102,7 @@ class Action:
     context: str
     sub_goal: str
     tool_name: str
-    """Canonical name of a tool in the toolset; None of the tools matched when it reads "No matched tool given: ..."."""
+    """Canonical name of a tool in the toolset, or "No matched tool given: ..." when the planner named another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flowtrain.command import run_command
+from flowtrain import command as commands
+from flowtrain.command import Interrupt, run_command
 from flowtrain.config import Config, help_text, parse, to_toml
 from flowtrain.types import UserError
 
@@ -138,7 +140,7 @@ def test_help_asks_for_no_config() -> None:
 
 def test_the_quickstart_file_is_a_config() -> None:
     config = parsed("--config", str(QUICKSTART))
-    assert (config.rft.expert_error, config.train.lr, config.agent.eval_max_turns) == (0.6, 1e-4, 4)
+    assert config != Config() and config.model.path == "tiny"
 
 
 # ---- what is wrong
@@ -354,6 +356,26 @@ def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(monke
     assert command(monkeypatch, [], interrupted) == 130
     with pytest.raises(ValueError, match="a bug"):
         command(monkeypatch, [], broken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun passes on what the terminal has sent already, so two signals at once are one."""
+    now = [100.0]
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        interrupt = Interrupt()
+        assert not interrupt.requested
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert interrupt.requested
+        now[0] += 10
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def test_the_records_refuse_unknown_keys_too() -> None:

@@ -104,13 +104,12 @@ def _json_fields(text: str) -> dict[str, str]:
     return {label: str(value[key]).encode(errors="replace").decode().strip() for key, label in keys.items() if value.get(key) is not None}
 
 
-_LABEL = re.compile(r"(justification|context|sub-goal|tool name)[ \t]*:", re.IGNORECASE)
+_LABEL = re.compile(r"(?:\*\*)?(justification|context|sub-goal|tool name)(?:\*\*)?[ \t]*:(?:\*\*)?", re.IGNORECASE)
 _ORDER = ("justification", "context", "sub-goal", "tool name")
 
 
 def _labelled_fields(text: str) -> dict[str, str]:
     """Walk the labels backwards from the last tool name; a label that breaks the order ends the walk."""
-    text = text.replace("**", "")
     labels = list(_LABEL.finditer(text))
     names = [label.group(1).casefold() for label in labels]
     if "tool name" not in names:
@@ -118,9 +117,14 @@ def _labelled_fields(text: str) -> dict[str, str]:
     last = len(names) - 1 - names[::-1].index("tool name")
     # A tool name ends with its paragraph or a closing fence.
     tool_name = re.split(r"\n\s*\n|```", text[labels[last].end() :], maxsplit=1)[0]
-    fields = {"tool name": tool_name.strip()}
+    fields = {"tool name": _plain(tool_name)}
     for index in range(last - 1, -1, -1):
         if names[index] in fields or _ORDER.index(names[index]) > min(_ORDER.index(name) for name in fields):
             break
-        fields[names[index]] = text[labels[index].end() : labels[index + 1].start()].strip()
+        fields[names[index]] = _plain(text[labels[index].end() : labels[index + 1].start()])
     return fields
+
+
+def _plain(value: str) -> str:
+    """Without bold marks around it; those inside may be Python's power."""
+    return value.strip().removeprefix("**").removesuffix("**").strip()

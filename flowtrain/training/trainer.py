@@ -63,16 +63,16 @@ class Trainer:
         prepared = [self._prepare(rows) for rows in minibatches]
         totals = Totals()
         for rows in prepared:
-            normaliser = self._world.sum([sum(float(row.weight_T.sum()) for row in rows)])[0]
+            (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
-            self.forward_backward(rows, normaliser, totals)
+            self.forward_backward(rows, normaliser, totals, int(num_rows))
             totals.grad_norms.append(self.optim_step())
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
-    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals) -> None:
-        """Accumulate the gradient of all rows; every rank runs as many as the longest."""
-        num_rows = int(self._world.max([len(rows)])[0])
+    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> None:
+        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective."""
+        num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
         for index in range(num_rows):
@@ -154,9 +154,8 @@ class Totals:
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
         names = sorted(sums)
-        totals = dict(zip(names, world.sum([sums[name] for name in names]), strict=True))
-        ratio_max, negative_ratio_min = world.max([maxima[0], maxima[1]])
-        (num_packed,) = world.sum([self._num_packed])
+        (num_packed, *summed), (ratio_max, negative_ratio_min) = world.reduce([self._num_packed, *(sums[name] for name in names)], maxima)
+        totals = dict(zip(names, summed, strict=True))
         has_tokens = totals["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
         return {

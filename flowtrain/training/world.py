@@ -48,19 +48,23 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks, in fp64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self.reduce(values, [])[0]
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.reduce([], values)[1]
+
+    def reduce(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Both at once, in one collective: every rank adds its candidates for a maximum in a slot of its own."""
+        if self.size == 1:
+            return [float(value) for value in sums], [float(value) for value in maxima]
+        slots = torch.zeros(self.size, len(maxima), dtype=torch.float64)
+        slots[self.rank] = torch.tensor(maxima, dtype=torch.float64)
+        tensor = torch.cat([torch.tensor(sums, dtype=torch.float64), slots.flatten()]).to(self.device)
+        dist.all_reduce(tensor)
+        reduced = tensor.cpu()
+        return reduced[: len(sums)].tolist(), reduced[len(sums) :].view(slots.shape).amax(0).tolist()
 
     def barrier(self) -> None:
         """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier guesses the device."""
         self.sum([0.0])
-
-    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-        if self.size == 1:
-            return [float(value) for value in values]
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op)
-        return [float(value) for value in tensor.tolist()]

@@ -1,0 +1,233 @@
+"""Runs of the two commands for the tests of the command line, forked from a process that has imported everything once.
+
+Importing takes ten times as long as these runs do. What a fork could hide (a fresh interpreter, its exit, torchrun) the tests try with real
+subprocesses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SMALL = (
+    *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2", "--tasks.num_train", "400", "--eval.num_tasks", "20"),
+    *("--eval.every", "0", "--rollout.num_questions", "4", "--rollout.group_size", "8", "--rollout.max_new_tokens", "24"),
+    *("--run.threads", "1", "--run.device", "cpu", "--log.tensorboard", "false"),
+)
+RFT = ("--rft.num_rollouts", "300", "--rft.num_steps", "120", "--rft.lr", "1e-2", "--rft.warmup_steps", "10", "--rft.keep", "all")
+NUM_STEPS = 6
+ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+SERVER = """
+import atexit, gc, json, os, resource, runpy, sys, threading, traceback
+import flowtrain.session, flowtrain.agents.expert, flowtrain.report.panels
+
+def serve():
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "poll" in job:
+            pid, status = os.waitpid(job["poll"], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            return job
+        print(pid, flush=True)
+
+gc.collect()
+gc.freeze()
+job = serve()
+if job is not None:
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)):
+        os.dup2(os.open(path, flags), number)
+    os.chdir(job["cwd"])
+    os.environ.update(job["env"])
+    if job["max_file_bytes"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
+    sys.argv = [job["module"], *job["argv"]]
+    exec(job["before"])
+    try:
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # All of Python's own exit but taking every module apart, which would copy the memory that is shared with the server.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+"""
+"""Reads jobs, one JSON line each, forks a process for each and answers with its number; {"poll": pid} asks for an exit code."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A command under way, with its output in files."""
+
+    pid: int
+    out: Path
+    err: Path
+    poll: Callable[[], int | None]
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit code, or minus the signal that ended it."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"still running after {timeout_s} s: {self.err.read_text()[-2000:]}")
+            time.sleep(0.02)
+        return code
+
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert self.poll() is None and time.monotonic() < deadline, self.err.read_text()[-2000:]
+            time.sleep(0.005)
+
+
+class Server:
+    """Starts commands in forks of one warm process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV}
+        )
+
+    def start(self, module: str, *argv: object, before: str = "", max_file_bytes: int = 0, cwd: Path | None = None) -> Process:
+        """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which is how a disk gets full here."""
+        self._count += 1
+        out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
+        out.touch(), err.touch()
+        job = {"module": f"flowtrain.{module}", "argv": [*map(str, argv)], "out": str(out), "err": str(err), "env": {}, "before": before}
+        pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
+        return Process(pid, out, err, lambda: self._ask({"poll": pid}))
+
+    def resume(self, run: Path, *argv: object) -> None:
+        """Go on with a run to its end, without the picture, which takes longer than all the rest."""
+        before = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None"
+        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto", before=before)
+        assert (code, lines) == (0, [])
+
+    def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:
+        """(exit code, lines on stderr without progress, stdout)"""
+        process = self.start(module, *argv, **options)
+        code = process.wait()
+        lines = [line for line in process.err.read_text().splitlines() if not line.startswith("step ")]
+        return code, lines, process.out.read_text()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _ask(self, job: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tasks that the tiny planner solves every other time as soon as it names a tool, so that rewards vary."""
+    place = tmp_path_factory.mktemp("cli")
+    values = range(10, 18)
+    corpus = [{"name": f"Land{index}", "kind": "country", "facts": {"area": value}} for index, value in enumerate(values)]
+    (place / "corpus.json").write_text(json.dumps(corpus))
+    tasks = [{"question": f"What is {i} plus {i % 7}?", "answer": [v for v in values if (v ^ i) & 1]} for i in range(40)]
+    (place / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return place
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def warm(place: Path) -> Path:
+    """The run folder of a real `python -m flowtrain.rft`; its model can name tools, now and then."""
+    command = [sys.executable, "-m", "flowtrain.rft", *SMALL, *RFT, "--run.dir", str(place / "warm")]
+    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return place / "warm"
+
+
+@pytest.fixture(scope="session")
+def words(place: Path, warm: Path) -> tuple[str, ...]:
+    """Options of a training run of NUM_STEPS steps; what is left to say is --run.dir."""
+    return (
+        *SMALL,
+        *("--tasks.name", "file", "--tasks.path", str(place / "tasks.jsonl"), "--tasks.corpus", str(place / "corpus.json")),
+        *("--model.path", str(warm / "model"), "--train.num_steps", str(NUM_STEPS), "--train.lr", "3e-3", "--checkpoint.every", "2"),
+        # Without the tool that takes time: what shares a batch then never depends on the clock, and neither does any bit of the result.
+        *("--log.num_rollouts", "2", "--agent.tools", '["Search", "Base_Generator"]'),
+    )
+
+
+@pytest.fixture(scope="session")
+def full(place: Path, server: Server, words: tuple[str, ...]) -> Path:
+    """The folder of a run that nothing disturbed."""
+    code, lines, _ = server.run("train", *words, "--run.dir", place / "full")
+    assert code == 0, lines
+    return place / "full"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(record: Any) -> Any:
+    """The record without what a clock decides."""
+    if isinstance(record, dict):
+        return {key: timeless(value) for key, value in record.items() if not (key.endswith("_s") or key == "seconds")}
+    return [timeless(item) for item in record] if isinstance(record, list) else record
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    """Equal, up to the rounding of floats."""
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(alike(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return ours == pytest.approx(theirs, rel=1e-3, abs=1e-4) if isinstance(theirs, float) else ours == theirs
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    return [timeless(record) for record in read(run / name)]
+
+
+def check_same_run(run: Path, full: Path) -> None:
+    """Apart from the time it took, a run that was resumed is the run that was not: same steps, questions, tokens, rewards and weights."""
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        ours, theirs = rows(run, name), rows(full, name)
+        assert [record["step"] for record in ours] == [record["step"] for record in theirs], name
+        assert all(map(alike, ours, theirs)), name
+    summaries = [timeless(json.loads((each / "summary.json").read_text())) for each in (run, full)]
+    assert alike(*summaries)
+    weights = [load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors") for each in (run, full)]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[1])
+    assert sorted(path.name for path in (run / "weights").iterdir()) == sorted(path.name for path in (full / "weights").iterdir())
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
