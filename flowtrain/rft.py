@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from flowtrain.seeds import derive_seed
 from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
+from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample, Task, Trajectory, Turn, UserError
 from flowtrain.weights.store import WeightStore
 
@@ -169,4 +168,4 @@ def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("flowtrain.rft", rft))
+    end_process(run_command("flowtrain.rft", rft))

@@ -14,8 +14,6 @@ One step, top to bottom, is the system. Each verb is one call into one file:
 
 from __future__ import annotations
 
-import sys
-
 from flowtrain.algorithms import flow_grpo
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
@@ -24,6 +22,7 @@ from flowtrain.rollout.collect import collect
 from flowtrain.seeds import derive_seed
 from flowtrain.session import Clock, Session
 from flowtrain.training.tree import pack
+from flowtrain.training.world import end_process
 
 
 def train(config: Config) -> int:
@@ -55,4 +54,4 @@ def train(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("flowtrain.train", train))
+    end_process(run_command("flowtrain.train", train))

@@ -19,7 +19,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import Row, pack
-from flowtrain.training.world import World
+from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample
 
 pytestmark = pytest.mark.dist
@@ -97,7 +97,7 @@ def run(path: str, out: Path) -> None:
     stats = [trainer.step(rows_of(0, world.rank, world.size))]
     write(out / "bf16.safetensors", trainer, world)
     (out / f"bf16.{world.rank}.json").write_text(json.dumps(stats))
-    world.leave()
+    end_process(0)
 
 
 def write(path: Path, trainer: Trainer, world: World) -> None:
