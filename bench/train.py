@@ -29,6 +29,7 @@ from flowtrain.algorithms import flow_grpo
 from flowtrain.config import Config, parse
 from flowtrain.job import Job
 from flowtrain.rewards import score
+from flowtrain.rft import rft
 from flowtrain.rollout.collect import collect
 from flowtrain.session import STAGES
 from flowtrain.train import train
@@ -46,12 +47,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of each rival (default: 10)")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a padded batch of the plain loop (default: 32)")
-    parser.add_argument("--steps", type=int, default=8, help="steps of flowtrain.train to take apart (default: 8)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of flowtrain.train to take apart (default: 20)")
     args = parser.parse_args()
     rows = step_rows(args.repeats, args.batch_size)
+    shares = stage_rows(args.steps)
+    print()
     print_table(rows)
     print()
-    shares = stage_rows(args.steps)
     print_table(shares)
     if args.json:
         write_json(args.json, [*rows, *shares])
@@ -99,10 +101,12 @@ def step_rows(repeats: int, batch_size: int) -> list[dict[str, Any]]:
 
 
 def stage_rows(num_steps: int) -> list[dict[str, Any]]:
-    """Shares of a step's wall time, from the log of a short run."""
+    """Shares of a step's wall time, from the log of a short run on a planner that was warmed up briefly, so that its turns are real."""
     with tempfile.TemporaryDirectory() as folder:
+        rft(_config([*QUICKSTART, "--run.dir", f"{folder}/warm", "--rft.num_rollouts", "4000", "--rft.num_steps", "500"]))
         off = ["--eval.every", "0", "--eval.num_tasks", "20", "--checkpoint.every", "0", "--log.num_rollouts", "0"]
-        train(_config([*QUICKSTART, "--run.dir", f"{folder}/run", "--train.num_steps", str(num_steps), *off]))
+        short = ["--train.num_steps", str(num_steps), "--algorithm.mode", "released"]  # the mode that drops no group
+        train(_config([*QUICKSTART, "--run.dir", f"{folder}/run", "--model.path", f"{folder}/warm/model", *short, *off]))
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 1]  # the first step warms up
     total = sum(line["step_s"] for line in steps)
