@@ -70,11 +70,10 @@ class Session:
         self._checkpoint_s = 0.0
 
     def __enter__(self) -> Session:
-        try:
+        with ExitStack() as cleanup:  # closes what is open when a later part fails to
+            self._cleanup = cleanup
             self._open()
-        except BaseException:
-            self._cleanup.close()
-            raise
+            self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
