@@ -67,6 +67,7 @@ def _rows(name: str, model: PreTrainedModel, engine: TorchEngine, prompts: Promp
         {
             "prompts": name,
             "path": rival,
+            "threads": torch.get_num_threads(),
             "requests": len(prompts),
             "tokens": num_tokens,
             "tokens_per_s": num_tokens / sorted(times)[len(times) // 2],

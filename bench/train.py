@@ -88,6 +88,7 @@ def step_rows(repeats: int, batch_size: int) -> list[dict[str, Any]]:
     return [
         {
             "path": name,
+            "threads": 1,
             "samples": len(samples),
             "trained_tokens": num_targets,
             "computed_tokens": computed[name],
@@ -112,7 +113,7 @@ def stage_rows(num_steps: int) -> list[dict[str, Any]]:
     total = sum(line["step_s"] for line in steps)
     stages = [stage for stage in STAGES if stage != "eval"]
     return [
-        {"stage": stage, "ms_per_step": 1e3 * seconds / len(steps), "share": seconds / total}
+        {"stage": stage, "threads": torch.get_num_threads(), "ms_per_step": 1e3 * seconds / len(steps), "share": seconds / total}
         for stage, seconds in [(stage, sum(line[f"{stage}_s"] for line in steps)) for stage in (*stages, "other")]
     ]
 

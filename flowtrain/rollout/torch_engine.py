@@ -107,15 +107,17 @@ class TorchEngine:
         while self._waiting:
             await asyncio.sleep(0)  # lets every rollout that is ready to ask join this batch
             batch, self._waiting = self._waiting[: self._max_batch_size], self._waiting[self._max_batch_size :]
-            try:
-                await loop.run_in_executor(self._thread, self._sample, batch)
-            except BaseException as error:
+            if not batch:  # the last one's time ran out meanwhile
+                return
+            sampled = loop.run_in_executor(self._thread, self._sample, batch)
+            await asyncio.wait({sampled})
+            if (error := sampled.exception()) is not None:
                 # Those that came while the batch was sampled, too: nobody is left to answer them.
                 unanswered, self._waiting = [*batch, *self._waiting], []
                 for request in unanswered:
                     if not request.answer.done():
                         request.answer.set_exception(error)
-                raise
+                return
             for request in batch:
                 if not request.answer.done():  # a rollout that was cancelled no longer listens
                     request.answer.set_result(_completion(request, self._version))

@@ -404,6 +404,17 @@ def test_a_deadline_strikes_in_the_queue_too(engine: TorchEngine, monkeypatch: p
     run(scenario())
 
 
+def test_a_queue_that_expires_leaves_an_idle_engine(engine: TorchEngine) -> None:
+    async def scenario() -> None:
+        completion = await engine.generate(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.0))
+        assert completion.finish_reason is FinishReason.DEADLINE
+        assert engine._batcher is not None
+        await engine._batcher  # raises what went wrong in it
+        assert len((await engine.generate(PROMPTS[1], Sampling(2, 0.0))).ids) == 2
+
+    run(scenario())
+
+
 def test_batches_are_bounded(model: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TorchEngine(model, tokenizer, WeightStore(tmp_path), max_batch_size=3)
     wide = TorchEngine(model, tokenizer, WeightStore(tmp_path))
