@@ -5,10 +5,30 @@
     out = policy_loss(logits_TV, target_ids_T, spec=LossSpec(clip_high=0.3), advantage_T=adv, old_logprob_T=old, weight_T=weight)
     out.loss.backward()
 
-Every public function takes `impl=`; today there is one, "torch", which is also what the Triton kernels will be measured against.
+Every public function takes `impl=`: "triton" (the kernels), "torch" (their reference, and what runs on a CPU) or "auto".
 """
 
+from flowkernels.branching import BranchingScore, branch_points, branching_score, discounted_reverse_scan
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
-from flowkernels.token_loss import LossSpec, TokenLoss, token_loss
+from flowkernels.rows import KeptSet
+from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
+from flowkernels.token_weights import token_weights
 
-__all__ = ["LogProbs", "LossSpec", "PolicyLoss", "TokenLoss", "logprobs", "policy_loss", "token_loss"]
+__all__ = [
+    "BranchingScore",
+    "KeptSet",
+    "LogProbs",
+    "LossSpec",
+    "PolicyLoss",
+    "TokenLoss",
+    "TokenLossFn",
+    "Tokens",
+    "branch_points",
+    "branching_score",
+    "correct_for_sampler",
+    "discounted_reverse_scan",
+    "logprobs",
+    "policy_loss",
+    "token_loss",
+    "token_weights",
+]

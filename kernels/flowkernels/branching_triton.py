@@ -1,0 +1,124 @@
+"""The discounted reverse scan and the branching score in Triton: one program per sequence, blocks from its end to its beginning."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LAUNCH = {"BLOCK": 512, "num_warps": 4}
+
+
+@triton.jit
+def _combine(x_right, decay_right, x_left, decay_left):
+    """Of the recurrence S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to the left."""
+    return x_left + decay_left * x_right, decay_left * decay_right
+
+
+@triton.jit
+def _scan_block(x, gamma, carry):
+    """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they leave the carry as it is but for
+    its decay, which is why the first block read must have carry 0."""
+    decay = tl.zeros_like(x) + gamma
+    inner, decays = tl.associative_scan((x, decay), 0, _combine, reverse=True)
+    return inner + decays * carry
+
+
+@triton.jit
+def _first(x, offsets):
+    return tl.sum(tl.where(offsets == 0, x, 0.0), axis=0)
+
+
+@triton.jit
+def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
+    sequence = tl.program_id(0)
+    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    carry = 0.0
+    num_blocks = (end - begin + BLOCK - 1) // BLOCK
+    for back in range(num_blocks):
+        start = begin + (num_blocks - 1 - back) * BLOCK
+        is_in = start + offsets < end
+        if HAS_MASK:
+            is_in = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
+        x = tl.load(x_ptr + start + offsets, mask=is_in, other=0.0)
+        scanned = _scan_block(x, gamma, carry)
+        tl.store(out_ptr + start + offsets, scanned, mask=start + offsets < end)
+        carry = _first(scanned, offsets)
+
+
+@triton.jit
+def score_kernel(
+    log_ratio_ptr, entropy_ptr, mask_ptr, omega_ptr, score_ptr, is_candidate_ptr, cu_seqlens_ptr,
+    gamma, clip, limit, flat, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
+    sequence = tl.program_id(0)
+    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    num_blocks = (end - begin + BLOCK - 1) // BLOCK
+    carry = 0.0
+    num, omegas, entropies = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for back in range(num_blocks):
+        start = begin + (num_blocks - 1 - back) * BLOCK
+        is_in = start + offsets < end
+        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
+        scanned = _scan_block(tl.load(log_ratio_ptr + start + offsets, mask=is_token, other=0.0), gamma, carry)
+        carry = _first(scanned, offsets)
+        future = tl.exp(tl.clamp(scanned, -limit, limit, propagate_nan=tl.PropagateNan.ALL))
+        omega = tl.clamp(future, 1.0 - clip, 1.0 + clip, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(omega_ptr + start + offsets, omega, mask=is_in)
+        num += is_token.to(tl.float32)
+        omegas += tl.where(is_token, omega - 1.0, 0.0)
+        entropies += tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0)
+    tl.debug_barrier()  # omega is read back below, perhaps by other threads
+    total = tl.maximum(tl.sum(num, axis=0), 1.0)
+    omega_mean = 1.0 + tl.sum(omegas, axis=0) / total
+    entropy_mean = tl.sum(entropies, axis=0) / total
+    # Squares of deviations in a pass of their own: E[x^2] - E[x]^2 has no digits left where Omega is nearly flat.
+    omega_squares, entropy_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for block in range(num_blocks):
+        start = begin + block * BLOCK
+        is_in = start + offsets < end
+        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
+        d_omega = tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean
+        d_entropy = tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean
+        omega_squares += tl.where(is_token, d_omega * d_omega, 0.0)
+        entropy_squares += tl.where(is_token, d_entropy * d_entropy, 0.0)
+    omega_std = tl.sqrt(tl.sum(omega_squares, axis=0) / total)
+    entropy_std = tl.sqrt(tl.sum(entropy_squares, axis=0) / total)
+    is_flat = omega_std < flat
+    for block in range(num_blocks):
+        start = begin + block * BLOCK
+        is_in = start + offsets < end
+        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
+        z_omega = (tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean) / (omega_std + 1e-6)
+        z_entropy = (tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean) / (entropy_std + 1e-6)
+        z_omega = tl.where(is_flat, 1.0, z_omega)
+        tl.store(score_ptr + start + offsets, tl.where(is_token, z_entropy * z_omega, 0.0), mask=is_in)
+        tl.store(is_candidate_ptr + start + offsets, is_token & (z_entropy > 0) & (z_omega > 0), mask=is_in)
+
+
+def scan(x_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None) -> Tensor:
+    """Launcher, see `branching.discounted_reverse_scan`."""
+    out_T = torch.zeros_like(x_T)
+    if len(cu_seqlens_S1) > 1:
+        scan_kernel[(len(cu_seqlens_S1) - 1,)](x_T, mask_T, out_T, cu_seqlens_S1, gamma, HAS_MASK=mask_T is not None, **LAUNCH)
+    return out_T
+
+
+def score(
+    log_ratio_T: Tensor, entropy_T: Tensor, mask_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, clip: float, limit: float, flat: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launcher, see `branching.branching_score`."""
+    score_T, omega_T, is_candidate_T = torch.zeros_like(entropy_T), torch.ones_like(entropy_T), torch.zeros_like(mask_T)
+    if len(cu_seqlens_S1) > 1:
+        score_kernel[(len(cu_seqlens_S1) - 1,)](
+            log_ratio_T, entropy_T, mask_T, omega_T, score_T, is_candidate_T, cu_seqlens_S1, gamma, clip, limit, flat,
+            **LAUNCH,
+        )  # fmt: skip
+    return score_T, omega_T, is_candidate_T

@@ -1,0 +1,243 @@
+"""The fused loss in Triton: statistics, token loss and gradient of a row by one program, while the row is still in L2."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flowkernels.rows import Rows
+from flowkernels.rows_triton import (
+    LN2,
+    LOG2E,
+    backward_row,
+    grid,
+    kept_arguments,
+    kept_statistics,
+    loss_config,
+    row_statistics,
+    target_logit,
+    write_zeros,
+)
+from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS
+from flowkernels.token_loss import KLS, LossSpec
+
+STATISTICS = {"BLOCK": 512, "num_warps": 8}
+_POLICIES = {"clip": 0, "cispo": 1, "nll": 2}
+
+CLIP, CISPO, NLL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+K1, K2 = tl.constexpr(0), tl.constexpr(1)
+
+
+@triton.jit
+def _clamp(x, limit):
+    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _expm1(x):
+    small = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5))))
+    return tl.where(tl.abs(x) < 0.1, small, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _kl(raw, limit, KL: tl.constexpr):
+    """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
+    u = _clamp(raw, limit)
+    if KL == K1:
+        kl, slope = -u, u * 0.0 + 1.0
+    elif KL == K2:
+        kl, slope = u * u / 2, -u
+    else:
+        kl, slope = _expm1(u) - u, -_expm1(u)
+    return kl, tl.where(tl.abs(raw) > limit, 0.0, slope)
+
+
+@triton.jit
+def _policy(logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY: tl.constexpr, HAS_DUAL: tl.constexpr):
+    """(loss, derivative by logp, clipped), as in `token_loss`."""
+    ratio = tl.exp(_clamp(log_ratio, limit))
+    if POLICY == NLL:
+        slope = -advantage
+        loss = slope * logp
+        is_clipped = advantage != advantage
+    elif POLICY == CISPO:
+        slope = -tl.minimum(ratio, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL) * advantage
+        loss = slope * logp
+        is_clipped = ratio > 1.0 + clip_high
+    else:
+        unclipped = ratio * advantage
+        clipped = tl.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL) * advantage
+        is_clipped = unclipped > clipped
+        loss = tl.where(is_clipped, -clipped, -unclipped)
+        if HAS_DUAL:
+            is_dual = (advantage < 0) & (loss > -dual_clip * advantage)
+            loss = tl.where(is_dual, -dual_clip * advantage, loss)
+            is_clipped = is_clipped | is_dual
+        slope = tl.where(is_clipped | (tl.abs(log_ratio) > limit), 0.0, -unclipped)
+    return loss, slope, is_clipped
+
+
+@triton.jit
+def loss_kernel(
+    logits_ptr, out_ptr, targets_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, temperature_ptr,
+    kept_ids_ptr, kept_offsets_ptr, kept_copy_ptr, column_ptr,
+    num_rows, num_vocab, row_stride, out_stride, temperature_stride, softcap,
+    clip_low, clip_high, dual_clip, kl_coef, entropy_coef, limit,
+    POLICY: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_DUAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """columns [6, T]: weighted loss, logp, entropy, log-ratio, KL, clipped. `out` may be the logits. Rows of weight 0 are not read."""
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
+        row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
+        target = tl.load(targets_ptr + row)
+        weight = tl.load(weight_ptr + row)
+        if (weight != 0.0) & (target >= 0):
+            temperature = tl.load(temperature_ptr + row * temperature_stride)
+            scale = 1.0 / temperature * LOG2E
+            advantage = tl.load(advantage_ptr + row)
+            x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)
+            top, log2_total, entropy = row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH)
+            kept_top, kept_log2_total = top, log2_total
+            begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
+            if HAS_KEPT:
+                begin, end = tl.load(kept_offsets_ptr + row), tl.load(kept_offsets_ptr + row + 1)
+                if end > begin:
+                    kept_top, kept_log2_total = kept_statistics(
+                        row_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, scale, softcap, HAS_SOFTCAP, LANES
+                    )
+            logp = ((x_target - kept_top) * scale - kept_log2_total) * LN2
+            old = logp
+            if HAS_OLD:
+                old = tl.load(old_ptr + row)
+            log_ratio = logp - old
+            loss, dlogp, is_clipped = _policy(logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY, HAS_DUAL)
+            if HAS_REF:
+                kl, dkl = _kl(tl.load(ref_ptr + row) - logp, limit, KL)
+                if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
+                    loss += kl_coef * kl
+                    dlogp += kl_coef * dkl
+            else:
+                kl, dkl = _kl(old - logp, limit, 2)
+            c = 0.0
+            if HAS_ENTROPY:
+                loss -= entropy_coef * entropy
+                c = weight * entropy_coef / temperature
+            tl.store(column_ptr + row, weight * loss)
+            tl.store(column_ptr + num_rows + row, logp)
+            tl.store(column_ptr + 2 * num_rows + row, entropy)
+            tl.store(column_ptr + 3 * num_rows + row, log_ratio)
+            tl.store(column_ptr + 4 * num_rows + row, kl)
+            tl.store(column_ptr + 5 * num_rows + row, is_clipped.to(tl.float32))
+            if HAS_GRADIENT:
+                backward_row(
+                    row_ptr, row_out_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, top, log2_total, kept_top,
+                    kept_log2_total, entropy, -weight * dlogp / temperature, c, scale, softcap,
+                    HAS_ENTROPY, HAS_SOFTCAP, HAS_KEPT, LANES, WIDTH,
+                )  # fmt: skip
+        else:
+            for i in tl.static_range(6):
+                tl.store(column_ptr + i * num_rows + row, 0.0)
+            if HAS_GRADIENT:
+                write_zeros(row_out_ptr, num_vocab, LANES, WIDTH)
+
+
+@triton.jit
+def statistics_kernel(
+    column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One program: no order is left to chance."""
+    offsets = tl.arange(0, BLOCK)
+    loss = tl.zeros([BLOCK], tl.float32)
+    num, weights, entropies, kls, ratios, low, high, mismatch = loss, loss, loss, loss, loss, loss, loss, loss
+    ratio_max = tl.full([BLOCK], -float("inf"), tl.float32)
+    ratio_min = tl.full([BLOCK], float("inf"), tl.float32)
+    histogram = tl.zeros([NUM_BINS], tl.float32)
+    for start in range(0, num_rows, BLOCK):
+        rows = start + offsets
+        is_in = rows < num_rows
+        weight = tl.load(weight_ptr + rows, mask=is_in, other=0.0)
+        counts = is_in & (weight != 0.0) & (tl.load(targets_ptr + rows, mask=is_in, other=-1) >= 0)
+        log_ratio = tl.load(column_ptr + 3 * num_rows + rows, mask=counts, other=0.0)
+        ratio = tl.exp(log_ratio)
+        is_clipped = tl.load(column_ptr + 5 * num_rows + rows, mask=counts, other=0.0)
+        loss += tl.load(column_ptr + rows, mask=counts, other=0.0)
+        entropies += tl.load(column_ptr + 2 * num_rows + rows, mask=counts, other=0.0)
+        kls += tl.load(column_ptr + 4 * num_rows + rows, mask=counts, other=0.0)
+        num += counts.to(tl.float32)
+        weights += tl.where(counts, weight, 0.0)
+        ratios += tl.where(counts, ratio, 0.0)
+        ratio_max = tl.maximum(ratio_max, tl.where(counts, ratio, -float("inf")), propagate_nan=tl.PropagateNan.ALL)
+        ratio_min = tl.minimum(ratio_min, tl.where(counts, ratio, float("inf")), propagate_nan=tl.PropagateNan.ALL)
+        low += tl.where(log_ratio < 0, is_clipped, 0.0)
+        high += tl.where(log_ratio < 0, 0.0, is_clipped)
+        mismatch += tl.abs(log_ratio)
+        # A NaN fails both comparisons and lands in no bin.
+        bins = tl.floor(tl.clamp(log_ratio / BIN_WIDTH, -NUM_BINS / 2, NUM_BINS / 2 - 1, propagate_nan=tl.PropagateNan.ALL)) + NUM_BINS // 2
+        is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
+        histogram += tl.sum(is_bin.to(tl.float32), axis=0)
+    tl.store(loss_ptr, tl.sum(loss, axis=0))
+    tl.store(out_ptr, tl.sum(num, axis=0))
+    tl.store(out_ptr + 1, tl.sum(weights, axis=0))
+    tl.store(out_ptr + 2, tl.sum(entropies, axis=0))
+    tl.store(out_ptr + 3, tl.sum(kls, axis=0))
+    tl.store(out_ptr + 4, tl.sum(ratios, axis=0))
+    tl.store(out_ptr + 5, tl.max(ratio_max, axis=0))
+    tl.store(out_ptr + 6, tl.min(ratio_min, axis=0))
+    tl.store(out_ptr + 7, tl.sum(low, axis=0))
+    tl.store(out_ptr + 8, tl.sum(high, axis=0))
+    tl.store(out_ptr + 9, tl.sum(mismatch, axis=0))
+    tl.store(out_ptr + 10 + tl.arange(0, NUM_BINS), histogram)
+
+
+@triton.jit
+def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+    """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()` sends."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0).to(tl.int64) * BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            is_in = offsets < num_elements
+            g = tl.load(gradient_ptr + offsets, mask=is_in, other=0.0).to(tl.float32)
+            tl.store(gradient_ptr + offsets, (g * factor).to(gradient_ptr.dtype.element_ty), mask=is_in)
+
+
+def loss(
+    rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, out_TV: Tensor | None
+) -> Tensor:
+    """Launcher: columns [6, T], and the gradient into `out_TV` (which may be the logits) unless that is None."""
+    logits_TV, num_rows = rows.logits_TV, len(rows.target_ids_T)
+    column_6T = torch.empty(6, num_rows, device=logits_TV.device)
+    if num_rows:
+        config = loss_config(logits_TV)
+        loss_kernel[grid(config, logits_TV)](
+            logits_TV, out_TV, rows.target_ids_T, advantage_T, weight_T, old_T, ref_T, rows.temperature_T,
+            *kept_arguments(rows), column_6T,
+            num_rows, logits_TV.shape[1], logits_TV.stride(0), 0 if out_TV is None else out_TV.stride(0), rows.temperature_T.stride(0),
+            rows.softcap, spec.clip_low, spec.clip_high, spec.dual_clip or 0.0, spec.kl_coef, spec.entropy_coef, spec.log_ratio_limit,
+            POLICY=_POLICIES[spec.policy], KL=KLS.index(spec.kl), HAS_OLD=old_T is not None, HAS_REF=ref_T is not None,
+            HAS_DUAL=spec.dual_clip is not None, HAS_ENTROPY=spec.entropy_coef != 0, HAS_SOFTCAP=rows.softcap > 0,
+            HAS_KEPT=rows.kept is not None, HAS_GRADIENT=out_TV is not None,
+            **config.arguments(),
+        )  # fmt: skip
+    return column_6T
+
+
+def statistics(column_6T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Launcher: (loss, statistics), see `statistics.reduce_torch`."""
+    result = torch.empty((), device=column_6T.device)
+    out = torch.empty(NUM_STATISTICS, device=column_6T.device)
+    statistics_kernel[(1,)](
+        column_6T, weight_T, target_ids_T, result, out, len(weight_T), BIN_WIDTH=BIN_WIDTH, NUM_BINS=NUM_BINS, **STATISTICS
+    )
+    return result, out
+
+
+def scale_(gradient_TV: Tensor, factor: Tensor) -> None:
+    """Launcher: gradient *= factor, in place."""
+    assert gradient_TV.is_contiguous()
+    if gradient_TV.numel():
+        scale_kernel[(1024,)](gradient_TV, factor.float(), gradient_TV.numel(), BLOCK=4096, num_warps=8)

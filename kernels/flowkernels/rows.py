@@ -1,0 +1,294 @@
+"""Rows of logits: statistics and gradients, as torch references and as `torch.library` operators over both implementations.
+
+Maths, for a row x [V] with target y: z = softcap(x) / temperature, lse = log sum_j exp z_j, p = exp(z - lse), H = -sum_j p_j log p_j,
+logp = z_y - lse, or z_y - lse over the kept set where the sampler renormalised over one. For upstream gradients of logp and H,
+
+    dz_j = a p^S_j - a [j = y] + c p_j (log p_j + H),   a = -dL/dlogp,  c = -dL/dH,
+
+with p^S = p, or the distribution over the kept set (0 outside it). Bytes, in bf16: 2 per element for the statistics; 4 with the
+gradient, if the second read of a row comes from cache, else 6. The torch reference goes through the rows in chunks that fit a CPU
+cache, in fp32. T: target tokens, V: vocabulary, C: rows of a chunk, K: kept ids of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**19
+"""Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of the cache."""
+_FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSet:
+    """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has them (arXiv 2512.02556, 3.1).
+
+    A row without ids was not truncated. A target is always counted in; ids of a row must differ from one another.
+
+    Example: KeptSet(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0 and 2 were truncated, row 1 was not.
+    """
+
+    token_ids_K: Tensor
+    """int64, on the device of the logits."""
+    offsets_T1: Tensor
+    """int64 [T + 1], ascending from 0 to K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The arguments that every operator on logits takes, checked."""
+
+    logits_TV: Tensor
+    target_ids_T: Tensor
+    """int64; a negative id marks a row that is not read and whose results are 0."""
+    temperature_T: Tensor
+    """fp32; its stride may be 0."""
+    softcap: float = 0.0
+    """0: none."""
+    kept: KeptSet | None = None
+
+    def __getitem__(self, rows: slice) -> Rows:
+        """A chunk of consecutive rows."""
+        kept = self.kept
+        if kept is not None:
+            begin, end = (int(kept.offsets_T1[i]) for i in (rows.start, rows.stop))
+            kept = KeptSet(kept.token_ids_K[begin:end], kept.offsets_T1[rows.start : rows.stop + 1] - begin)
+        return Rows(self.logits_TV[rows], self.target_ids_T[rows], self.temperature_T[rows], self.softcap, kept)
+
+    def chunks(self) -> Iterator[slice]:
+        num_rows, num_vocab = self.logits_TV.shape
+        size = max(1, CHUNK_ELEMENTS // max(num_vocab, 1))
+        return (slice(i, min(i + size, num_rows)) for i in range(0, num_rows, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A chunk after its forward pass, all fp32; t = z - max z."""
+
+    rows: Rows
+    t_CV: Tensor
+    e_CV: Tensor
+    """exp t."""
+    log_total_C: Tensor
+    """log sum exp t."""
+    kept_log_total_C: Tensor
+    """The same over the kept set."""
+    logprob_C: Tensor
+    entropy_C: Tensor
+    lse_C: Tensor
+
+
+def forward_torch(rows: Rows) -> Forward:
+    t_CV = rows.logits_TV.to(torch.float32, copy=True)
+    if rows.softcap:
+        t_CV.div_(rows.softcap).tanh_().mul_(rows.softcap)
+    t_CV /= rows.temperature_T[:, None]
+    top_C = t_CV.amax(-1)
+    # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits. clamp: no 0 * -inf further down.
+    t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None]).clamp_(min=_FAR)
+    e_CV = t_CV.exp()
+    total_C = e_CV.sum(-1)
+    log_total_C = total_C.log()
+    moment_C = torch.bmm(e_CV[:, None], t_CV[:, :, None])[:, 0, 0]  # a product without a buffer for it
+    t_target_C = _at_targets(t_CV, rows.target_ids_T)
+    kept_log_total_C = log_total_C if rows.kept is None else _kept_log_total(rows, t_CV, t_target_C, log_total_C)
+    is_row_C = rows.target_ids_T >= 0
+    logprob_C, entropy_C, lse_C = (
+        torch.where(is_row_C, x_C, 0.0) for x_C in (t_target_C - kept_log_total_C, log_total_C - moment_C / total_C, top_C + log_total_C)
+    )
+    return Forward(rows, t_CV, e_CV, log_total_C, kept_log_total_C, logprob_C, entropy_C, lse_C)
+
+
+def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Tensor) -> None:
+    """The gradient by the logits into `out_CV`, which may be the logits; the buffers of `forward` are used up. `a` and `c` as above."""
+    rows = forward.rows
+    targets_C = _valid(rows.target_ids_T, rows.logits_TV.shape[1])
+    capped_CV = _capped_slope(rows) if rows.softcap else None
+    a_row_C, kept_gradient_K, kept_row_K = a_C, None, None
+    if rows.kept is not None:
+        a_row_C, kept_row_K, kept_gradient_K = _kept_gradient(forward, a_C)
+    g_CV = forward.e_CV.mul_(forward.log_total_C.neg().exp_()[:, None])  # p
+    if c_C is None:
+        g_CV.mul_(a_row_C[:, None])
+    else:
+        factor_CV = forward.t_CV.add_((forward.entropy_C - forward.log_total_C)[:, None]).mul_(c_C[:, None]).add_(a_row_C[:, None])
+        g_CV.mul_(factor_CV)
+    if rows.kept is not None and kept_row_K is not None and kept_gradient_K is not None:
+        g_CV.index_put_((kept_row_K, rows.kept.token_ids_K), kept_gradient_K, accumulate=True)
+        # A target that the set does not hold was counted in, and has a share of its own.
+        is_missing_C = _is_missing(rows) & (rows.kept.offsets_T1.diff() > 0)
+        own_C = torch.where(is_missing_C, a_C * forward.logprob_C.exp(), 0.0)
+        g_CV.scatter_add_(1, targets_C[:, None], own_C[:, None])
+    g_CV.scatter_add_(1, targets_C[:, None], -a_C[:, None])
+    if capped_CV is not None:
+        g_CV.mul_(capped_CV)
+    is_zero_C = a_C == 0 if c_C is None else (a_C == 0) & (c_C == 0)
+    g_CV.masked_fill_(is_zero_C[:, None], 0.0)  # a row without a gradient may hold NaN
+    out_CV.copy_(g_CV)
+
+
+def _valid(target_ids_C: Tensor, num_vocab: int) -> Tensor:
+    return target_ids_C.clamp(0, num_vocab - 1)
+
+
+def _at_targets(t_CV: Tensor, target_ids_C: Tensor) -> Tensor:
+    """NaN for a target outside the vocabulary, so that a wrong id cannot go unseen."""
+    num_vocab = t_CV.shape[1]
+    t_C = t_CV.gather(1, _valid(target_ids_C, num_vocab)[:, None])[:, 0]
+    return torch.where(target_ids_C < num_vocab, t_C, torch.nan)
+
+
+def _kept_rows(rows: Rows) -> Tensor:
+    """int64 [K]: the row of each kept id."""
+    assert rows.kept is not None
+    counts_C = rows.kept.offsets_T1.diff()
+    return torch.repeat_interleave(torch.arange(len(counts_C), device=counts_C.device), counts_C)
+
+
+def _is_missing(rows: Rows) -> Tensor:
+    """bool [C]: the target is not among its row's kept ids."""
+    assert rows.kept is not None
+    row_K = _kept_rows(rows)
+    is_target_K = (rows.kept.token_ids_K == rows.target_ids_T[row_K]).to(torch.int64)
+    return torch.zeros_like(rows.target_ids_T).index_add_(0, row_K, is_target_K) == 0
+
+
+def _kept_log_total(rows: Rows, t_CV: Tensor, t_target_C: Tensor, log_total_C: Tensor) -> Tensor:
+    """log sum exp t over the kept ids and the target; over the whole row where no id is given."""
+    assert rows.kept is not None
+    row_K = _kept_rows(rows)
+    t_K = t_CV[row_K, rows.kept.token_ids_K]
+    top_C = t_target_C.scatter_reduce(0, row_K, t_K, "amax")
+    own_C = torch.where(_is_missing(rows), (t_target_C - top_C).exp(), 0.0)
+    kept_C = top_C + own_C.index_add(0, row_K, (t_K - top_C[row_K]).exp()).log()
+    return torch.where(rows.kept.offsets_T1.diff() > 0, kept_C, log_total_C)
+
+
+def _kept_gradient(forward: Forward, a_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(a where the whole row takes part, else 0; the row of each kept id; a p^S at each kept id)."""
+    rows = forward.rows
+    assert rows.kept is not None
+    row_K = _kept_rows(rows)
+    logp_K = forward.t_CV[row_K, rows.kept.token_ids_K] - forward.kept_log_total_C[row_K]
+    return torch.where(rows.kept.offsets_T1.diff() > 0, 0.0, a_C), row_K, a_C[row_K] * logp_K.exp()
+
+
+def _capped_slope(rows: Rows) -> Tensor:
+    """d softcap(x) / dx = 1 - tanh(x / softcap)^2."""
+    return (rows.logits_TV.float() / rows.softcap).tanh_().square_().neg_().add_(1.0)
+
+
+def _scores_torch(rows: Rows) -> Tensor:
+    score_3T = torch.empty(3, len(rows.target_ids_T), device=rows.logits_TV.device)
+    for chunk in rows.chunks():
+        forward = forward_torch(rows[chunk])
+        for i, x_C in enumerate((forward.logprob_C, forward.entropy_C, forward.lse_C)):
+            score_3T[i, chunk] = x_C
+    return score_3T
+
+
+def _gradient_torch(rows: Rows, dlogprob_T: Tensor, dentropy_T: Tensor | None, out_TV: Tensor) -> None:
+    for chunk in rows.chunks():
+        part = rows[chunk]
+        is_row_C = part.target_ids_T >= 0
+        a_C = torch.where(is_row_C, -dlogprob_T[chunk] / part.temperature_T, 0.0)
+        c_C = None if dentropy_T is None else torch.where(is_row_C, -dentropy_T[chunk] / part.temperature_T, 0.0)
+        backward_torch(forward_torch(part), a_C, c_C, out_TV[chunk])
+
+
+def scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
+    """([3, T] fp32: logp, entropy, lse; [4, T]: what `gradient` of the same implementation takes). Differentiable by the logits in the
+    first two, by a second read of the logits."""
+    kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+    result: tuple[Tensor, Tensor] = _scores_op(
+        rows.logits_TV, rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets, impl
+    )
+    return result
+
+
+def write_gradient(
+    rows: Rows, score_3T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, impl: str, out_TV: Tensor
+) -> None:
+    """The gradient by the logits, into `out_TV`, which may be the logits themselves."""
+    if impl == "torch":
+        _gradient_torch(rows, dlogprob_T, dentropy_T, out_TV)
+    else:
+        from flowkernels import rows_triton
+
+        rows_triton.gradient(rows, score_3T[1], state_4T, dlogprob_T, dentropy_T, out_TV)
+
+
+@torch.library.custom_op("flowkernels::scores", mutates_args=())
+def _scores_op(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    kept_ids: Tensor | None,
+    kept_offsets: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
+    if impl == "torch":
+        return _scores_torch(rows), torch.zeros(4, len(targets), device=logits.device)
+    from flowkernels import rows_triton
+
+    return rows_triton.scores(rows)
+
+
+@_scores_op.register_fake
+def _(logits: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    size = targets.shape[0]
+    return logits.new_empty((3, size), dtype=torch.float32), logits.new_empty((4, size), dtype=torch.float32)
+
+
+def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, targets, temperature, ctx.softcap, kept_ids, kept_offsets, ctx.impl = inputs
+    ctx.save_for_backward(logits, targets, temperature, kept_ids, kept_offsets, *output)
+
+
+def _scores_backward(ctx: Any, dscore_3T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    logits, targets, temperature, kept_ids, kept_offsets, score_3T, state_4T = ctx.saved_tensors
+    dlogits: Tensor = _gradient_op(
+        logits, targets, temperature, ctx.softcap, kept_ids, kept_offsets, score_3T, state_4T, dscore_3T.contiguous(), ctx.impl
+    )
+    return dlogits, None, None, None, None, None, None
+
+
+_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
+
+
+@torch.library.custom_op("flowkernels::gradient", mutates_args=())
+def _gradient_op(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    kept_ids: Tensor | None,
+    kept_offsets: Tensor | None,
+    score: Tensor,
+    state: Tensor,
+    dscore: Tensor,
+    impl: str,
+) -> Tensor:
+    out_TV = logits.new_empty(logits.shape)
+    rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
+    write_gradient(rows, score, state, dscore[0], dscore[1], impl, out_TV)
+    return out_TV
+
+
+@_gradient_op.register_fake
+def _(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def make_rows(
+    logits: Tensor, targets: Tensor, temperature: Tensor, softcap: float, kept_ids: Tensor | None, kept_offsets: Tensor | None
+) -> Rows:
+    kept = None if kept_ids is None or kept_offsets is None else KeptSet(kept_ids, kept_offsets)
+    return Rows(logits, targets, temperature, softcap, kept)
