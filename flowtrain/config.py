@@ -113,6 +113,8 @@ class Algorithm(Section):
     """flow_grpo: AgentFlow's"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over turns, clip 0.2/0.3, dual clip 3"""
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or CISPO's bounded ratio"""
     clip_low: float | None = Field(None, ge=0, le=1)
     """ratio is clipped below 1 - clip_low; unset: 0.2"""
     clip_high: float | None = Field(None, ge=0)
@@ -125,6 +127,10 @@ class Algorithm(Section):
     """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
+    tis: float | None = Field(None, gt=0)
+    """truncated importance sampling: weigh tokens by min(pi_trainer / pi_sampler, tis); needs train.rescore"""
+    mis: tuple[float, float] | None = None
+    """masked importance sampling: drop tokens whose pi_trainer / pi_sampler is outside [low, high]; needs train.rescore"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
 
@@ -233,6 +239,11 @@ class Config(Section):
             raise ValueError(
                 f"train.num_minibatches={self.train.num_minibatches} must be at most rollout.num_questions={self.rollout.num_questions}"
             )
+        for key, value in (("tis", self.algorithm.tis), ("mis", self.algorithm.mis)):
+            if value is not None and not self.train.rescore:
+                raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")
+        if self.algorithm.mis is not None and not 0 <= self.algorithm.mis[0] < self.algorithm.mis[1]:
+            raise ValueError(f"algorithm.mis={self.algorithm.mis} must be [low, high] with 0 <= low < high")
         if (self.tasks.name == "file") != bool(self.tasks.path):
             raise ValueError(f"tasks.path={self.tasks.path!r} goes with tasks.name = 'file', which is {self.tasks.name!r}")
         return self

@@ -111,7 +111,7 @@ def loss_spec(config: Config) -> LossSpec:
     """The token loss of `[algorithm]`."""
     a = config.algorithm
     assert a.clip_low is not None and a.clip_high is not None, "filled in by the config"
-    return LossSpec("clip", a.clip_low, a.clip_high, a.dual_clip, a.kl_coef, a.kl, a.entropy_coef)
+    return LossSpec(a.loss, a.clip_low, a.clip_high, a.dual_clip, a.kl_coef, a.kl, a.entropy_coef, tis=a.tis, mis=a.mis)
 
 
 def optim_spec(config: Config) -> OptimSpec:

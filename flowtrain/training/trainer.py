@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from flowkernels import LossSpec, logprobs, policy_loss
+from flowkernels import LossSpec, correct_for_sampler, logprobs, policy_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -87,7 +87,10 @@ class Trainer:
                 weight_T=row.weight_T * scale,
                 old_logprob_T=row.old_logprob_T,
                 ref_logprob_T=row.ref_logprob_T,
+                sampler_logprob_T=row.sampler_logprob_T,
+                cu_seqlens_S1=row.cu_targets_S1,
                 temperature=self._temperature,
+                inplace=True,
             )
             out.loss.backward()
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
@@ -115,7 +118,11 @@ class Trainer:
             rows = [replace(row, old_logprob_T=old_T) for row, old_T in zip(rows, self.score(self.model, rows), strict=True)]
         if self._reference is not None:
             rows = [replace(row, ref_logprob_T=ref_T) for row, ref_T in zip(rows, self.score(self._reference, rows), strict=True)]
-        return rows
+        return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
+
+    def _kept_weights(self, row: Row) -> Tensor:
+        """Tokens that masked importance sampling drops leave the normaliser too."""
+        return correct_for_sampler(self._loss, row.advantage_T, row.weight_T, row.old_logprob_T, row.sampler_logprob_T)[1]
 
 
 def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
@@ -128,7 +135,7 @@ def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
         logits_to_keep=row.target_row_T,
         forest=Forest.of(row.subtree_end_N),
     )
-    return out.logits[0]
+    return out.logits.squeeze(0)  # a view whose backward pass, unlike that of [0], copies nothing
 
 
 def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
@@ -167,7 +174,9 @@ class Totals:
             "lr": lr,
             "kl": totals["kl_sum"] / num_tokens,
             "entropy": totals["entropy_sum"] / num_tokens,
-            "clip_fraction": totals["clipped_sum"] / num_tokens,
+            "clip_fraction": (totals["clipped_low_sum"] + totals["clipped_high_sum"]) / num_tokens,
+            "clip_fraction_low": totals["clipped_low_sum"] / num_tokens,
+            "clip_fraction_high": totals["clipped_high_sum"] / num_tokens,
             "ratio_mean": totals["ratio_sum"] / num_tokens if has_tokens else 1.0,
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
@@ -189,7 +198,8 @@ _SUMS = (
     "entropy_sum",
     "kl_sum",
     "ratio_sum",
-    "clipped_sum",
+    "clipped_low_sum",
+    "clipped_high_sum",
     "loss_sum",
     "first_tokens_sum",
     "first_mismatch_sum",

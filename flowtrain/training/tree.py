@@ -4,14 +4,14 @@ One int per token carries the structure: token j is visible to token i iff j <= 
 token's subtree ends where its sample ends); prefix sharing and branching are the same array with other numbers. The trained tokens are
 listed apart, so the head runs on them alone.
 
-Suffixes: N packed tokens, T target tokens.
+Suffixes: N packed tokens, T target tokens, S samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class Row:
     """fp32"""
     weight_T: Tensor
     """fp32, before division by the global sum."""
+    cu_targets_S1: Tensor
+    """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to cu_targets[s + 1] - 1."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
 
@@ -102,6 +104,7 @@ def pack_row(samples: Sequence[Sample]) -> Row:
         sampler_logprob_T=logprob_T,
         advantage_T=targets([s.advantage for s in samples for _ in s.response_ids]),
         weight_T=targets([x for s in samples for x in s.weights]),
+        cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
     )
 
 

@@ -15,15 +15,17 @@ from torch import Tensor
 from flowkernels.rows import KeptSet, Rows
 
 IMPLS = ("auto", "triton", "torch")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def resolve_impl(impl: str, device: torch.device) -> str:
-    """ "auto": Triton on a GPU, torch elsewhere."""
+def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """ "auto": Triton on a GPU, torch elsewhere and for float64."""
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} must be one of {', '.join(map(repr, IMPLS))}")
     if impl == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        return "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+    if impl == "triton" and dtype == torch.float64:
+        raise ValueError("impl='triton' needs logits of float32, bfloat16 or float16, got float64")
     if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("impl='triton' needs tensors on a GPU, got cpu (TRITON_INTERPRET=1 interprets the kernels on the CPU)")
     return impl
@@ -32,7 +34,7 @@ def resolve_impl(impl: str, device: torch.device) -> str:
 def check_rows(logits_TV: Tensor, target_ids_T: Tensor, temperature: float | Tensor, softcap: float | None, kept: KeptSet | None) -> Rows:
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
         raise ValueError(
-            f"logits_TV must be float32, bfloat16 or float16 [T, V] with V > 0, got {logits_TV.dtype} {tuple(logits_TV.shape)}"
+            f"logits_TV must be float32, bfloat16, float16 or float64 [T, V], V > 0, got {logits_TV.dtype} {tuple(logits_TV.shape)}"
         )
     if logits_TV.stride(1) != 1 and logits_TV.shape[1] > 1:
         raise ValueError(f"logits_TV must have the vocabulary contiguous (stride 1), got strides {logits_TV.stride()}")

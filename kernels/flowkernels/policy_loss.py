@@ -61,7 +61,7 @@ def logprobs(
     """Log-probability of each target, the entropy and the log-sum-exp of its row, in one read of the logits.
 
     Args:
-        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32.
+        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32. fp64 is accepted, in torch, and stays fp64.
         target_ids_T: [T] int64 in [0, V); a negative id marks a row that is not read.
         temperature: divides the logits; > 0, a number or fp32 [T].
         softcap: logits become softcap * tanh(logits / softcap) first.
@@ -75,7 +75,7 @@ def logprobs(
     """
     rows = check_rows(logits_TV, target_ids_T, temperature, softcap, kept)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        score_3T, _ = scores(rows, resolve_impl(impl, logits_TV.device))
+        score_3T, _ = scores(rows, resolve_impl(impl, logits_TV.device, logits_TV.dtype))
     logprob_T, entropy_T, lse_T = score_3T.unbind()
     return LogProbs(logprob_T, entropy_T, lse_T.detach())
 
@@ -101,6 +101,7 @@ def policy_loss(
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype; all arithmetic is fp32.
+            fp64 is accepted, in torch, and stays fp64.
         target_ids_T: [T] int64 in [0, V); a negative id marks a row to leave out.
         spec: the token loss, or a function of all tokens (see `TokenLossFn`).
         advantage_T: [T] fp32.
@@ -124,7 +125,7 @@ def policy_loss(
     the others at `LossSpec.policy`. T = 0 gives a zero loss.
     """
     rows = check_rows(logits_TV, target_ids_T, temperature, softcap, kept)
-    impl = resolve_impl(impl, logits_TV.device)
+    impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
     num_rows, device = len(target_ids_T), logits_TV.device
     tensors = (advantage_T, weight_T, old_logprob_T, ref_logprob_T, sampler_logprob_T)
     names = ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
@@ -312,6 +313,7 @@ def _(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or autograd fills a zero gradient of [T, V] for the gradient itself
     ctx.save_for_backward(output[1])
 
 

@@ -68,7 +68,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A chunk after its forward pass, all fp32; t = z - max z."""
+    """A chunk after its forward pass, fp32 (fp64 for fp64 logits); t = z - max z."""
 
     rows: Rows
     t_CV: Tensor
@@ -84,17 +84,14 @@ class Forward:
 
 
 def forward_torch(rows: Rows) -> Forward:
-    t_CV = rows.logits_TV.to(torch.float32, copy=True)
-    if rows.softcap:
-        t_CV.div_(rows.softcap).tanh_().mul_(rows.softcap)
-    t_CV /= rows.temperature_T[:, None]
+    t_CV = torch.div(_capped(rows), rows.temperature_T[:, None])
     top_C = t_CV.amax(-1)
     # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits. clamp: no 0 * -inf further down.
     t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None]).clamp_(min=_FAR)
     e_CV = t_CV.exp()
     total_C = e_CV.sum(-1)
     log_total_C = total_C.log()
-    moment_C = torch.bmm(e_CV[:, None], t_CV[:, :, None])[:, 0, 0]  # a product without a buffer for it
+    moment_C = (e_CV * t_CV).sum(-1)
     t_target_C = _at_targets(t_CV, rows.target_ids_T)
     kept_log_total_C = log_total_C if rows.kept is None else _kept_log_total(rows, t_CV, t_target_C, log_total_C)
     is_row_C = rows.target_ids_T >= 0
@@ -106,30 +103,59 @@ def forward_torch(rows: Rows) -> Forward:
 
 def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Tensor) -> None:
     """The gradient by the logits into `out_CV`, which may be the logits; the buffers of `forward` are used up. `a` and `c` as above."""
-    rows = forward.rows
-    targets_C = _valid(rows.target_ids_T, rows.logits_TV.shape[1])
-    capped_CV = _capped_slope(rows) if rows.softcap else None
-    a_row_C, kept_gradient_K, kept_row_K = a_C, None, None
+    rows, p_C = forward.rows, forward.log_total_C.neg().exp_()
+    slope_CV = 1 - (_capped(rows) / rows.softcap).square_() if rows.softcap else None
+    is_truncated_C = None if rows.kept is None else rows.kept.offsets_T1.diff() > 0
+    # What is not the same all over the row is worked out apart, in fp32, and put in place at the end.
+    a_row_C = a_C if is_truncated_C is None else torch.where(is_truncated_C, 0.0, a_C)
+    spots = [_target_gradient(forward, a_C, c_C)]
     if rows.kept is not None:
-        a_row_C, kept_row_K, kept_gradient_K = _kept_gradient(forward, a_C)
-    g_CV = forward.e_CV.mul_(forward.log_total_C.neg().exp_()[:, None])  # p
-    if c_C is None:
-        g_CV.mul_(a_row_C[:, None])
+        spots.insert(0, _kept_gradient(forward, a_C, c_C))
+    factor_CV = (a_row_C * p_C)[:, None]
+    if c_C is not None:
+        log_p_CV = forward.t_CV.add_((forward.entropy_C - forward.log_total_C)[:, None])
+        factor_CV = log_p_CV.mul_((c_C * p_C)[:, None]).add_(factor_CV)
+    if slope_CV is not None:
+        factor_CV = slope_CV * factor_CV
+    if out_CV.dtype == forward.e_CV.dtype:
+        torch.mul(forward.e_CV, factor_CV, out=out_CV)
     else:
-        factor_CV = forward.t_CV.add_((forward.entropy_C - forward.log_total_C)[:, None]).mul_(c_C[:, None]).add_(a_row_C[:, None])
-        g_CV.mul_(factor_CV)
-    if rows.kept is not None and kept_row_K is not None and kept_gradient_K is not None:
-        g_CV.index_put_((kept_row_K, rows.kept.token_ids_K), kept_gradient_K, accumulate=True)
-        # A target that the set does not hold was counted in, and has a share of its own.
-        is_missing_C = _is_missing(rows) & (rows.kept.offsets_T1.diff() > 0)
-        own_C = torch.where(is_missing_C, a_C * forward.logprob_C.exp(), 0.0)
-        g_CV.scatter_add_(1, targets_C[:, None], own_C[:, None])
-    g_CV.scatter_add_(1, targets_C[:, None], -a_C[:, None])
-    if capped_CV is not None:
-        g_CV.mul_(capped_CV)
+        out_CV.copy_(forward.e_CV.mul_(factor_CV))
+    for row_K, ids_K, gradient_K in spots:
+        slope_K = 1.0 if slope_CV is None else slope_CV[row_K, ids_K]
+        out_CV.index_put_((row_K, ids_K), (gradient_K * slope_K).to(out_CV.dtype))
     is_zero_C = a_C == 0 if c_C is None else (a_C == 0) & (c_C == 0)
-    g_CV.masked_fill_(is_zero_C[:, None], 0.0)  # a row without a gradient may hold NaN
-    out_CV.copy_(g_CV)
+    out_CV.index_fill_(0, is_zero_C.nonzero()[:, 0], 0.0)  # a row without a gradient may hold NaN
+
+
+def _capped(rows: Rows) -> Tensor:
+    """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not write to them."""
+    x_CV = rows.logits_TV if rows.logits_TV.dtype == torch.float64 else rows.logits_TV.float()
+    return (x_CV / rows.softcap).tanh_().mul_(rows.softcap) if rows.softcap else x_CV
+
+
+def _gradient_at(forward: Forward, row_K: Tensor, ids_K: Tensor, a_C: Tensor, c_C: Tensor | None) -> Tensor:
+    """a p^S + c p (log p + H) at some places."""
+    t_K = forward.t_CV[row_K, ids_K]
+    g_K = a_C[row_K] * (t_K - forward.kept_log_total_C[row_K]).exp()
+    if c_C is None:
+        return g_K
+    log_p_K = t_K - forward.log_total_C[row_K]
+    return g_K + c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
+
+
+def _target_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, id, gradient) of each target."""
+    row_C = torch.arange(len(a_C), device=a_C.device)
+    targets_C = _valid(forward.rows.target_ids_T, forward.t_CV.shape[1])
+    return row_C, targets_C, _gradient_at(forward, row_C, targets_C, a_C, c_C) - a_C
+
+
+def _kept_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, id, gradient) of each kept id; right for all but the targets."""
+    assert forward.rows.kept is not None
+    row_K, ids_K = _kept_rows(forward.rows), forward.rows.kept.token_ids_K
+    return row_K, ids_K, _gradient_at(forward, row_K, ids_K, a_C, c_C)
 
 
 def _valid(target_ids_C: Tensor, num_vocab: int) -> Tensor:
@@ -167,20 +193,6 @@ def _kept_log_total(rows: Rows, t_CV: Tensor, t_target_C: Tensor, log_total_C: T
     own_C = torch.where(_is_missing(rows), (t_target_C - top_C).exp(), 0.0)
     kept_C = top_C + own_C.index_add(0, row_K, (t_K - top_C[row_K]).exp()).log()
     return torch.where(rows.kept.offsets_T1.diff() > 0, kept_C, log_total_C)
-
-
-def _kept_gradient(forward: Forward, a_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(a where the whole row takes part, else 0; the row of each kept id; a p^S at each kept id)."""
-    rows = forward.rows
-    assert rows.kept is not None
-    row_K = _kept_rows(rows)
-    logp_K = forward.t_CV[row_K, rows.kept.token_ids_K] - forward.kept_log_total_C[row_K]
-    return torch.where(rows.kept.offsets_T1.diff() > 0, 0.0, a_C), row_K, a_C[row_K] * logp_K.exp()
-
-
-def _capped_slope(rows: Rows) -> Tensor:
-    """d softcap(x) / dx = 1 - tanh(x / softcap)^2."""
-    return (rows.logits_TV.float() / rows.softcap).tanh_().square_().neg_().add_(1.0)
 
 
 def _scores_torch(rows: Rows) -> Tensor:

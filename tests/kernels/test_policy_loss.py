@@ -1,293 +1,344 @@
-"""The fused loss against autograd of a plain fp64 formula, and the statistics and log-probs against direct computation."""
+"""The policy loss and its gradient by the logits against autograd of plain formulas in fp64 (`kernel_truth`), in both implementations."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, logprobs, policy_loss
+from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss
+from kernel_truth import counted, device_of, on_device, ours, plain_rows, random_batch, truth
 from torch import Tensor
 
 SPECS = {
     "clip": LossSpec(),
     "clip-higher": LossSpec(clip_low=0.2, clip_high=0.3),
-    "dual": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=2.0),
+    "dual": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+    "gspo": LossSpec("gspo", clip_low=0.1, clip_high=0.05),
+    "gspo-dual": LossSpec("gspo", clip_high=0.3, dual_clip=1.2),
+    "cispo": LossSpec("cispo", clip_high=0.1),
     "nll": LossSpec("nll"),
     "k1": LossSpec(kl="k1", kl_coef=0.4),
     "k2": LossSpec(kl="k2", kl_coef=0.4),
     "k3": LossSpec(kl="k3", kl_coef=0.4),
     "entropy": LossSpec(entropy_coef=0.3),
-    "released": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001),
-    "all": LossSpec(clip_low=0.1, clip_high=0.4, dual_clip=2.0, kl="k2", kl_coef=0.2, entropy_coef=0.1),
+    "tis": LossSpec(tis=1.2),
+    "mis": LossSpec(mis=(0.6, 1.5)),
+    "mis-open": LossSpec(mis=(0.6, math.inf)),
+    "all": LossSpec(clip_low=0.1, clip_high=0.4, dual_clip=1.5, kl="k2", kl_coef=0.2, entropy_coef=0.1, tis=2.0, mis=(0.5, 2.5)),
+    "gspo-all": LossSpec("gspo", kl="k3", kl_coef=0.2, entropy_coef=0.1, tis=2.0, mis=(0.5, 2.5)),
+    "cispo-all": LossSpec("cispo", kl="k1", kl_coef=0.2, entropy_coef=0.1, tis=0.8, mis=(0.5, 2.5)),
     "nll-all": LossSpec("nll", kl="k1", kl_coef=0.2, entropy_coef=-0.1),
 }
-NUM_STATS = 8
+MAIN = ("gspo-all", "all", "nll")
+"""The two-pass way, the fused one with every term, and the fused one with the fewest."""
 
 
-def random_batch(num_tokens: int = 60, vocab: int = 17, temperature: float = 1.0, spread: float = 0.5) -> dict[str, Tensor]:
-    """Logits and tokens whose ratios lie on both sides of every clip; some weights are 0, some negative."""
-    rng = torch.Generator().manual_seed(1)
-    logits = 2 * torch.randn(num_tokens, vocab, generator=rng)
-    targets = torch.randint(vocab, (num_tokens,), generator=rng)
-    logp = (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    noise = torch.randn(4, num_tokens, generator=rng)
-    weight = noise[3].clone()
-    weight[::5] = 0
-    return {
-        "logits_TV": logits,
-        "target_ids_T": targets,
-        "advantage_T": noise[0],
-        "old_logprob_T": logp + spread * noise[1],
-        "ref_logprob_T": logp + spread * noise[2],
-        "weight_T": weight,
-    }
+def temperatures(num_tokens: int = 20) -> Tensor:
+    return torch.linspace(0.5, 2.5, num_tokens)
 
 
-def plain_loss(spec: LossSpec, logits: Tensor, temperature: float, batch: dict[str, Tensor]) -> Tensor:
-    """sum_T w L, token by token, in the dtype of the logits for the softmax and in fp64 for the rest. Rows of weight 0 are left out."""
-    rows = batch["weight_T"] != 0
-    targets = batch["target_ids_T"][rows]
-    advantage, old, ref, weight = (batch[k][rows].double() for k in ("advantage_T", "old_logprob_T", "ref_logprob_T", "weight_T"))
-    logp_all = torch.log_softmax(logits[rows] / temperature, dim=-1)
-    entropy = -(logp_all.exp() * logp_all).sum(-1).double()
-    logp = logp_all[torch.arange(len(targets)), targets].double()
-    if spec.policy == "nll":
-        loss = -advantage * logp
-    else:
-        ratio = torch.exp(logp - old)
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage)
-        if spec.dual_clip is not None:
-            loss = torch.where(advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss)
-    u = ref - logp
-    kl = {"k1": -u, "k2": u**2 / 2, "k3": torch.exp(u) - 1 - u}[spec.kl]
-    return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
-
-
-def truth(spec: LossSpec, batch: dict[str, Tensor], temperature: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the plain formula; fp64 is the truth, bf16 what a plain torch path would give."""
-    logits = batch["logits_TV"].detach().to(dtype, copy=True).requires_grad_()
-    loss = plain_loss(spec, logits, temperature, batch)
-    loss.backward()
-    return loss.detach(), logits.grad.double()
-
-
-def ours(spec: LossSpec, batch: dict[str, Tensor], temperature: float = 1.0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    logits = batch["logits_TV"].clone().requires_grad_()
-    out = policy_loss(**{**batch, "logits_TV": logits}, spec=spec, temperature=temperature)
-    (out.loss * scale).backward()
-    assert out.loss.dtype == torch.float32 and logits.grad.dtype == logits.dtype
-    return out.loss.detach(), logits.grad
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("name", SPECS)
-def test_loss_and_gradient_match_fp64_autograd(name: str, temperature: float) -> None:
-    batch = random_batch(temperature=temperature)
-    loss, gradient = ours(SPECS[name], batch, temperature)
-    true_loss, true_gradient = truth(SPECS[name], batch, temperature)
-    assert loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
+def test_loss_and_gradient_match_fp64_autograd(name: str, impl: str, inplace: bool) -> None:
+    """Every token at a temperature of its own; some rows do not count."""
+    batch = random_batch(temperature=temperatures())
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, temperature=temperatures())
+    true_loss, true_gradient = truth(SPECS[name], batch, temperatures())
+    assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
+    rows = counted(batch)
+    logp, entropy, _ = plain_rows(batch["logits_TV"].double(), batch["target_ids_T"].clamp(min=0), temperatures())
+    if "mis" not in name and "all" not in name:  # rows that MIS drops are not read
+        torch.testing.assert_close(out.logprob_T.cpu().double(), torch.where(rows, logp, 0.0), rtol=1e-6, atol=4e-6)
+        torch.testing.assert_close(out.entropy_T.cpu().double(), torch.where(rows, entropy, 0.0), rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(("temperature", "softcap"), [(0.7, None), (2.5, None), (1.0, 1.5), (0.6, 4.0)])
+@pytest.mark.parametrize("name", MAIN)
+def test_temperature_and_softcap(name: str, temperature: float, softcap: float | None, impl: str, inplace: bool) -> None:
+    batch = random_batch(12, temperature=temperature)
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, temperature=temperature, softcap=softcap)
+    true_loss, true_gradient = truth(SPECS[name], batch, temperature, softcap=softcap)
+    assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
 
-def test_the_gradient_is_scaled_by_what_follows_the_loss() -> None:
+@pytest.mark.parametrize("name", MAIN)
+def test_the_gradient_is_scaled_by_what_follows_the_loss(name: str, impl: str, inplace: bool) -> None:
     batch = random_batch()
-    _, gradient = ours(SPECS["all"], batch, scale=-0.37)
-    torch.testing.assert_close(gradient.double(), -0.37 * truth(SPECS["all"], batch)[1], rtol=1e-4, atol=2e-6)
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, scale=-0.37)
+    true_loss, true_gradient = truth(SPECS[name], batch)
+    assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(gradient.double(), -0.37 * true_gradient, rtol=1e-4, atol=2e-6)
 
 
-def test_the_gradient_sums_to_zero_over_the_vocabulary() -> None:
+def test_scaling_a_bf16_gradient_costs_one_more_rounding(impl: str, inplace: bool) -> None:
+    """Half an ulp (2^-9) for the gradient and half for the product: the factor itself is not rounded."""
+    batch = random_batch()
+    batch["logits_TV"] = batch["logits_TV"].bfloat16()
+    _, gradient = ours(SPECS["all"], batch, impl, inplace=inplace, scale=-0.37)
+    true_gradient = -0.37 * truth(SPECS["all"], batch)[1]
+    assert ((gradient - true_gradient).abs() <= 1.01 * 2**-8 * true_gradient.abs() + 1e-5).all()
+
+
+def test_the_gradient_sums_to_zero_over_the_vocabulary(impl: str) -> None:
     """Adding a constant to all logits changes nothing, whatever the loss."""
-    _, gradient = ours(SPECS["all"], random_batch())
+    _, gradient = ours(SPECS["all"], random_batch(), impl)
     assert gradient.abs().sum() > 1
     assert gradient.sum(-1).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_rows_of_weight_0_change_nothing(name: str) -> None:
-    """Whatever an ignored row holds, its gradient is 0 and loss and statistics are those of the other rows alone."""
+@pytest.mark.parametrize("name", [*MAIN, "cispo", "tis"])
+def test_rows_left_out_are_not_read(name: str, impl: str, inplace: bool) -> None:
+    """Whatever they hold, their gradient, logp and entropy are 0; loss and statistics are those of the other rows alone."""
     batch = random_batch()
-    rows = batch["weight_T"] != 0
-    assert 0 < rows.sum() < len(rows)
-    alone = policy_loss(**{name: value[rows] for name, value in batch.items()}, spec=SPECS[name])
-    ignored = (~rows).nonzero()[:, 0]
-    for index, value in zip(ignored, [math.nan, math.inf, -math.inf, 1e30] * 3, strict=True):
-        for key in ("old_logprob_T", "ref_logprob_T", "advantage_T"):
-            batch[key][index] = value
-    batch["logits_TV"].requires_grad_()
-    out = policy_loss(**batch, spec=SPECS[name])
-    out.loss.backward()
+    rows = counted(batch)
+    assert (~rows & (batch["weight_T"] == 0)).sum() >= 3 and (~rows & (batch["target_ids_T"] < 0)).sum() >= 2
+    bounds = batch["cu_seqlens_S1"]
+    few = {key: value[rows] for key, value in batch.items() if key != "cu_seqlens_S1"}
+    few["cu_seqlens_S1"] = torch.tensor([int(rows[:bound].sum()) for bound in bounds])
+    alone, alone_gradient = ours(SPECS[name], few, impl)
+    for i, index in enumerate((~rows).nonzero()[:, 0].tolist()):
+        for key in ("logits_TV", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T", "advantage_T"):
+            batch[key][index] = (math.nan, math.inf, -math.inf, 1e30)[i % 4]
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
     assert out.loss.item() == pytest.approx(alone.loss.item(), rel=1e-6)
-    assert (batch["logits_TV"].grad[~rows] == 0).all()
-    torch.testing.assert_close(batch["logits_TV"].grad.double(), truth(SPECS[name], batch)[1], rtol=1e-4, atol=2e-6)
+    assert (gradient[~rows] == 0).all()
+    torch.testing.assert_close(gradient[rows], alone_gradient)
+    for scores_T, alone_T in ((out.logprob_T, alone.logprob_T), (out.entropy_T, alone.entropy_T)):
+        assert (scores_T.cpu()[~rows] == 0).all()
+        torch.testing.assert_close(scores_T.cpu()[rows], alone_T.cpu())
     for stat, value in out.stats.items():
-        assert value.item() == pytest.approx(alone.stats[stat].item(), rel=1e-5), stat
+        torch.testing.assert_close(value, alone.stats[stat], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["clip", "nll", "all"])
-def test_no_tokens_give_a_zero_loss(name: str) -> None:
+def test_a_negative_target_leaves_a_row_out_whatever_its_weight(impl: str, inplace: bool) -> None:
+    batch = random_batch()
+    batch["weight_T"] = torch.ones(20)
+    by_target, gradient = ours(SPECS["gspo"], batch, impl, inplace=inplace)
+    batch["weight_T"] = (batch["target_ids_T"] >= 0).float()
+    by_weight, same_gradient = ours(SPECS["gspo"], batch, impl, inplace=inplace)
+    assert by_target.loss.item() == by_weight.loss.item() != 0
+    assert torch.equal(gradient, same_gradient)
+    assert by_target.stats["weight_sum"].item() == by_weight.stats["weight_sum"].item() == (batch["target_ids_T"] >= 0).sum()
+
+
+def test_a_reference_that_is_not_trained_on_may_be_nan(impl: str) -> None:
+    batch = random_batch()
+    expected, true_gradient = truth(LossSpec(), batch)
+    batch["ref_logprob_T"] = torch.full((20,), math.nan)
+    out, gradient = ours(LossSpec(), batch, impl)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5) and out.stats["kl_sum"].isnan()
+    torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_a_nan_logit_of_a_counted_row_gives_nan(impl: str, inplace: bool) -> None:
+    batch = random_batch(6)
+    batch["target_ids_T"][3], batch["weight_T"][:] = 0, 1.0
+    for name in MAIN:
+        nan_batch = {**batch, "logits_TV": batch["logits_TV"].clone()}
+        nan_batch["logits_TV"][3, 12] = math.nan
+        out, gradient = ours(replace(SPECS[name], tis=None, mis=None), nan_batch, impl, inplace=inplace)
+        assert out.loss.isnan() and gradient[3].isnan().all(), name
+        if name != "gspo-all":  # a sequence shares its ratio
+            assert gradient[[0, 1, 2, 4, 5]].isfinite().all(), name
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_a_masked_vocabulary_is_as_good_as_absent(name: str, impl: str, inplace: bool) -> None:
+    """-inf logits: loss, entropy and gradient are those over the other ids."""
+    batch = random_batch(12, vocab=40)
+    batch["target_ids_T"] = torch.where(batch["target_ids_T"] < 0, -1, batch["target_ids_T"] % 9)
+    logits = batch["logits_TV"]
+    fewer, fewer_gradient = ours(SPECS[name], {**batch, "logits_TV": logits[:, :9]}, impl)
+    logits[:, 9:] = -math.inf
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
+    assert out.loss.item() == pytest.approx(fewer.loss.item(), rel=1e-6) and out.loss.isfinite()
+    torch.testing.assert_close(out.entropy_T, fewer.entropy_T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient[:, :9], fewer_gradient, rtol=1e-5, atol=1e-6)
+    assert (gradient[:, 9:] == 0).all() and (fewer_gradient != 0).any()
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "nll", "all"])
+def test_no_tokens_give_a_zero_loss(name: str, impl: str, inplace: bool) -> None:
     batch = {key: value[:0] for key, value in random_batch().items()}
-    loss, gradient = ours(SPECS[name], batch)
-    assert loss.item() == 0 and gradient.shape == (0, 17)
-    stats = policy_loss(**batch, spec=SPECS[name]).stats
-    assert all(value.item() == 0 for key, value in stats.items() if key.endswith("_sum"))
-    assert not any(value.isnan() for value in stats.values())
+    batch["cu_seqlens_S1"] = torch.tensor([0, 0])
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
+    assert out.loss.item() == 0 and gradient.shape == (0, 17)
+    assert all((value == 0).all() for key, value in out.stats.items() if key.endswith("_sum"))
+    assert (out.stats["ratio_max"].item(), out.stats["ratio_min"].item()) == (-math.inf, math.inf)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", SPECS)
-def test_bf16_logits_lose_less_than_plain_torch_does(name: str, temperature: float) -> None:
+@pytest.mark.parametrize("name", ["clip", "all", "gspo-all", "cispo-all"])
+def test_bf16_logits_lose_less_than_plain_torch_does(name: str, impl: str) -> None:
     """Largest error of the gradient at most that of the plain bf16 path plus the rounding of the result (2^-9 of its largest entry)."""
-    batch = random_batch(300, temperature=temperature)
+    num_tokens = 100 if impl == "torch" else 40
+    batch = random_batch(num_tokens, temperature=0.7)
     batch["logits_TV"] = batch["logits_TV"].bfloat16()
-    true_loss, true_gradient = truth(SPECS[name], batch, temperature)
-    plain_loss_, plain_gradient = truth(SPECS[name], batch, temperature, torch.bfloat16)
-    loss, gradient = ours(SPECS[name], batch, temperature)
-    assert (loss - true_loss).abs() <= (plain_loss_ - true_loss).abs() + 1e-5 * true_loss.abs() + 1e-4
+    true_loss, true_gradient = truth(SPECS[name], batch, 0.7)
+    plain_loss, plain_gradient = truth(SPECS[name], batch, 0.7, torch.bfloat16)
+    out, gradient = ours(SPECS[name], batch, impl, temperature=0.7)
+    assert (out.loss.cpu() - true_loss).abs() <= (plain_loss - true_loss).abs() + 1e-5 * true_loss.abs() + 1e-4
     floor = 2**-9 * true_gradient.abs().max()
     assert (gradient - true_gradient).abs().max() <= (plain_gradient - true_gradient).abs().max() + floor
     # All arithmetic is fp32: what is lost is the rounding of the result to bf16 (half an ulp, 2^-9) and nothing else.
     assert ((gradient - true_gradient).abs() <= 2**-8 * true_gradient.abs() + 1e-5).all()
 
 
-def test_fp16_logits_get_an_fp16_gradient() -> None:
+@pytest.mark.parametrize("name", MAIN)
+def test_fp16_logits_get_an_fp16_gradient(name: str, impl: str, inplace: bool) -> None:
     batch = random_batch()
     batch["logits_TV"] = batch["logits_TV"].half()
-    _, gradient = ours(SPECS["all"], batch)
+    _, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
     assert gradient.dtype == torch.float16
-    torch.testing.assert_close(gradient.double(), truth(SPECS["all"], batch)[1], rtol=2**-10, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), truth(SPECS[name], batch)[1], rtol=2**-10, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [30.0, 1e4, 1e30])
-@pytest.mark.parametrize("name", ["clip", "nll", "entropy", "all"])
-def test_extreme_logits(name: str, size: float) -> None:
+@pytest.mark.parametrize("name", ["clip", "nll", "entropy", "gspo"])
+def test_extreme_logits(name: str, size: float, impl: str, inplace: bool) -> None:
     """One-hot distributions, hit or missed by the target: everything stays finite and right."""
     logits = torch.zeros(4, 6)
     logits[0, 2], logits[1, 2], logits[2], logits[3, :3] = size, size, -size, size
     targets = torch.tensor([2, 3, 0, 1])
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    advantage, weight, old = torch.tensor([1.0, -1.0, 2.0, 1.0]), torch.ones(4), logp + 0.05
-    tokens = {"advantage_T": advantage, "weight_T": weight, "old_logprob_T": old, "ref_logprob_T": old}
-    batch = {"logits_TV": logits, "target_ids_T": targets, **tokens}
-    spec = replace(SPECS[name], kl="k3")
-    loss, gradient = ours(spec, batch)
-    assert loss.isfinite() and gradient.isfinite().all()
+    batch = random_batch(4, 6)
+    batch |= {"logits_TV": logits, "target_ids_T": targets, "advantage_T": torch.tensor([1.0, -1.0, 2.0, 1.0]), "weight_T": torch.ones(4)}
+    batch |= {"old_logprob_T": logp + 0.05, "ref_logprob_T": logp + 0.05}
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
+    assert out.loss.isfinite() and gradient.isfinite().all()
     if size < 1e5:  # beyond, old + 0.05 is no longer a number of its own
-        true_loss, true_gradient = truth(spec, batch)
-        assert loss.item() == pytest.approx(true_loss.item(), rel=1e-3)
+        true_loss, true_gradient = truth(SPECS[name], batch)
+        assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-3)
         torch.testing.assert_close(gradient.double(), true_gradient, rtol=2e-3, atol=1e-6)
-    out = logprobs(logits, targets)
     # The hit, the miss, the uniform row, and the row of three equal peaks.
-    torch.testing.assert_close(out.logprob_T, torch.tensor([0.0, -size, -math.log(6), -math.log(3)]), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.entropy_T, torch.tensor([0.0, 0.0, math.log(6), math.log(3)]), rtol=1e-6, atol=1e-6)
+    true_logp, true_entropy = [0.0, -size, -math.log(6), -math.log(3)], [0.0, 0.0, math.log(6), math.log(3)]
+    torch.testing.assert_close(out.logprob_T.cpu(), torch.tensor(true_logp), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.entropy_T.cpu(), torch.tensor(true_entropy), rtol=1e-6, atol=1e-6)
 
 
-def test_statistics_match_direct_computation() -> None:
-    spec, batch = LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=2.0, kl="k3", kl_coef=0.1), random_batch(400)
-    stats = {name: value.item() for name, value in policy_loss(**batch, spec=spec).stats.items()}
-    rows = batch["weight_T"] != 0
-    z, targets = batch["logits_TV"].double()[rows], batch["target_ids_T"][rows]
-    old, ref, advantage = (batch[key][rows].double() for key in ("old_logprob_T", "ref_logprob_T", "advantage_T"))
-    logp_all = z.log_softmax(-1)
-    logp = logp_all[torch.arange(len(z)), targets]
-    ratio, u = (logp - old).exp(), ref - logp
-    too_good, too_bad, bounded = ratio > 1.3, ratio < 0.8, ratio > 2.0
-    clipped = int(((advantage > 0) & too_good).sum() + ((advantage < 0) & (too_bad | bounded)).sum())
-    expected = {
-        "num_tokens_sum": int(rows.sum()),
-        "entropy_sum": torch.distributions.Categorical(logits=z).entropy().sum().item(),
-        "kl_sum": (u.exp() - 1 - u).sum().item(),
-        "ratio_sum": ratio.sum().item(),
-        "ratio_max": ratio.max().item(),
-        "ratio_min": ratio.min().item(),
-        "clipped_sum": clipped,
-        "mismatch_sum": (logp - old).abs().sum().item(),
-    }
-    assert stats == pytest.approx(expected, rel=1e-4)
-    assert 50 < clipped < 250 and expected["ratio_max"] > 2.0 and expected["ratio_min"] < 0.5
-    assert len(stats) == NUM_STATS
+def asymmetric(tokens: Tokens) -> TokenLoss:
+    """A loss of one's own, of a kind no spec has: (logp - old)^2, three times that where it is negative, A and 0.1 H^2 beside it."""
+    assert tokens.old_logprob_T is not None
+    difference_T = tokens.logprob_T - tokens.old_logprob_T
+    factor_T = torch.where(difference_T < 0, 3.0, 1.0)
+    return TokenLoss(
+        loss_T=factor_T * difference_T**2 - tokens.advantage_T * tokens.logprob_T + 0.1 * tokens.entropy_T**2,
+        dlogprob_T=2 * factor_T * difference_T - tokens.advantage_T,
+        dentropy_T=0.2 * tokens.entropy_T,
+        log_ratio_T=difference_T,
+        is_clipped_T=difference_T > 0.5,
+        kl_T=difference_T**2 / 2,
+    )
 
 
-def test_the_kl_statistic_without_a_reference_is_that_to_the_old_policy() -> None:
+def test_a_loss_of_ones_own_matches_fp64_autograd(impl: str, inplace: bool) -> None:
+    batch = random_batch(temperature=0.8)
+    rows = counted(batch)
+    logits = batch["logits_TV"].double().requires_grad_()
+    old, advantage, weight = (batch[name][rows].double() for name in ("old_logprob_T", "advantage_T", "weight_T"))
+    logp, entropy, _ = plain_rows(logits[rows], batch["target_ids_T"][rows], 0.8)
+    difference = logp - old
+    square = torch.maximum(3 * difference * (-difference).clamp(min=0) * -1, difference * difference.clamp(min=0))
+    loss = (weight * (square - advantage * logp + 0.1 * entropy * entropy)).sum()
+    loss.backward()
+    out, gradient = ours(asymmetric, batch, impl, inplace=inplace, temperature=0.8)
+    assert logits.grad is not None and out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(gradient.double(), logits.grad, rtol=1e-4, atol=2e-6)
+    assert out.stats["clipped_high_sum"].item() == (difference > 0.5).sum() > 0
+    assert out.stats["kl_sum"].item() == pytest.approx((difference**2).sum().item() / 2, rel=1e-4)
+
+
+def test_a_loss_of_ones_own_without_an_entropy_term(impl: str, inplace: bool) -> None:
     batch = random_batch()
-    batch["ref_logprob_T"] = None
-    out = policy_loss(**batch, spec=LossSpec(kl="k2"))
-    u = (batch["old_logprob_T"] - out.logprob_T)[batch["weight_T"] != 0]
-    assert out.stats["kl_sum"].item() == pytest.approx((u.exp() - 1 - u).sum().item(), rel=1e-4)
+    spec = LossSpec(kl_coef=0.3)
+    out, gradient = ours(lambda tokens: token_loss(spec, tokens), batch, impl, inplace=inplace)
+    true_loss, true_gradient = truth(spec, batch)
+    assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5)
+    torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
 
-def test_only_the_loss_carries_a_gradient() -> None:
-    batch = random_batch()
-    batch["logits_TV"].requires_grad_()
-    out = policy_loss(**batch, spec=SPECS["all"])
-    assert out.loss.requires_grad and out.loss.shape == ()
-    assert not any(x.requires_grad for x in (out.logprob_T, out.entropy_T, *out.stats.values()))
-    scores = logprobs(batch["logits_TV"], batch["target_ids_T"])
-    assert not any(x.requires_grad for x in (scores.logprob_T, scores.entropy_T, scores.lse_T))
+@pytest.mark.parametrize("name", MAIN)
+def test_a_second_backward_pass_is_refused(name: str, impl: str, inplace: bool) -> None:
+    batch = on_device(random_batch(6), impl)
+    for retain_graph in (False, True):
+        logits = batch["logits_TV"].clone().requires_grad_()
+        out = policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], inplace=inplace, impl=impl)
+        out.loss.backward(retain_graph=retain_graph)
+        with pytest.raises(RuntimeError, match=r"twice|second time|modified by an inplace operation"):
+            out.loss.backward()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 4.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_match_fp64(temperature: float, dtype: torch.dtype) -> None:
-    logits, targets = random_batch()["logits_TV"].to(dtype), random_batch()["target_ids_T"]
-    z = logits.double() / temperature
-    out = logprobs(logits, targets, temperature=temperature)
-    both = policy_loss(**{**random_batch(), "logits_TV": logits}, spec=SPECS["nll"], temperature=temperature)
-    logp = z.log_softmax(-1)[torch.arange(len(z)), targets]
-    entropy = torch.distributions.Categorical(logits=z).entropy()
-    for ours_T, true_T in [(out.logprob_T, logp), (out.entropy_T, entropy), (out.lse_T, z.logsumexp(-1))]:
-        assert ours_T.dtype == torch.float32
-        torch.testing.assert_close(ours_T.double(), true_T, rtol=1e-6, atol=4e-6)
-    torch.testing.assert_close(both.logprob_T.double(), logp, rtol=1e-6, atol=4e-6)
-    torch.testing.assert_close(both.entropy_T.double(), entropy, rtol=1e-6, atol=4e-6)
+@pytest.mark.parametrize("name", MAIN)
+def test_without_a_gradient_the_loss_is_the_same(name: str, impl: str, inplace: bool) -> None:
+    """Evaluation: nothing is written over the logits either."""
+    batch = on_device(random_batch(10), impl)
+    before = batch["logits_TV"].clone()
+    expected, _ = ours(SPECS[name], batch, impl)
+    plain = policy_loss(**batch, spec=SPECS[name], inplace=inplace, impl=impl)
+    with torch.no_grad():
+        batch["logits_TV"].requires_grad_()
+        quiet = policy_loss(**batch, spec=SPECS[name], inplace=inplace, impl=impl)
+    for out in (plain, quiet):
+        assert not out.loss.requires_grad and torch.equal(out.loss, expected.loss.detach())
+        assert torch.equal(out.logprob_T, expected.logprob_T) and torch.equal(out.stats["kl_sum"], expected.stats["kl_sum"])
+    assert torch.equal(batch["logits_TV"].detach(), before)
 
 
-def test_the_inputs_are_left_as_they_are() -> None:
-    batch = random_batch()
-    before = {name: value.clone() for name, value in batch.items()}
-    logprobs(batch["logits_TV"], batch["target_ids_T"])
-    ours(SPECS["all"], batch)
-    policy_loss(**batch, spec=SPECS["all"])
-    assert all(torch.equal(before[name], batch[name]) for name in before)
+@pytest.mark.parametrize("name", MAIN)
+def test_the_gradient_goes_on_to_what_made_the_logits(name: str, impl: str, inplace: bool) -> None:
+    batch = on_device(random_batch(12), impl)
+    rng = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(size, generator=rng).to(device_of(impl)).requires_grad_() for size in ((12, 5), (5, 17)))
+    batch["logits_TV"] = hidden.detach() @ weight.detach()
+    expected = truth(SPECS[name], {key: value.cpu() for key, value in batch.items()})[1]
+    policy_loss(**{**batch, "logits_TV": hidden @ weight}, spec=SPECS[name], inplace=inplace, impl=impl).loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    torch.testing.assert_close(hidden.grad.cpu(), expected.float() @ weight.detach().cpu().T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad.cpu(), hidden.detach().cpu().T @ expected.float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"impl": "cuda"}, "impl='cuda'"),
-        ({"logits_TV": torch.zeros(60)}, r"logits_TV .*\(60,\)"),
-        ({"logits_TV": torch.zeros(60, 17, dtype=torch.int64)}, r"logits_TV .*int64"),
-        ({"target_ids_T": torch.zeros(59, dtype=torch.int64)}, r"target_ids_T .*\[60\].*\(59,\)"),
-        ({"target_ids_T": torch.zeros(60, dtype=torch.int32)}, r"target_ids_T .*int32"),
-        ({"temperature": 0.0}, r"temperature=0\.0"),
-        ({"temperature": -1.0}, r"temperature=-1\.0"),
-        ({"temperature": math.nan}, "temperature=nan"),
-        ({"advantage_T": torch.zeros(1)}, r"advantage_T .*\[60\].*\(1,\)"),
-        ({"advantage_T": torch.zeros(60, dtype=torch.float64)}, r"advantage_T .*float32.*float64"),
-        ({"weight_T": torch.zeros(60, 1)}, r"weight_T .*\(60, 1\)"),
-        ({"old_logprob_T": torch.zeros(61)}, "old_logprob_T"),
-        ({"ref_logprob_T": torch.zeros(())}, "ref_logprob_T"),
-        ({"old_logprob_T": None}, "needs old_logprob_T"),
-        ({"ref_logprob_T": None}, "needs ref_logprob_T"),
-    ],
-)
-def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        policy_loss(**{**random_batch(), "spec": SPECS["all"], **changes})
-    if not set(changes) - {"impl", "logits_TV", "target_ids_T", "temperature"}:
-        few = {name: value for name, value in random_batch().items() if name in ("logits_TV", "target_ids_T")}
-        with pytest.raises(ValueError, match=message):
-            logprobs(**{**few, **changes})
+@pytest.mark.parametrize("name", MAIN)
+def test_two_runs_agree_to_the_bit_and_rows_do_not_see_each_other(name: str, inplace: bool) -> None:
+    """Of the kernels; each row of these batches is a sequence of its own."""
+    batch = random_batch(6, vocab=300)
+    batch |= {"target_ids_T": batch["target_ids_T"].clamp(min=0), "weight_T": torch.ones(6), "cu_seqlens_S1": torch.arange(7)}
+    first, gradient = ours(SPECS[name], batch, "triton", inplace=inplace)
+    second, same_gradient = ours(SPECS[name], batch, "triton", inplace=inplace)
+    assert torch.equal(first.loss, second.loss) and torch.equal(gradient, same_gradient) and (gradient != 0).any()
+    assert all(torch.equal(value, second.stats[stat]) for stat, value in first.stats.items())
+    for i in range(6):
+        row = {key: value[i : i + 1] for key, value in batch.items()} | {"cu_seqlens_S1": torch.arange(2)}
+        alone, row_gradient = ours(SPECS[name], row, "triton", inplace=inplace)
+        assert torch.equal(alone.logprob_T[0], first.logprob_T[i]) and torch.equal(alone.entropy_T[0], first.entropy_T[i])
+        assert torch.equal(row_gradient[0], gradient[i])
 
 
-def test_a_masked_row_of_nan_logits_gets_a_zero_gradient() -> None:
-    logits = torch.randn(3, 5)
-    logits[1] = math.nan
-    logits.requires_grad_()
-    weight = torch.tensor([1.0, 0.0, 1.0])
-    out = policy_loss(logits, torch.tensor([0, 1, 2]), spec=LossSpec("nll", entropy_coef=0.1), advantage_T=torch.ones(3), weight_T=weight)
+@pytest.mark.parametrize("name", MAIN)
+def test_rows_of_a_larger_buffer(name: str, impl: str, inplace: bool) -> None:
+    """Every other row and a part of the columns; in place, nothing around them is touched."""
+    batch = on_device(random_batch(10), impl)
+    temperature = torch.stack([temperatures(10), -temperatures(10)], dim=1).to(device_of(impl))[:, 0]
+    _, expected = ours(SPECS[name], batch, impl, temperature=temperature)
+    buffer = torch.full((20, 40), 7.0, device=device_of(impl))
+    view = buffer[::2, 3:20]
+    view.copy_(batch["logits_TV"])
+    before = buffer.clone()
+    view.requires_grad_()
+    out = policy_loss(**{**batch, "logits_TV": view}, spec=SPECS[name], temperature=temperature, inplace=inplace, impl=impl)
     out.loss.backward()
-    assert logits.grad is not None and out.loss.isfinite()
-    assert (logits.grad[1] == 0).all() and (logits.grad[[0, 2]] != 0).all()
+    assert view.grad is not None and torch.equal(view.grad.cpu(), expected) and (expected != 0).any()
+    before[::2, 3:20] = buffer[::2, 3:20]
+    assert torch.equal(buffer, before)
+    if not inplace:
+        assert torch.equal(view.detach(), batch["logits_TV"])
+
+
+def test_the_inputs_are_left_as_they_are(impl: str) -> None:
+    batch = on_device(random_batch(), impl)
+    before = {name: value.clone() for name, value in batch.items()}
+    for name in MAIN:
+        logits = batch["logits_TV"].detach().requires_grad_()
+        policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], impl=impl).loss.backward()
+    assert all(torch.equal(before[name], batch[name]) for name in before)
