@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 
 def time_in_turn(rivals: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -44,9 +44,21 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "device": device}
+    facts = {**{name: _version(name) for name in ("torch", "triton", "transformers")}, "driver": _driver(), "device": device}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().splitlines()[0] if path.exists() else None
 
 
 def _cell(value: Any) -> str:

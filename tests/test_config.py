@@ -193,6 +193,9 @@ def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reas
     ("words", "parts"),
     [
         (["--tiny.num_heads", "7"], ["tiny.num_heads=7", "divide", "tiny.hidden_size=96"]),
+        (["--algorithm.tis", "2.0"], ["algorithm.tis=2.0", "train.rescore"]),
+        (["--algorithm.mis", "[0.5, 2.0]"], ["algorithm.mis=(0.5, 2.0)", "train.rescore"]),
+        (["--algorithm.mis", "[2.0, 0.5]", "--train.rescore", "true"], ["algorithm.mis=(2.0, 0.5)", "low < high"]),
         (["--train.num_minibatches=4", "--rollout.num_questions=3"], ["train.num_minibatches=4", "at most", "rollout.num_questions=3"]),
         (["--tasks.name", "file"], ["tasks.path=''", "file"]),
         (["--tasks.path", "my.jsonl"], ["tasks.path='my.jsonl'", "tasks.name", "'facts'"]),

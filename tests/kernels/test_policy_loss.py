@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss
-from kernel_truth import counted, device_of, on_device, ours, plain_rows, random_batch, truth
+from kernel_truth import bf16_rounding, counted, device_of, on_device, ours, plain_rows, random_batch, truth
 from torch import Tensor
 
 SPECS = {
@@ -73,13 +73,12 @@ def test_the_gradient_is_scaled_by_what_follows_the_loss(name: str, impl: str, i
     torch.testing.assert_close(gradient.double(), -0.37 * true_gradient, rtol=1e-4, atol=2e-6)
 
 
-def test_scaling_a_bf16_gradient_costs_one_more_rounding(impl: str, inplace: bool) -> None:
-    """Half an ulp (2^-9) for the gradient and half for the product: the factor itself is not rounded."""
+def test_the_factor_of_a_bf16_gradient_is_not_rounded(impl: str, inplace: bool) -> None:
     batch = random_batch()
     batch["logits_TV"] = batch["logits_TV"].bfloat16()
-    _, gradient = ours(SPECS["all"], batch, impl, inplace=inplace, scale=-0.37)
-    true_gradient = -0.37 * truth(SPECS["all"], batch)[1]
-    assert ((gradient - true_gradient).abs() <= 1.01 * 2**-8 * true_gradient.abs() + 1e-5).all()
+    _, gradient = ours(SPECS["all"], batch, impl, inplace=inplace)
+    _, scaled = ours(SPECS["all"], batch, impl, inplace=inplace, scale=-0.37)
+    assert torch.equal(scaled, (gradient.float() * -0.37).bfloat16()) and (scaled != 0).any()
 
 
 def test_the_gradient_sums_to_zero_over_the_vocabulary(impl: str) -> None:
@@ -172,18 +171,18 @@ def test_no_tokens_give_a_zero_loss(name: str, impl: str, inplace: bool) -> None
 
 @pytest.mark.parametrize("name", ["clip", "all", "gspo-all", "cispo-all"])
 def test_bf16_logits_lose_less_than_plain_torch_does(name: str, impl: str) -> None:
-    """Largest error of the gradient at most that of the plain bf16 path plus the rounding of the result (2^-9 of its largest entry)."""
     num_tokens = 100 if impl == "torch" else 40
     batch = random_batch(num_tokens, temperature=0.7)
     batch["logits_TV"] = batch["logits_TV"].bfloat16()
     true_loss, true_gradient = truth(SPECS[name], batch, 0.7)
     plain_loss, plain_gradient = truth(SPECS[name], batch, 0.7, torch.bfloat16)
     out, gradient = ours(SPECS[name], batch, impl, temperature=0.7)
-    assert (out.loss.cpu() - true_loss).abs() <= (plain_loss - true_loss).abs() + 1e-5 * true_loss.abs() + 1e-4
-    floor = 2**-9 * true_gradient.abs().max()
-    assert (gradient - true_gradient).abs().max() <= (plain_gradient - true_gradient).abs().max() + floor
-    # All arithmetic is fp32: what is lost is the rounding of the result to bf16 (half an ulp, 2^-9) and nothing else.
-    assert ((gradient - true_gradient).abs() <= 2**-8 * true_gradient.abs() + 1e-5).all()
+    # fp32 sums and ratios of a few dozen numbers.
+    assert (out.loss.cpu() - true_loss).abs() <= (plain_loss - true_loss).abs() + 1e-5 * true_loss.abs() + 1e-5
+    # All arithmetic is fp32: what is lost is the rounding of the result to bf16 and nothing else.
+    error, rounding = (gradient - true_gradient).abs(), bf16_rounding(impl)
+    assert (error <= rounding * true_gradient.abs() + 1e-5).all()
+    assert error.max() <= (plain_gradient - true_gradient).abs().max() + rounding / 2 * true_gradient.abs().max()
 
 
 @pytest.mark.parametrize("name", MAIN)
@@ -259,15 +258,15 @@ def test_a_loss_of_ones_own_without_an_entropy_term(impl: str, inplace: bool) ->
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("name", MAIN)
-def test_a_second_backward_pass_is_refused(name: str, impl: str, inplace: bool) -> None:
+def test_a_second_backward_pass_is_refused(name: str, retain_graph: bool, impl: str, inplace: bool) -> None:
     batch = on_device(random_batch(6), impl)
-    for retain_graph in (False, True):
-        logits = batch["logits_TV"].clone().requires_grad_()
-        out = policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], inplace=inplace, impl=impl)
-        out.loss.backward(retain_graph=retain_graph)
-        with pytest.raises(RuntimeError, match=r"twice|second time|modified by an inplace operation"):
-            out.loss.backward()
+    logits = batch["logits_TV"].clone().requires_grad_()
+    out = policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], inplace=inplace, impl=impl)
+    out.loss.backward(retain_graph=retain_graph)
+    with pytest.raises(RuntimeError, match=r"twice|second time|modified by an inplace operation"):
+        out.loss.backward()
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -1,0 +1,95 @@
+"""Losses that see whole samples or the sampler's log-probs, through the trainer: packing must not change what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from torch import Tensor
+
+from flowtrain.training.trainer import Totals, Trainer, forward_rows
+from flowtrain.training.tree import Row, pack_row, pack_rows
+from flowtrain.types import Sample
+
+MakeTrainer = Callable[..., Trainer]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def gradient_of(trainer: Trainer, rows: list[Row]) -> Tensor:
+    """Of one batch, over all parameters; prepared as `step` does."""
+    prepared = trainer._prepare(rows)
+    trainer.forward_backward(prepared, sum(float(row.weight_T.sum()) for row in prepared), Totals())
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    return gradient
+
+
+def near(trainer: Trainer, samples: list[Sample], spread: float) -> list[Sample]:
+    """The samples as if a policy not far from this one had sampled them."""
+    rng = torch.Generator().manual_seed(5)
+    scores = trainer.score(trainer.model, [pack_row([s]) for s in samples])
+    noisy = [(each + spread * torch.randn(each.shape, generator=rng)).tolist() for each in scores]
+    return [replace(s, logprobs=tuple(each)) for s, each in zip(samples, noisy, strict=True)]
+
+
+def test_bounds_of_samples_within_the_targets(random_samples: MakeSamples) -> None:
+    samples = random_samples(5)
+    row = pack_row(samples)
+    assert row.cu_targets_S1.diff().tolist() == [len(s.response_ids) for s in samples]
+    assert row.cu_targets_S1[-1] == len(row.target_ids_T)
+
+
+def test_gspo_through_packed_rows_is_the_sequence_loss(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Against autograd of -min(s A, clip(s) A) with s = exp(mean log-ratio) of each sample on its own."""
+    trainer = make_trainer(LossSpec("gspo", clip_low=0.1, clip_high=0.1), grad_clip=0.0)
+    samples = near(trainer, random_samples(9), 0.3)
+    samples = [replace(s, weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in samples]
+    losses, num_clipped = [], 0
+    for sample in samples:
+        row = pack_row([sample])
+        logp = forward_rows(trainer.model, row).log_softmax(-1).gather(1, row.target_ids_T[:, None])[:, 0]
+        ratio = (logp - row.old_logprob_T).mean().exp()
+        surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(0.9, 1.1) * sample.advantage)
+        num_clipped += int(surrogate < ratio * sample.advantage)
+        losses.append(-surrogate)
+    assert 0 < num_clipped < len(samples), "the case is to have clipped and free samples"
+    (torch.stack(losses).sum() / len(samples)).backward()
+    truth = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    for budget in (1000, 25, 1):
+        torch.testing.assert_close(gradient_of(trainer, pack_rows(samples, budget)), truth, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", [1000, 25])
+def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, random_samples: MakeSamples, budget: int) -> None:
+    """Dropping tokens by their ratio is the same as giving them no weight to begin with."""
+    low, high = 0.9, 1.1
+    masked = make_trainer(LossSpec(mis=(low, high)), rescore=True, grad_clip=0.0)
+    plain = make_trainer(LossSpec(), rescore=True, grad_clip=0.0)
+    samples = near(plain, random_samples(9), 0.2)
+    by_hand = []
+    for sample, score_T in zip(samples, plain.score(plain.model, [pack_row([s]) for s in samples]), strict=True):
+        ratio_T = (score_T - torch.tensor(sample.logprobs)).exp()
+        keep_T = (ratio_T >= low) & (ratio_T <= high)
+        by_hand.append(replace(sample, weights=tuple((torch.tensor(sample.weights) * keep_T).tolist())))
+    num_kept, num_all = (sum(w != 0 for s in group for w in s.weights) for group in (by_hand, samples))
+    assert 0.2 < num_kept / num_all < 0.8, "the case is to have dropped and kept tokens"
+    expected = gradient_of(plain, pack_rows(by_hand, budget))
+    torch.testing.assert_close(gradient_of(masked, pack_rows(samples, budget)), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_truncated_importance_sampling_weighs_the_policy_term(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """With one token per sample, the weight is a factor of the sample's advantage."""
+    corrected = make_trainer(LossSpec(tis=1.1), rescore=True, grad_clip=0.0)
+    plain = make_trainer(LossSpec(), rescore=True, grad_clip=0.0)
+    samples = [replace(s, response_ids=s.response_ids[:1], logprobs=s.logprobs[:1], weights=s.weights[:1]) for s in random_samples(9)]
+    samples = near(plain, samples, 0.3)
+    scores = plain.score(plain.model, [pack_row([s]) for s in samples])
+    factors = [min(float((score_T - torch.tensor(s.logprobs)).exp()), 1.1) for s, score_T in zip(samples, scores, strict=True)]
+    assert 1.1 in factors and min(factors) < 0.95
+    by_hand = [replace(s, advantage=s.advantage * factor) for s, factor in zip(samples, factors, strict=True)]
+    expected = gradient_of(plain, pack_rows(by_hand, 1000))
+    torch.testing.assert_close(gradient_of(corrected, pack_rows(samples, 1000)), expected, rtol=1e-5, atol=1e-8)
