@@ -84,7 +84,7 @@ def plain_rows(
     logp_all = torch.log_softmax(z, dim=-1)
     entropy = -(logp_all.exp() * logp_all).sum(-1)
     logp = logp_all.gather(1, targets[:, None])[:, 0]
-    if subsets is not None:
+    if subsets:
         rows = zip(z, targets.tolist(), subsets, strict=True)
         total = torch.stack([(row[sorted({*ids, y})] if ids else row).logsumexp(-1) for row, y, ids in rows])
         logp = z.gather(1, targets[:, None])[:, 0] - total

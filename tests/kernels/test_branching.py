@@ -68,7 +68,7 @@ def plain_score(
             z_omega = 1.0 if is_flat else (o - fmean(omega)) / (pstdev(omega) + 1e-6)
             scores[i] = z_entropy * z_omega
             candidates[i] = z_entropy > 0 and z_omega > 0
-            is_plain[i] = abs(z_entropy) > 1e-3 and abs(z_omega) > 1e-3
+            is_plain[i] = len(tokens) == 1 or (abs(z_entropy) > 1e-3 and abs(z_omega) > 1e-3)
     return scores, candidates, is_plain
 
 
@@ -252,10 +252,10 @@ def test_score_is_that_of_the_entropy_where_omega_is_flat(impl: str, spread: flo
 @pytest.mark.parametrize("impl", IMPLS)
 def test_an_omega_that_is_clipped_everywhere_is_flat_however_many_blocks_there_are(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, so that many of them are soon scanned: the mean of equal numbers is that number."""
-    monkeypatch.setattr(branching_triton, "LAUNCH", {"BLOCK": 64, "num_warps": 2})
-    num = 64 * 100
+    monkeypatch.setattr(branching_triton, "LAUNCH", {"BLOCK": 16, "num_warps": 1})
+    num = 16 * 200
     entropies = normals(num)
-    out = score([0.0] * (num - 1) + [5.0], entropies, [num], impl, clip=0.996)
+    out = score([0.0] * (num - 1) + [5.0], entropies, [num], impl, clip=0.986)
     assert out.omega_T.unique().numel() == 1
     mean, deviation = fmean(entropies), pstdev(entropies)
     torch.testing.assert_close(out.score_T, torch.tensor([(h - mean) / deviation for h in entropies]), rtol=1e-4, atol=1e-4)
@@ -353,7 +353,9 @@ def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("spacing", "expected"), [(0, [3, 1, 4, -1]), (1, [3, 1, 4, -1]), (2, [3, 1, -1, -1]), (3, [3, -1, -1, -1])])
 def test_points_are_apart_in_generated_tokens_and_no_token_comes_twice(spacing: int, expected: list[int]) -> None:
     """Token 2 is tool text: 1 and 3 are one generated token apart, 0 is the best of all but no candidate, and 5 is not allowed."""
-    scores = BranchingScore(torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]), torch.ones(6), torch.tensor([False, True, False, True, True, True]))
+    scores = BranchingScore(
+        torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]), torch.ones(6), torch.tensor([False, True, False, True, True, True])
+    )
     mask = torch.tensor([True, True, False, True, True, True])
     allowed = torch.tensor([True] * 5 + [False])
     if spacing == 2:

@@ -1,0 +1,228 @@
+"""Log-probabilities, entropies and log-sum-exps against fp64, their gradients against autograd, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import KeptSet, LossSpec, logprobs, policy_loss
+from kernel_truth import counted, device_of, on_device, plain_rows, random_batch
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def scores_of(logits: Tensor, targets: Tensor, impl: str, **options: Any) -> list[Tensor]:
+    """Logp, entropy and lse, on the CPU."""
+    arguments = on_device({"logits_TV": logits, "target_ids_T": targets, **options}, impl)
+    out = logprobs(**arguments, impl=impl)
+    return [out.logprob_T.cpu(), out.entropy_T.cpu(), out.lse_T.cpu()]
+
+
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.3, None), (4.0, 2.0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_match_fp64(temperature: float, softcap: float | None, dtype: torch.dtype, impl: str) -> None:
+    batch = random_batch()
+    logits, targets = batch["logits_TV"].to(dtype), batch["target_ids_T"]
+    rows = targets >= 0
+    assert 0 < rows.sum() < len(rows)
+    truth = plain_rows(logits.double(), targets.clamp(min=0), temperature, softcap)
+    logits[~rows] = math.nan
+    for ours_T, true_T in zip(scores_of(logits, targets, impl, temperature=temperature, softcap=softcap), truth, strict=True):
+        assert ours_T.dtype == torch.float32
+        torch.testing.assert_close(ours_T.double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)], ids=["both", "logp", "entropy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_match_fp64_autograd(parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str) -> None:
+    """For any gradient that comes from above; rows with a negative target get none, whatever they hold."""
+    batch, temperature = random_batch(12), torch.linspace(0.4, 2.0, 12)
+    logits, targets, rows = batch["logits_TV"].to(dtype), batch["target_ids_T"], batch["target_ids_T"] >= 0
+    upstream = torch.randn(2, 12, generator=torch.Generator().manual_seed(5)) * torch.tensor(parts)[:, None]
+    exact = logits.double().requires_grad_()
+    logp, entropy, _ = plain_rows(exact[rows], targets[rows], temperature[rows], softcap)
+    (upstream[0, rows] * logp + upstream[1, rows] * entropy).sum().backward()
+    logits[~rows] = math.nan
+    moved = on_device({"logits_TV": logits, "target_ids_T": targets, "temperature": temperature}, impl)
+    leaf = moved["logits_TV"].requires_grad_()
+    out = logprobs(**moved, softcap=softcap, differentiable=True, impl=impl)
+    both = torch.stack([out.logprob_T, out.entropy_T])[[i for i in (0, 1) if parts[i]]]
+    both.backward(upstream[[i for i in (0, 1) if parts[i]]].to(both.device))
+    assert leaf.grad is not None and exact.grad is not None and leaf.grad.dtype == dtype
+    tolerance = {"rtol": 1e-4, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, **tolerance)
+    assert (leaf.grad.cpu()[~rows] == 0).all() and (exact.grad[rows] != 0).any()
+
+
+def test_nothing_carries_a_gradient_unless_asked(impl: str) -> None:
+    batch = on_device(random_batch(4), impl)
+    logits = batch["logits_TV"].requires_grad_()
+    out = logprobs(logits, batch["target_ids_T"], impl=impl)
+    assert not any(x.requires_grad for x in (out.logprob_T, out.entropy_T, out.lse_T))
+    asked = logprobs(logits, batch["target_ids_T"], differentiable=True, impl=impl)
+    assert asked.logprob_T.requires_grad and asked.entropy_T.requires_grad and not asked.lse_T.requires_grad
+    with torch.no_grad():
+        assert not logprobs(logits, batch["target_ids_T"], differentiable=True, impl=impl).logprob_T.requires_grad
+    loss = policy_loss(**batch, spec=LossSpec(entropy_coef=0.1), impl=impl)
+    assert loss.loss.requires_grad and loss.loss.shape == ()
+    assert not any(x.requires_grad for x in (loss.logprob_T, loss.entropy_T, *loss.stats.values()))
+
+
+def test_masked_ids_are_as_good_as_absent(impl: str) -> None:
+    """-inf logits, also as a whole block of the vocabulary; an id that is masked has log-probability -inf."""
+    rng = torch.Generator().manual_seed(2)
+    logits, targets = torch.randn(4, 20_000, generator=rng), torch.tensor([19_990, 3, 19_999, 7])
+    kept = torch.cat([torch.arange(0, 40), torch.arange(19_980, 20_000)])
+    masked = torch.full_like(logits, -math.inf)
+    masked[:, kept] = logits[:, kept]
+    positions = torch.tensor([50, 3, 59, 7])
+    truth = plain_rows(logits[:, kept].double(), positions)
+    for ours_T, true_T in zip(scores_of(masked, targets, impl), truth, strict=True):
+        torch.testing.assert_close(ours_T.double(), true_T, rtol=1e-6, atol=4e-6)
+    logp, entropy, _ = scores_of(masked, torch.full((4,), 5000), impl)
+    assert (logp == -math.inf).all(), "a masked target is impossible"
+    torch.testing.assert_close(entropy.double(), truth[1], rtol=1e-6, atol=4e-6)
+
+
+def test_far_targets_keep_their_log_probability(impl: str) -> None:
+    """Thousands of nats below the most likely id, as low temperatures and confident models have it."""
+    logits = torch.tensor([[60.0, -60.0, 0.0], [3000.0, 0.0, 1.0], [-5.0, -105.0, -6.0]])
+    logp, _, _ = scores_of(logits, torch.tensor([1, 1, 1]), impl, temperature=0.1)
+    torch.testing.assert_close(logp, torch.tensor([-1200.0, -30_000.0, -1000.0]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_distribution_gives_nan(value: float, impl: str) -> None:
+    batch = random_batch(5)
+    batch["target_ids_T"] = batch["target_ids_T"].clamp(min=0)
+    clean = scores_of(batch["logits_TV"], batch["target_ids_T"], impl)
+    batch["logits_TV"][2, 9] = value
+    batch["logits_TV"][4] = -math.inf
+    for ours_T, clean_T in zip(scores_of(batch["logits_TV"], batch["target_ids_T"], impl)[:2], clean[:2], strict=True):
+        assert ours_T[[2, 4]].isnan().all()
+        assert torch.equal(ours_T[[0, 1, 3]], clean_T[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_are_deterministic_and_rows_do_not_see_each_other(dtype: torch.dtype) -> None:
+    batch = random_batch(6, vocab=9000)
+    logits, targets = batch["logits_TV"].to(dtype), batch["target_ids_T"].clamp(min=0)
+    first = scores_of(logits, targets, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, scores_of(logits, targets, "triton"), strict=True))
+    for i in range(6):
+        alone = scores_of(logits[i : i + 1], targets[i : i + 1], "triton")
+        assert all(torch.equal(a[i : i + 1], b) for a, b in zip(first, alone, strict=True))
+
+
+def test_rows_of_a_larger_buffer(impl: str) -> None:
+    batch = random_batch(8)
+    expected = scores_of(batch["logits_TV"], batch["target_ids_T"], impl)
+    buffer = torch.full((24, 50), math.nan, device=device_of(impl))
+    view = buffer[1::3, 30:47]
+    view.copy_(batch["logits_TV"])
+    out = logprobs(view, batch["target_ids_T"].to(view.device), impl=impl)
+    assert torch.equal(out.logprob_T.cpu(), expected[0]) and torch.equal(out.lse_T.cpu(), expected[2]) and (expected[0] != 0).any()
+
+
+def test_auto_is_triton_on_a_gpu_and_torch_elsewhere() -> None:
+    batch = random_batch(4)
+    out = logprobs(batch["logits_TV"], batch["target_ids_T"])
+    assert torch.equal(out.logprob_T, scores_of(batch["logits_TV"], batch["target_ids_T"], "torch")[0])
+    if torch.cuda.is_available():
+        on_gpu = logprobs(batch["logits_TV"].cuda(), batch["target_ids_T"].cuda())
+        assert torch.equal(on_gpu.logprob_T.cpu(), scores_of(batch["logits_TV"], batch["target_ids_T"], "triton")[0])
+
+
+def test_kernels_on_the_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    batch = random_batch(2)
+    with pytest.raises(ValueError, match=r"impl='triton' needs tensors on a GPU, got cpu"):
+        logprobs(batch["logits_TV"], batch["target_ids_T"], impl="triton")
+
+
+def test_kernels_have_no_fp64() -> None:
+    batch = on_device(random_batch(2), "triton")
+    with pytest.raises(ValueError, match=r"impl='triton' needs logits of .* got float64"):
+        logprobs(batch["logits_TV"].double(), batch["target_ids_T"], impl="triton")
+
+
+LOGITS = {
+    "impl": [("cuda", "impl='cuda'")],
+    "logits_TV": [
+        (torch.zeros(60), r"logits_TV .*\(60,\)"),
+        (torch.zeros(60, 17, dtype=torch.int64), r"logits_TV .*int64"),
+        (torch.zeros(60, 0), r"logits_TV .*V > 0.*\(60, 0\)"),
+        (torch.zeros(60, 34)[:, ::2], r"logits_TV .*stride 1.*\(34, 2\)"),
+    ],
+    "target_ids_T": [
+        (torch.zeros(59, dtype=torch.int64), r"target_ids_T .*\[60\].*\(59,\)"),
+        (torch.zeros(60, dtype=torch.int32), r"target_ids_T .*int32"),
+        (torch.full((60,), 17), r"target_ids_T .*below V=17.*17"),
+    ],
+    "temperature": [
+        (0.0, r"temperature=0\.0"),
+        (-1.0, r"temperature=-1\.0"),
+        (math.nan, "temperature=nan"),
+        (math.inf, "temperature=inf"),
+        (torch.ones(59), r"temperature .*\[60\].*\(59,\)"),
+        (torch.ones(60, dtype=torch.float64), "temperature .*float64"),
+        (torch.linspace(0, 1, 60), r"temperature .*above 0.*0\.0"),
+        (torch.full((60,), math.nan), "temperature .*above 0.*nan"),
+    ],
+    "softcap": [(0.0, r"softcap=0\.0"), (-3.0, r"softcap=-3\.0"), (math.nan, "softcap=nan"), (math.inf, "softcap=inf")],
+    "kept": [
+        (KeptSet(torch.zeros(3, dtype=torch.int32), torch.zeros(61, dtype=torch.int64)), r"kept\.token_ids_K .*int32"),
+        (KeptSet(torch.zeros(0, dtype=torch.int64), torch.zeros(60, dtype=torch.int64)), r"kept\.offsets_T1 .*61.*60"),
+        (KeptSet(torch.zeros(3, dtype=torch.int64), torch.zeros(61, dtype=torch.int64)), r"kept\.offsets_T1 .*3 kept ids"),
+        (KeptSet(torch.tensor([17]), torch.tensor([0] + [1] * 60)), r"kept\.token_ids_K .*V=17.*17"),
+        (KeptSet(torch.tensor([-1]), torch.tensor([0] + [1] * 60)), r"kept\.token_ids_K .*-1"),
+        (KeptSet(torch.tensor([3, 3]), torch.tensor([0] + [2] * 60)), r"kept\.token_ids_K .*twice"),
+        (KeptSet(torch.tensor([3, 4]), torch.tensor([0, 2, 1] + [2] * 58)), r"kept\.offsets_T1 .*ascend"),
+    ],
+}
+TOKENS = {
+    "advantage_T": [
+        (torch.zeros(1), r"advantage_T .*\[60\].*\(1,\)"),
+        (torch.zeros(60, dtype=torch.float64), r"advantage_T .*float32.*float64"),
+    ],
+    "weight_T": [(torch.zeros(60, 1), r"weight_T .*\(60, 1\)")],
+    "old_logprob_T": [(torch.zeros(61), "old_logprob_T"), (None, "needs old_logprob_T")],
+    "ref_logprob_T": [(torch.zeros(()), "ref_logprob_T"), (None, "needs ref_logprob_T")],
+    "sampler_logprob_T": [(torch.zeros(61), "sampler_logprob_T"), (None, "need sampler_logprob_T")],
+    "cu_seqlens_S1": [
+        (None, "needs cu_seqlens_S1"),
+        (torch.tensor([0.0, 60.0]), r"cu_seqlens_S1 .*float32"),
+        (torch.tensor([[0, 60]]), r"cu_seqlens_S1 .*\(1, 2\)"),
+        (torch.tensor([0, 59]), r"cu_seqlens_S1 .*60 tokens.*\[0, 59\]"),
+        (torch.tensor([1, 60]), r"cu_seqlens_S1 .*\[1, 60\]"),
+        (torch.tensor([0, 9, 8, 60]), r"cu_seqlens_S1 .*\[0, 9, 8, 60\]"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [(name, *case) for name, cases in {**LOGITS, **TOKENS}.items() for case in cases])
+def test_what_does_not_fit_is_named(name: str, value: Any, message: str) -> None:
+    batch = {**random_batch(60), "spec": LossSpec("gspo", kl_coef=0.1, tis=2.0)}
+    policy_loss(**batch)
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**{**batch, name: value})
+    if name in LOGITS:
+        with pytest.raises(ValueError, match=message):
+            logprobs(**{"logits_TV": batch["logits_TV"], "target_ids_T": batch["target_ids_T"], name: value})
+
+
+def test_a_target_above_the_vocabulary_gives_nan_where_values_are_not_read(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    """As on a GPU, where the check would wait for the device."""
+    monkeypatch.setattr("flowkernels.arguments.checks_values", lambda device: False)
+    batch = on_device(random_batch(8), impl)
+    batch["target_ids_T"][1] = 17
+    batch["logits_TV"].requires_grad_()
+    out = policy_loss(**batch, spec=LossSpec("nll"), impl=impl)
+    out.loss.backward()
+    others = counted(batch)
+    others[1] = False
+    assert out.loss.isnan() and out.logprob_T[1].isnan() and out.logprob_T[others].isfinite().all()
