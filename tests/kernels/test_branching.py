@@ -353,7 +353,9 @@ def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("spacing", "expected"), [(0, [3, 1, 4, -1]), (1, [3, 1, 4, -1]), (2, [3, 1, -1, -1]), (3, [3, -1, -1, -1])])
 def test_points_are_apart_in_generated_tokens_and_no_token_comes_twice(spacing: int, expected: list[int]) -> None:
     """Token 2 is tool text: 1 and 3 are one generated token apart, 0 is the best of all but no candidate, and 5 is not allowed."""
-    scores = BranchingScore(torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]), torch.ones(6), torch.tensor([False, True, False, True, True, True]))
+    scores = BranchingScore(
+        torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]), torch.ones(6), torch.tensor([False, True, False, True, True, True])
+    )
     mask = torch.tensor([True, True, False, True, True, True])
     allowed = torch.tensor([True] * 5 + [False])
     if spacing == 2:
