@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention
+from flowtrain.training import attention, head
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 
@@ -98,6 +98,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: 
 
 def shard(model: PreTrainedModel, world: World, dtype: torch.dtype) -> PreTrainedModel:
     """FSDP2: fp32 master weights sharded over the ranks, `dtype` in the forward and backward pass. One rank in fp32 stays as it is."""
+    head.equip(model)
     model.to(world.device)
     if world.size == 1 and dtype == torch.float32:
         return model

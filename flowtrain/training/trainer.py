@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from flowkernels import LossSpec, correct_for_sampler, logprobs, policy_loss
+from flowkernels import LossSpec, PolicyLoss, correct_for_sampler, linear_logprobs, linear_policy_loss, logprobs, policy_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowtrain.training import attention
-from flowtrain.training.attention import Forest
+from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.tree import Row, empty_row
 from flowtrain.training.world import World
 
@@ -79,19 +79,7 @@ class Trainer:
             if self._world.size > 1:
                 self.model.set_requires_gradient_sync(index == num_rows - 1)
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            out = policy_loss(
-                forward_rows(self.model, row),
-                row.target_ids_T,
-                spec=self._loss,
-                advantage_T=row.advantage_T,
-                weight_T=row.weight_T * scale,
-                old_logprob_T=row.old_logprob_T,
-                ref_logprob_T=row.ref_logprob_T,
-                sampler_logprob_T=row.sampler_logprob_T,
-                cu_seqlens_S1=row.cu_targets_S1,
-                temperature=self._temperature,
-                inplace=True,
-            )
+            out = row_loss(self.model, row, self._loss, scale, self._temperature)
             out.loss.backward()
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
 
@@ -108,7 +96,7 @@ class Trainer:
         """Log-probs [T] of every row's targets under `model`; collective, rows may differ in number."""
         num_rows = int(self._world.max([len(rows)])[0])
         padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
-        scores = [logprobs(forward_rows(model, row), row.target_ids_T, temperature=self._temperature).logprob_T for row in padded]
+        scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
@@ -127,15 +115,45 @@ class Trainer:
 
 def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
     """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
-    assert model.config._attn_implementation == attention.NAME, "any other attention would build an N x N mask"
-    out = model(
-        input_ids=row.input_ids_N[None],
-        position_ids=row.position_ids_N[None],
-        use_cache=False,
-        logits_to_keep=row.target_row_T,
-        forest=Forest.of(row.subtree_end_N),
-    )
-    return out.logits.squeeze(0)  # a view whose backward pass, unlike that of [0], copies nothing
+    return forward(model, row).squeeze(0)  # a view whose backward pass, unlike that of [0], copies nothing
+
+
+def score_row(model: PreTrainedModel, row: Row, temperature: float) -> Tensor:
+    """Log-probs [T] of the row's targets."""
+    head = task_head(model)
+    if head is None:
+        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature).logprob_T
+
+    def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        return linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature).logprob_T
+
+    return run_head(model, head, row, task)
+
+
+def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec, scale: float, temperature: float) -> PolicyLoss:
+    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the model's head allows."""
+    tokens: dict[str, Any] = {
+        "spec": spec,
+        "advantage_T": row.advantage_T,
+        "weight_T": row.weight_T * scale,
+        "old_logprob_T": row.old_logprob_T,
+        "ref_logprob_T": row.ref_logprob_T,
+        "sampler_logprob_T": row.sampler_logprob_T,
+        "cu_seqlens_S1": row.cu_targets_S1,
+        "temperature": temperature,
+    }
+    head = task_head(model)
+    if head is None:
+        return policy_loss(forward_rows(model, row), row.target_ids_T, inplace=True, **tokens)
+    found: list[PolicyLoss] = []
+
+    def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        found.append(linear_policy_loss(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **tokens))
+        return found[0].loss
+
+    # The loss as the model returns it: FSDP has put its hooks there.
+    loss = run_head(model, head, row, task)
+    return replace(found[0], loss=loss)
 
 
 def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:

@@ -9,8 +9,10 @@ Every public function takes `impl=`: "triton" (the kernels), "torch" (their refe
 """
 
 from flowkernels.branching import BranchingScore, branch_points, branching_score, discounted_reverse_scan
+from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
 from flowkernels.rows import KeptSet
+from flowkernels.shards import VocabShard
 from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
 from flowkernels.token_weights import token_weights
 
@@ -23,10 +25,13 @@ __all__ = [
     "TokenLoss",
     "TokenLossFn",
     "Tokens",
+    "VocabShard",
     "branch_points",
     "branching_score",
     "correct_for_sampler",
     "discounted_reverse_scan",
+    "linear_logprobs",
+    "linear_policy_loss",
     "logprobs",
     "policy_loss",
     "token_loss",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowkernels.rows import KeptSet, Rows
+from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, check_inputs
 
 IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,20 +33,27 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def check_rows(logits_TV: Tensor, target_ids_T: Tensor, temperature: float | Tensor, softcap: float | None, kept: KeptSet | None) -> Rows:
+    """Arguments of the functions on logits."""
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
         raise ValueError(
             f"logits_TV must be float32, bfloat16, float16 or float64 [T, V], V > 0, got {logits_TV.dtype} {tuple(logits_TV.shape)}"
         )
     if logits_TV.stride(1) != 1 and logits_TV.shape[1] > 1:
         raise ValueError(f"logits_TV must have the vocabulary contiguous (stride 1), got strides {logits_TV.stride()}")
-    num_rows, num_vocab = logits_TV.shape
-    check_tokens("target_ids_T", target_ids_T, num_rows, torch.int64, logits_TV.device)
+    return check_targets(logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, kept)
+
+
+def check_targets(
+    rows_TX: Tensor, num_vocab: int, target_ids_T: Tensor, temperature: float | Tensor, softcap: float | None, kept: KeptSet | None
+) -> Rows:
+    """What goes with rows of logits, or with hidden states in their place."""
+    check_tokens("target_ids_T", target_ids_T, len(rows_TX), torch.int64, rows_TX.device)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
-    rows = Rows(logits_TV, target_ids_T.contiguous(), _temperature(temperature, logits_TV), softcap or 0.0, kept)
+    rows = Rows(rows_TX, target_ids_T.contiguous(), _temperature(temperature, rows_TX), softcap or 0.0, kept)
     if kept is not None:
-        _check_kept(kept, num_rows, logits_TV.device)
-    if checks_values(logits_TV.device):
+        _check_kept(kept, len(rows_TX), rows_TX.device)
+    if checks_values(rows_TX.device):
         _check_values(rows, num_vocab)
     return rows
 
@@ -74,6 +82,57 @@ def checks_values(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     return device.type == "cpu" or os.environ.get("FLOWKERNELS_DEBUG") == "1"
+
+
+def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
+    if hidden_TD.dim() != 2 or hidden_TD.dtype not in DTYPES or hidden_TD.shape[1] == 0:
+        raise ValueError(f"hidden_TD must be float32, bfloat16, float16 or float64 [T, D], got {hidden_TD.dtype} {tuple(hidden_TD.shape)}")
+    if weight_VD.dim() != 2 or weight_VD.shape[1] != hidden_TD.shape[1] or weight_VD.shape[0] == 0:
+        raise ValueError(f"weight_VD must be [V, D={hidden_TD.shape[1]}] like hidden_TD, got {tuple(weight_VD.shape)}")
+    for name, tensor in (("weight_VD", weight_VD), ("bias_V", bias_V)):
+        if tensor is not None and (tensor.dtype != hidden_TD.dtype or tensor.device != hidden_TD.device):
+            wanted, given = (hidden_TD.dtype, hidden_TD.device), (tensor.dtype, tensor.device)
+            raise ValueError(f"{name} must be {wanted[0]} on {wanted[1]}, as hidden_TD, got {given[0]} on {given[1]}")
+    if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
+        raise ValueError(f"bias_V must be [V={weight_VD.shape[0]}], got {tuple(bias_V.shape)}")
+
+
+def chunk_rows(memory_budget: int | None, hidden_TD: Tensor, num_vocab: int, fp32_logits: bool) -> int:
+    """Rows of logits that fit the budget; without one, what a GPU or a CPU works well with."""
+    if memory_budget is None:
+        return 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
+    size = hidden_TD.element_size()
+    row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
+    if memory_budget < row_bytes:
+        raise ValueError(f"memory_budget={memory_budget} bytes must hold at least one row of logits, which takes {row_bytes}")
+    return memory_budget // row_bytes
+
+
+def check_token_inputs(
+    spec: LossSpec | TokenLossFn,
+    rows: Rows,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_logprob_T: Tensor | None,
+    ref_logprob_T: Tensor | None,
+    sampler_logprob_T: Tensor | None,
+    cu_seqlens_S1: Tensor | None,
+) -> Tokens:
+    """Everything but the log-probs, which are not known yet; none of it carries a gradient."""
+    num_rows, device = rows.logits_TV.shape[0], rows.logits_TV.device
+    needed = {"advantage_T": advantage_T, "weight_T": weight_T}
+    optional = {"old_logprob_T": old_logprob_T, "ref_logprob_T": ref_logprob_T, "sampler_logprob_T": sampler_logprob_T}
+    for name, tensor in {**needed, **optional}.items():
+        if tensor is not None:
+            check_tokens(name, tensor, num_rows, torch.float32, device)
+    if cu_seqlens_S1 is not None:
+        check_sequences(cu_seqlens_S1, num_rows, device)
+    advantage_T, weight_T = (x.detach().contiguous() for x in needed.values())
+    old_T, ref_T, sampler_T = (None if x is None else x.detach().contiguous() for x in optional.values())
+    tokens = Tokens(weight_T, weight_T, advantage_T, weight_T, old_T, ref_T, sampler_T, cu_seqlens_S1)
+    if isinstance(spec, LossSpec):
+        check_inputs(spec, tokens)
+    return tokens
 
 
 def _temperature(temperature: float | Tensor, logits_TV: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.row_loss import NUM_COLUMNS
 from flowkernels.rows import Rows
 from flowkernels.rows_triton import (
     LN2,
@@ -89,7 +90,7 @@ def loss_kernel(
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_GRADIENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """columns [6, T]: weighted loss, logp, entropy, log-ratio, KL, clipped. `out` may be the logits. Rows of weight 0 are not read."""
+    """The columns [7, T] of `row_loss`. `out` may be the logits. Rows of weight 0 are not read."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
         row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
@@ -132,14 +133,16 @@ def loss_kernel(
             tl.store(column_ptr + 3 * num_rows + row, log_ratio)
             tl.store(column_ptr + 4 * num_rows + row, kl)
             tl.store(column_ptr + 5 * num_rows + row, is_clipped.to(tl.float32))
+            a = -weight * dlogp / temperature
+            tl.store(column_ptr + 6 * num_rows + row, ((a != 0.0) | (c != 0.0)).to(tl.float32))
             if HAS_GRADIENT:
                 backward_row(
                     row_ptr, row_out_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, top, log2_total, kept_top,
-                    kept_log2_total, entropy, -weight * dlogp / temperature, c, scale, softcap,
+                    kept_log2_total, entropy, a, c, scale, softcap,
                     HAS_ENTROPY, HAS_SOFTCAP, HAS_KEPT, LANES, WIDTH,
                 )  # fmt: skip
         else:
-            for i in tl.static_range(6):
+            for i in tl.static_range(7):
                 tl.store(column_ptr + i * num_rows + row, 0.0)
             if HAS_GRADIENT:
                 write_zeros(row_out_ptr, num_vocab, LANES, WIDTH)
@@ -208,14 +211,14 @@ def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
 def loss(
     rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, out_TV: Tensor | None
 ) -> Tensor:
-    """Launcher: columns [6, T], and the gradient into `out_TV` (which may be the logits) unless that is None."""
+    """Launcher: columns [7, T], and the gradient into `out_TV` (which may be the logits) unless that is None."""
     logits_TV, num_rows = rows.logits_TV, len(rows.target_ids_T)
-    column_6T = torch.empty(6, num_rows, device=logits_TV.device)
+    column_7T = torch.empty(NUM_COLUMNS, num_rows, device=logits_TV.device)
     if num_rows:
         config = loss_config(logits_TV)
         loss_kernel[grid(config, logits_TV)](
             logits_TV, out_TV, rows.target_ids_T, advantage_T, weight_T, old_T, ref_T, rows.temperature_T,
-            *kept_arguments(rows), column_6T,
+            *kept_arguments(rows), column_7T,
             num_rows, logits_TV.shape[1], logits_TV.stride(0), 0 if out_TV is None else out_TV.stride(0), rows.temperature_T.stride(0),
             rows.softcap, spec.clip_low, spec.clip_high, spec.dual_clip or 0.0, spec.kl_coef, spec.entropy_coef, spec.log_ratio_limit,
             POLICY=_POLICIES[spec.policy], KL=KLS.index(spec.kl), HAS_OLD=old_T is not None, HAS_REF=ref_T is not None,
@@ -223,15 +226,15 @@ def loss(
             HAS_KEPT=rows.kept is not None, HAS_GRADIENT=out_TV is not None,
             **config.arguments(),
         )  # fmt: skip
-    return column_6T
+    return column_7T
 
 
-def statistics(column_6T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+def statistics(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
     """Launcher: (loss, statistics), see `statistics.reduce_torch`."""
-    result = torch.empty((), device=column_6T.device)
-    out = torch.empty(NUM_STATISTICS, device=column_6T.device)
+    result = torch.empty((), device=column_7T.device)
+    out = torch.empty(NUM_STATISTICS, device=column_7T.device)
     statistics_kernel[(1,)](
-        column_6T, weight_T, target_ids_T, result, out, len(weight_T), BIN_WIDTH=BIN_WIDTH, NUM_BINS=NUM_BINS, **STATISTICS
+        column_7T, weight_T, target_ids_T, result, out, len(weight_T), BIN_WIDTH=BIN_WIDTH, NUM_BINS=NUM_BINS, **STATISTICS
     )
     return result, out
 

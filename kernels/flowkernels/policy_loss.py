@@ -7,18 +7,17 @@ all tokens before any gradient is known, so there the logits are read again: 6 B
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import check_rows, check_sequences, check_tokens, resolve_impl
-from flowkernels.rows import KeptSet, Rows, backward_torch, forward_torch, make_rows, scores, write_gradient
-from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, check_inputs, correct_for_sampler, token_loss
+from flowkernels.arguments import check_rows, check_token_inputs, resolve_impl
+from flowkernels.row_loss import columns, encode, policy_loss_inplace_op, policy_loss_op, scale_op, weighted_slopes
+from flowkernels.rows import KeptSet, Rows, scores, write_gradient
+from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler, token_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,83 +125,69 @@ def policy_loss(
     """
     rows = check_rows(logits_TV, target_ids_T, temperature, softcap, kept)
     impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
-    num_rows, device = len(target_ids_T), logits_TV.device
-    tensors = (advantage_T, weight_T, old_logprob_T, ref_logprob_T, sampler_logprob_T)
-    names = ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None:
-            check_tokens(name, tensor, num_rows, torch.float32, device)
-    advantage_T, weight_T = advantage_T.detach().contiguous(), weight_T.detach().contiguous()
-    old_T, ref_T, sampler_T = (None if x is None else x.detach().contiguous() for x in tensors[2:])
-    if cu_seqlens_S1 is not None:
-        check_sequences(cu_seqlens_S1, num_rows, device)
+    tokens = check_token_inputs(spec, rows, advantage_T, weight_T, old_logprob_T, ref_logprob_T, sampler_logprob_T, cu_seqlens_S1)
     if isinstance(spec, LossSpec):
-        check_inputs(spec, Tokens(weight_T, weight_T, advantage_T, weight_T, old_T, ref_T, sampler_T, cu_seqlens_S1))
-        advantage_T, weight_T = correct_for_sampler(spec, advantage_T, weight_T, old_T, sampler_T)
+        advantage_T, weight_T = correct_for_sampler(
+            spec, tokens.advantage_T, tokens.weight_T, tokens.old_logprob_T, tokens.sampler_logprob_T
+        )
+        tokens = replace(tokens, advantage_T=advantage_T, weight_T=weight_T)
     inplace = inplace and not torch.compiler.is_compiling()
     if isinstance(spec, LossSpec) and spec.policy != "gspo":
-        loss, column_6T, stats = _fused(rows, spec, advantage_T, weight_T, old_T, ref_T, impl, inplace)
+        loss, column_7T, stats = _fused(rows, spec, tokens, impl, inplace)
     else:
-        others = (old_T, ref_T, sampler_T, cu_seqlens_S1)
-        loss, column_6T, stats = _two_passes(rows, spec, advantage_T, weight_T, others, impl, inplace)
-    return PolicyLoss(loss, column_6T[1].detach(), column_6T[2].detach(), statistics.by_name(stats.detach()))
+        loss, column_7T, stats = _two_passes(rows, spec, tokens, impl, inplace)
+    return PolicyLoss(loss, column_7T[1].detach(), column_7T[2].detach(), statistics.by_name(stats.detach()))
 
 
-def _fused(
-    rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, impl: str, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fused(rows: Rows, spec: LossSpec, tokens: Tokens, impl: str, inplace: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, columns, statistics) by one kernel."""
     kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
     needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
-    arguments = (rows.target_ids_T, advantage_T, weight_T, old_T, ref_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
+    of_tokens = (rows.target_ids_T, tokens.advantage_T, tokens.weight_T, tokens.old_logprob_T, tokens.ref_logprob_T)
+    of_rows = (rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
     if inplace and needs_gradient:
         with torch.no_grad():
-            loss, column_6T, stats = _policy_loss_inplace(rows.logits_TV, *arguments, _encode(spec), impl)
-        return _Attach.apply(rows.logits_TV, loss), column_6T, stats
-    loss, _, column_6T, stats = _policy_loss_op(rows.logits_TV, *arguments, _encode(spec), needs_gradient, impl)
-    return loss, column_6T, stats
+            loss, column_7T, stats = policy_loss_inplace_op(rows.logits_TV, *of_tokens, *of_rows, encode(spec), impl)
+        return _Attach.apply(rows.logits_TV, loss), column_7T, stats
+    loss, _, column_7T, stats = policy_loss_op(rows.logits_TV, *of_tokens, *of_rows, encode(spec), needs_gradient, impl)
+    return loss, column_7T, stats
 
 
-def _two_passes(
-    rows: Rows,
-    spec: LossSpec | TokenLossFn,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    others: tuple[Tensor | None, ...],
-    impl: str,
-    inplace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _two_passes(rows: Rows, spec: LossSpec | TokenLossFn, tokens: Tokens, impl: str, inplace: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, columns, statistics): scores of all tokens, their loss in torch, then the gradient by a second read of the logits."""
-    weight_T = torch.where(rows.target_ids_T >= 0, weight_T, 0.0)
-    counts_T = weight_T != 0
-    rows = Rows(rows.logits_TV, torch.where(counts_T, rows.target_ids_T, -1), rows.temperature_T, rows.softcap, rows.kept)
+    rows = replace(rows, target_ids_T=torch.where(tokens.weight_T != 0, rows.target_ids_T, -1))
     needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
     with torch.set_grad_enabled(needs_gradient and not inplace):
         score_3T, state_4T = scores(rows, impl)
-    logprob_T, entropy_T, _ = score_3T.detach().unbind()
-    tokens = Tokens(logprob_T, entropy_T, advantage_T, weight_T, *others)
-    token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
-    column_6T = _columns(token, tokens)
-    loss, stats = statistics.reduce_torch(column_6T, weight_T, rows.target_ids_T)
+    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, rows.target_ids_T, impl)
     if not needs_gradient:
-        return loss, column_6T, stats
-    dlogprob_T = torch.where(counts_T, weight_T * token.dlogprob_T, 0.0)
-    dentropy_T = None if token.dentropy_T is None else torch.where(counts_T, weight_T * token.dentropy_T, 0.0)
+        return loss, column_7T, stats
     if inplace:
         with torch.no_grad():
-            write_gradient(rows, score_3T, state_4T, dlogprob_T, dentropy_T, impl, rows.logits_TV)
-        return _Attach.apply(rows.logits_TV, loss), column_6T, stats
-    # Adds a zero that has the gradient: x - x.detach() is 0 with slope 1.
+            write_gradient(rows, score_3T, state_4T, *slopes, impl, rows.logits_TV)
+        return _Attach.apply(rows.logits_TV, loss), column_7T, stats
+    return add_slopes(loss, score_3T, slopes), column_7T, stats
+
+
+def evaluate(
+    spec: LossSpec | TokenLossFn, tokens: Tokens, score_3T: Tensor, target_ids_T: Tensor, impl: str
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor | None]]:
+    """(loss, columns, statistics, weighted slopes) of tokens that have been scored."""
+    weight_T = torch.where(target_ids_T >= 0, tokens.weight_T, 0.0)
+    logprob_T, entropy_T, _ = score_3T.detach().unbind()
+    tokens = replace(tokens, logprob_T=logprob_T, entropy_T=entropy_T, weight_T=weight_T)
+    token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
+    column_7T = columns(token, tokens)
+    loss, stats = statistics.reduce(column_7T, weight_T, target_ids_T, impl)
+    return loss, column_7T, stats, weighted_slopes(token, weight_T)
+
+
+def add_slopes(loss: Tensor, score_3T: Tensor, slopes: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Adds a zero that has the gradient: x - x.detach() is 0 with slope 1."""
+    dlogprob_T, dentropy_T = slopes
     slope_2T = torch.stack([dlogprob_T, torch.zeros_like(dlogprob_T) if dentropy_T is None else dentropy_T])
     moved_2T = torch.where(slope_2T != 0, score_3T[:2] - score_3T[:2].detach(), 0.0)
-    return loss + (slope_2T * moved_2T).sum(), column_6T, stats
-
-
-def _columns(token: TokenLoss, tokens: Tokens) -> Tensor:
-    """[6, T]: weighted loss, logp, entropy, log-ratio, KL, clipped."""
-    weighted_T = torch.where(tokens.weight_T != 0, tokens.weight_T * token.loss_T, 0.0)
-    clipped_T = token.is_clipped_T.float()
-    return torch.stack([weighted_T, tokens.logprob_T, tokens.entropy_T, token.log_ratio_T, token.kl_T, clipped_T])
+    return loss + (slope_2T * moved_2T).sum()
 
 
 class _Attach(torch.autograd.Function):
@@ -218,154 +203,5 @@ class _Attach(torch.autograd.Function):
         if ctx.dlogits_TV is None:
             raise RuntimeError("the gradient of an in-place policy_loss was taken twice; it is handed over at the first backward pass")
         dlogits_TV, ctx.dlogits_TV = ctx.dlogits_TV, None
-        _scale_op(dlogits_TV, dloss)
+        scale_op(dlogits_TV, dloss)
         return dlogits_TV, None
-
-
-@lru_cache(maxsize=64)
-def _encode(spec: LossSpec) -> str:
-    """An operator's schema knows strings, not dataclasses."""
-    return json.dumps(asdict(spec))
-
-
-@lru_cache(maxsize=64)
-def _decode(text: str) -> LossSpec:
-    fields = json.loads(text)
-    return LossSpec(**{**fields, "mis": None if fields["mis"] is None else tuple(fields["mis"])})
-
-
-def _run(
-    rows: Rows,
-    spec: LossSpec,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_T: Tensor | None,
-    ref_T: Tensor | None,
-    out_TV: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, columns, statistics); the gradient goes into `out_TV`, which may be the logits."""
-    if impl == "torch":
-        column_6T = _loss_torch(rows, spec, advantage_T, weight_T, old_T, ref_T, out_TV)
-        loss, stats = statistics.reduce_torch(column_6T, weight_T, rows.target_ids_T)
-        return loss, column_6T, stats
-    from flowkernels import loss_triton
-
-    column_6T = loss_triton.loss(rows, spec, advantage_T, weight_T, old_T, ref_T, out_TV)
-    loss, stats = loss_triton.statistics(column_6T, weight_T, rows.target_ids_T)
-    return loss, column_6T, stats
-
-
-def _loss_torch(
-    rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, out_TV: Tensor | None
-) -> Tensor:
-    """The reference of the fused kernel: columns [6, T]."""
-    column_6T = torch.zeros(6, len(weight_T), device=weight_T.device)
-    counts_T = (weight_T != 0) & (rows.target_ids_T >= 0)
-    for chunk in rows.chunks():
-        forward = forward_torch(rows[chunk])
-        old_C, ref_C = (None if x is None else x[chunk] for x in (old_T, ref_T))
-        tokens = Tokens(forward.logprob_C, forward.entropy_C, advantage_T[chunk], weight_T[chunk], old_C, ref_C)
-        token, counts_C = token_loss(spec, tokens), counts_T[chunk]
-        column_6T[:, chunk] = torch.where(counts_C, _columns(token, tokens), 0.0)
-        if out_TV is None:
-            continue
-        slope_C = tokens.weight_T / rows.temperature_T[chunk]
-        a_C = torch.where(counts_C, -slope_C * token.dlogprob_T, 0.0)
-        c_C = None if token.dentropy_T is None else torch.where(counts_C, -slope_C * token.dentropy_T, 0.0)
-        backward_torch(forward, a_C, c_C, out_TV[chunk])
-    return column_6T
-
-
-@torch.library.custom_op("flowkernels::policy_loss", mutates_args=())
-def _policy_loss_op(
-    logits: Tensor,
-    targets: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    kept_ids: Tensor | None,
-    kept_offsets: Tensor | None,
-    spec: str,
-    needs_gradient: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, gradient or an empty tensor, columns, statistics)."""
-    rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
-    dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
-    loss, column_6T, stats = _run(rows, _decode(spec), advantage, weight, old, ref, dlogits_TV if needs_gradient else None, impl)
-    return loss, dlogits_TV, column_6T, stats
-
-
-@_policy_loss_op.register_fake
-def _(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs_gradient = arguments[-2]
-    return (
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty(logits.shape if needs_gradient else (0,)),
-        logits.new_empty((6, targets.shape[0]), dtype=torch.float32),
-        logits.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32),
-    )
-
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or autograd fills a zero gradient of [T, V] for the gradient itself
-    ctx.save_for_backward(output[1])
-
-
-def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    (dlogits_TV,) = ctx.saved_tensors
-    _scale_op(dlogits_TV, dloss)
-    return (dlogits_TV, *[None] * 12)
-
-
-_policy_loss_op.register_autograd(_policy_loss_backward, setup_context=_save_gradient)
-
-
-@torch.library.custom_op("flowkernels::policy_loss_", mutates_args=("logits",))
-def _policy_loss_inplace(
-    logits: Tensor,
-    targets: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    temperature: Tensor,
-    softcap: float,
-    kept_ids: Tensor | None,
-    kept_offsets: Tensor | None,
-    spec: str,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, columns, statistics); the gradient is written over the logits."""
-    rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
-    return _run(rows, _decode(spec), advantage, weight, old, ref, logits, impl)
-
-
-@_policy_loss_inplace.register_fake
-def _(logits: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty((6, targets.shape[0]), dtype=torch.float32),
-        logits.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("flowkernels::scale_", mutates_args=("gradient",))
-def _scale_op(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
-    if gradient.is_cuda and gradient.is_contiguous():
-        from flowkernels import loss_triton
-
-        loss_triton.scale_(gradient, factor)
-    elif gradient.is_cuda or float(factor) != 1.0:
-        gradient.mul_(factor.to(gradient.dtype))
-
-
-@_scale_op.register_fake
-def _(gradient: Tensor, factor: Tensor) -> None:
-    return None

@@ -13,7 +13,7 @@ cache, in fp32. T: target tokens, V: vocabulary, C: rows of a chunk, K: kept ids
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,18 @@ class KeptSet:
     offsets_T1: Tensor
     """int64 [T + 1], ascending from 0 to K."""
 
+    def __getitem__(self, rows: slice) -> KeptSet:
+        """Of consecutive rows."""
+        begin, end = (int(self.offsets_T1[i]) for i in (rows.start, rows.stop))
+        return KeptSet(self.token_ids_K[begin:end], self.offsets_T1[rows.start : rows.stop + 1] - begin)
+
+    def at(self, index_A: Tensor) -> KeptSet:
+        """Of any rows, in this order."""
+        counts_A = self.offsets_T1.diff()[index_A]
+        offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
+        shift_K = torch.repeat_interleave(self.offsets_T1[index_A] - offsets_A1[:-1], counts_A)
+        return KeptSet(self.token_ids_K[shift_K + torch.arange(len(shift_K), device=shift_K.device)], offsets_A1)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -54,10 +66,7 @@ class Rows:
 
     def __getitem__(self, rows: slice) -> Rows:
         """A chunk of consecutive rows."""
-        kept = self.kept
-        if kept is not None:
-            begin, end = (int(kept.offsets_T1[i]) for i in (rows.start, rows.stop))
-            kept = KeptSet(kept.token_ids_K[begin:end], kept.offsets_T1[rows.start : rows.stop + 1] - begin)
+        kept = None if self.kept is None else self.kept[rows]
         return Rows(self.logits_TV[rows], self.target_ids_T[rows], self.temperature_T[rows], self.softcap, kept)
 
     def chunks(self) -> Iterator[slice]:
@@ -145,10 +154,11 @@ def _gradient_at(forward: Forward, row_K: Tensor, ids_K: Tensor, a_C: Tensor, c_
 
 
 def _target_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, id, gradient) of each target."""
-    row_C = torch.arange(len(a_C), device=a_C.device)
-    targets_C = _valid(forward.rows.target_ids_T, forward.t_CV.shape[1])
-    return row_C, targets_C, _gradient_at(forward, row_C, targets_C, a_C, c_C) - a_C
+    """(row, id, gradient) of each target that these rows hold."""
+    targets_C = forward.rows.target_ids_T
+    row_K = ((targets_C >= 0) & (targets_C < forward.t_CV.shape[1])).nonzero()[:, 0]
+    ids_K = targets_C[row_K]
+    return row_K, ids_K, _gradient_at(forward, row_K, ids_K, a_C, c_C) - a_C[row_K]
 
 
 def _kept_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,27 +205,35 @@ def _kept_log_total(rows: Rows, t_CV: Tensor, t_target_C: Tensor, log_total_C: T
     return torch.where(rows.kept.offsets_T1.diff() > 0, kept_C, log_total_C)
 
 
-def _scores_torch(rows: Rows) -> Tensor:
-    score_3T = torch.empty(3, len(rows.target_ids_T), device=rows.logits_TV.device)
+def _scores_torch(rows: Rows) -> tuple[Tensor, Tensor]:
+    num_rows, device = len(rows.target_ids_T), rows.logits_TV.device
+    score_3T, state_4T = torch.empty(3, num_rows, device=device), torch.zeros(4, num_rows, device=device)
     for chunk in rows.chunks():
         forward = forward_torch(rows[chunk])
         for i, x_C in enumerate((forward.logprob_C, forward.entropy_C, forward.lse_C)):
             score_3T[i, chunk] = x_C
-    return score_3T
+        state_4T[1, chunk] = torch.where(rows.target_ids_T[chunk] >= 0, forward.log_total_C, 0.0)
+    return score_3T, state_4T
 
 
-def _gradient_torch(rows: Rows, dlogprob_T: Tensor, dentropy_T: Tensor | None, out_TV: Tensor) -> None:
+def _gradient_torch(rows: Rows, score_3T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, out_TV: Tensor) -> None:
     for chunk in rows.chunks():
         part = rows[chunk]
         is_row_C = part.target_ids_T >= 0
         a_C = torch.where(is_row_C, -dlogprob_T[chunk] / part.temperature_T, 0.0)
         c_C = None if dentropy_T is None else torch.where(is_row_C, -dentropy_T[chunk] / part.temperature_T, 0.0)
-        backward_torch(forward_torch(part), a_C, c_C, out_TV[chunk])
+        forward = forward_torch(part)
+        # The sum that was handed in may be that of more vocabulary than these rows hold.
+        log_total_C = state_4T[1, chunk]
+        kept_C = log_total_C if rows.kept is None else forward.kept_log_total_C
+        forward = replace(forward, log_total_C=log_total_C, kept_log_total_C=kept_C, entropy_C=score_3T[1, chunk])
+        backward_torch(forward, a_C, c_C, out_TV[chunk])
 
 
 def scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
-    """([3, T] fp32: logp, entropy, lse; [4, T]: what `gradient` of the same implementation takes). Differentiable by the logits in the
-    first two, by a second read of the logits."""
+    """([3, T] fp32: logp, entropy, lse; [4, T]: the state that `write_gradient` takes). Differentiable by the logits in the first two, by
+    a second read of the logits. State: the largest logit, log sum exp of z - its z, and both for the kept set; the torch reference
+    uses the second alone."""
     kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
     result: tuple[Tensor, Tensor] = _scores_op(
         rows.logits_TV, rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets, impl
@@ -223,12 +241,21 @@ def scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
     return result
 
 
+def compute_scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
+    """`scores` without the operator around it."""
+    if impl == "torch":
+        return _scores_torch(rows)
+    from flowkernels import rows_triton
+
+    return rows_triton.scores(rows)
+
+
 def write_gradient(
     rows: Rows, score_3T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, impl: str, out_TV: Tensor
 ) -> None:
     """The gradient by the logits, into `out_TV`, which may be the logits themselves."""
     if impl == "torch":
-        _gradient_torch(rows, dlogprob_T, dentropy_T, out_TV)
+        _gradient_torch(rows, score_3T, state_4T, dlogprob_T, dentropy_T, out_TV)
     else:
         from flowkernels import rows_triton
 
@@ -246,11 +273,7 @@ def _scores_op(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
-    if impl == "torch":
-        return _scores_torch(rows), torch.zeros(4, len(targets), device=logits.device)
-    from flowkernels import rows_triton
-
-    return rows_triton.scores(rows)
+    return compute_scores(rows, impl)
 
 
 @_scores_op.register_fake

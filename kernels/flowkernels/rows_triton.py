@@ -245,7 +245,7 @@ def score_kernel(
     num_rows, num_vocab, row_stride, temperature_stride, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """score [3, T]: logp, entropy, lse. state [4, T]: what the gradient needs: top and log of the sum, of the row and of its kept set."""
+    """score [3, T]: logp, entropy, lse. state [4, T]: see `rows.scores`."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         target = tl.load(targets_ptr + row)
         if target >= 0:
@@ -265,9 +265,9 @@ def score_kernel(
             tl.store(score_ptr + num_rows + row, entropy)
             tl.store(score_ptr + 2 * num_rows + row, top / temperature + log2_total * LN2)
             tl.store(state_ptr + row, top)
-            tl.store(state_ptr + num_rows + row, log2_total)
+            tl.store(state_ptr + num_rows + row, log2_total * LN2)
             tl.store(state_ptr + 2 * num_rows + row, kept_top)
-            tl.store(state_ptr + 3 * num_rows + row, kept_log2_total)
+            tl.store(state_ptr + 3 * num_rows + row, kept_log2_total * LN2)
         else:
             for i in tl.static_range(3):
                 tl.store(score_ptr + i * num_rows + row, 0.0)
@@ -295,9 +295,9 @@ def gradient_kernel(
         begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
         x_target = 0.0
         top = tl.load(state_ptr + row)
-        log2_total = tl.load(state_ptr + num_rows + row)
+        log2_total = tl.load(state_ptr + num_rows + row) * LOG2E
         kept_top = tl.load(state_ptr + 2 * num_rows + row)
-        kept_log2_total = tl.load(state_ptr + 3 * num_rows + row)
+        kept_log2_total = tl.load(state_ptr + 3 * num_rows + row) * LOG2E
         if HAS_KEPT:
             begin, end = tl.load(kept_offsets_ptr + row), tl.load(kept_offsets_ptr + row + 1)
             x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)

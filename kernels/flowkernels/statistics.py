@@ -23,11 +23,20 @@ BIN_WIDTH = 0.05
 NUM_STATISTICS = len(NAMES) + NUM_BINS
 
 
-def reduce_torch(column_6T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [26]) of the columns (weighted loss, logp, entropy, log-ratio, KL, clipped) over the rows that count."""
+def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """(loss, statistics [26]) of the columns of `row_loss` over the rows that count."""
+    if impl == "torch":
+        return reduce_torch(column_7T, weight_T, target_ids_T)
+    from flowkernels import loss_triton
+
+    return loss_triton.statistics(column_7T, weight_T, target_ids_T)
+
+
+def reduce_torch(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference of the kernel."""
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
-    loss_T, _, entropy_T, log_ratio_T, kl_T, clipped_T = torch.where(counts_T, column_6T, 0.0)
+    loss_T, _, entropy_T, log_ratio_T, kl_T, clipped_T = torch.where(counts_T, column_7T[:6], 0.0)
     ratio_T = log_ratio_T.exp()
     infinity = ratio_T.new_full((1,), torch.inf)  # keeps max and min defined where no token counts
     bins_T = (log_ratio_T / BIN_WIDTH).clamp(-NUM_BINS / 2, NUM_BINS / 2 - 1).floor() + NUM_BINS // 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flowkernels import LossSpec
 
+from flowtrain.training import head
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
@@ -48,6 +49,7 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
 
     def make(loss: LossSpec | None = None, temperature: float = 1.0, reference: Any = None, **optim: Any) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
+        head.equip(model)
         return Trainer(model, alone, loss or LossSpec(), OptimSpec(**{"lr": 1e-2, **optim}), temperature, reference)
 
     return make
