@@ -79,6 +79,8 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, i
         yield "gradient", f"{name} all", rows_triton.gradient_kernel, *_split({**rows_all, "HAS_ENTROPY": True, **score}, name)
         yield "loss", name, loss_triton.loss_kernel, *_split({**no_kept, **clip_only, **loss}, name)
         yield "loss", f"{name} all", loss_triton.loss_kernel, *_split({**rows_all, **loss_all, **loss}, name)
+        scored_only = {**no_kept, **clip_only, "HAS_GRADIENT": False, "out_ptr": None}
+        yield "loss", f"{name} no gradient", loss_triton.loss_kernel, *_split({**scored_only, **loss}, name)
         yield "scale", name, loss_triton.scale_kernel, *_split({"BLOCK": 4096, "num_warps": 8}, name)
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **loss_triton.STATISTICS}
     yield "statistics", "", loss_triton.statistics_kernel, *_split(statistics, "fp32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
         "gemm": lambda: _gemms(batch),
     }
     if batch.hidden_TD.dtype != torch.float32:
-        runs["flowkernels fp32"] = lambda: _head_gradient(lambda *a: _flowkernels_head_loss(*a, fp32_logits=True), batch)
+        runs["flowkernels fp32"] = lambda: _head_gradient(partial(_flowkernels_head_loss, fp32_logits=True), batch)
     return _chosen(runs, peers)
 
 
@@ -178,7 +179,7 @@ def _chosen(runs: Runs, peers: list[str]) -> Runs:
 def _flowkernels_gradient(batch: Batch) -> Tensor:
     logits_TV = batch.logits_TV.detach().requires_grad_()
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens = {"advantage_T": batch.advantage_T, "weight_T": batch.weight_T, "old_logprob_T": batch.old_logprob_T}
+    tokens: dict[str, Any] = {"advantage_T": batch.advantage_T, "weight_T": batch.weight_T, "old_logprob_T": batch.old_logprob_T}
     out = policy_loss(logits_TV, batch.target_ids_T, spec=spec, **tokens)
     return torch.autograd.grad(out.loss, logits_TV)[0]
 
@@ -232,7 +233,7 @@ def _flowkernels_head_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, token_weight: Tensor, old: Tensor, fp32_logits: bool = False
 ) -> Tensor:
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens = {"advantage_T": advantage, "weight_T": token_weight, "old_logprob_T": old}
+    tokens: dict[str, Any] = {"advantage_T": advantage, "weight_T": token_weight, "old_logprob_T": old}
     return linear_policy_loss(hidden, weight, targets, spec=spec, fp32_logits=fp32_logits, **tokens).loss
 
 

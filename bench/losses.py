@@ -106,7 +106,12 @@ def _measure(
     seconds = _seconds(runs, repeats)
     rows = []
     for (path, impl), run in runs.items():
-        row = {"path": path, "impl": impl, "device": example.device.type, "dtype": str(example.dtype).removeprefix("torch.")}
+        row: dict[str, Any] = {
+            "path": path,
+            "impl": impl,
+            "device": example.device.type,
+            "dtype": str(example.dtype).removeprefix("torch."),
+        }
         row |= {"T": len(example), "D": size, "V": num_vocab, "ms": 1e3 * statistics.median(seconds[path, impl])}
         row |= {"extra_mb": _extra_bytes(run, example.device) / 1e6}
         has_truth = path in truths and impl not in _OTHER_ROWS

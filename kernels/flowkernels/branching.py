@@ -52,7 +52,7 @@ def discounted_reverse_scan(
     impl = resolve_impl(impl, x_T.device)
     _check(x_T, "x_T", cu_seqlens_S1, gamma, mask_T)
     scanned: Tensor = _scan_op(
-        x_T.detach().contiguous(), cu_seqlens_S1.long(), None if mask_T is None else mask_T.contiguous(), gamma, impl
+        x_T.detach().contiguous(), cu_seqlens_S1.long().contiguous(), None if mask_T is None else mask_T.contiguous(), gamma, impl
     )
     return scanned
 
@@ -90,8 +90,8 @@ def branching_score(
     if not 0 < clip < 1:
         raise ValueError(f"clip={clip} must be in (0, 1)")
     mask_T = torch.ones_like(logprob_T, dtype=torch.bool) if mask_T is None else mask_T.contiguous()
-    log_ratio_T = (logprob_T - old_logprob_T).detach()
-    return BranchingScore(*_score_op(log_ratio_T, entropy_T.detach().contiguous(), mask_T, cu_seqlens_S1.long(), gamma, clip, impl))
+    log_ratio_T, bounds_S1 = (logprob_T - old_logprob_T).detach(), cu_seqlens_S1.long().contiguous()
+    return BranchingScore(*_score_op(log_ratio_T, entropy_T.detach().contiguous(), mask_T, bounds_S1, gamma, clip, impl))
 
 
 def branch_points(

@@ -31,6 +31,12 @@ def _first(x, offsets):
 
 
 @triton.jit
+def _std(squares, off, total):
+    """Of the population, from squared deviations from a mean that is off by `off`."""
+    return tl.sqrt(tl.maximum(tl.sum(squares, axis=0) / total - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     sequence = tl.program_id(0)
@@ -81,16 +87,23 @@ def score_kernel(
     entropy_mean = tl.sum(entropies, axis=0) / total
     # Squares of deviations in a pass of their own: E[x^2] - E[x]^2 has no digits left where Omega is nearly flat.
     omega_squares, entropy_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    omegas, entropies = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(num_blocks):
         start = begin + block * BLOCK
         is_in = start + offsets < end
         is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
         d_omega = tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean
         d_entropy = tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean
+        omegas += tl.where(is_token, d_omega, 0.0)
+        entropies += tl.where(is_token, d_entropy, 0.0)
         omega_squares += tl.where(is_token, d_omega * d_omega, 0.0)
         entropy_squares += tl.where(is_token, d_entropy * d_entropy, 0.0)
-    omega_std = tl.sqrt(tl.sum(omega_squares, axis=0) / total)
-    entropy_std = tl.sqrt(tl.sum(entropy_squares, axis=0) / total)
+    # The means above are rounded: what they are off by is the mean of the deviations.
+    omega_off, entropy_off = tl.sum(omegas, axis=0) / total, tl.sum(entropies, axis=0) / total
+    omega_std = _std(omega_squares, omega_off, total)
+    entropy_std = _std(entropy_squares, entropy_off, total)
+    omega_mean += omega_off
+    entropy_mean += entropy_off
     is_flat = omega_std < flat
     for block in range(num_blocks):
         start = begin + block * BLOCK

@@ -19,7 +19,7 @@ from flowkernels.arguments import check_head, check_targets, check_token_inputs,
 from flowkernels.head import Gradients, Head
 from flowkernels.linear_ops import LossWalk, Targets, linear_loss_op, linear_scores_op, walk_scores
 from flowkernels.policy_loss import LogProbs, PolicyLoss, add_slopes, evaluate
-from flowkernels.row_loss import encode, scale_op
+from flowkernels.row_loss import scale_op
 from flowkernels.rows import KeptSet, Rows
 from flowkernels.shards import VocabShard
 from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler
@@ -130,7 +130,7 @@ def linear_policy_loss(
         kept_ids, kept_offsets = (None, None) if kept is None else (kept.token_ids_K, kept.offsets_T1)
         of_tokens = (rows.target_ids_T, advantage_T, weight_T, tokens.old_logprob_T, tokens.ref_logprob_T, tokens.cu_seqlens_S1)
         of_rows = (rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
-        options = (encode(spec), needs, compact, fp32_logits, head.chunk_rows, impl)
+        options = (spec.encoded, needs, compact, fp32_logits, head.chunk_rows, impl)
         loss, _, _, _, column_7T, stats = linear_loss_op(*wanted, *of_tokens, *of_rows, *options)
     return PolicyLoss(loss, column_7T[1].detach(), column_7T[2].detach(), statistics.by_name(stats.detach()))
 
@@ -140,7 +140,7 @@ def _two_passes(rows: Rows, head: Head, spec: TokenLossFn, tokens: Tokens, impl:
     counts_T = (tokens.weight_T != 0) & (rows.target_ids_T >= 0)
     ids_T = torch.where(counts_T, rows.target_ids_T, -1)
     score_3T = _scores(Rows(rows.logits_TV, ids_T, rows.temperature_T, rows.softcap, rows.kept), head, impl)
-    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, ids_T, impl)
+    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, ids_T)
     loss = add_slopes(loss, score_3T, slopes) if score_3T.requires_grad else loss
     return PolicyLoss(loss, column_7T[1], column_7T[2], statistics.by_name(stats))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowkernels import statistics
 from flowkernels.head import Gradients, Head, chunk_scores, gradient_buffer
-from flowkernels.row_loss import NUM_COLUMNS, columns, decode, run_loss, scale_op, weighted_slopes
+from flowkernels.row_loss import NUM_COLUMNS, columns, decode, run_loss, scaled, weighted_slopes
 from flowkernels.rows import KeptSet, Rows, write_gradient
 from flowkernels.token_loss import LossSpec, Tokens, token_loss
 
@@ -308,11 +308,8 @@ def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _loss_backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-    found = ctx.saved_tensors
-    for gradient, need in zip(found, ctx.needs, strict=True):
-        if need:
-            scale_op(gradient, dloss)
-    return (*(g if need else None for g, need in zip(found, ctx.needs, strict=True)), *[None] * 16)
+    found = [scaled(gradient, dloss) if need else None for gradient, need in zip(ctx.saved_tensors, ctx.needs, strict=True)]
+    return (*found, *[None] * 16)
 
 
 linear_loss_op.register_autograd(_loss_backward, setup_context=_save_loss)

@@ -93,7 +93,9 @@ def loss_kernel(
     """The columns [7, T] of `row_loss`. `out` may be the logits. Rows of weight 0 are not read."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
-        row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
+        row_out_ptr = row_ptr
+        if HAS_GRADIENT:
+            row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
         target = tl.load(targets_ptr + row)
         weight = tl.load(weight_ptr + row)
         if (weight != 0.0) & (target >= 0):
@@ -187,9 +189,11 @@ def statistics_kernel(
     tl.store(out_ptr + 1, tl.sum(weights, axis=0))
     tl.store(out_ptr + 2, tl.sum(entropies, axis=0))
     tl.store(out_ptr + 3, tl.sum(kls, axis=0))
-    tl.store(out_ptr + 4, tl.sum(ratios, axis=0))
-    tl.store(out_ptr + 5, tl.max(ratio_max, axis=0))
-    tl.store(out_ptr + 6, tl.min(ratio_min, axis=0))
+    ratio_sum = tl.sum(ratios, axis=0)
+    is_nan = ratio_sum != ratio_sum  # max and min over a block pass over NaN
+    tl.store(out_ptr + 4, ratio_sum)
+    tl.store(out_ptr + 5, tl.where(is_nan, ratio_sum, tl.max(ratio_max, axis=0)))
+    tl.store(out_ptr + 6, tl.where(is_nan, ratio_sum, tl.min(ratio_min, axis=0)))
     tl.store(out_ptr + 7, tl.sum(low, axis=0))
     tl.store(out_ptr + 8, tl.sum(high, axis=0))
     tl.store(out_ptr + 9, tl.sum(mismatch, axis=0))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowkernels import statistics
 from flowkernels.arguments import check_rows, check_token_inputs, resolve_impl
-from flowkernels.row_loss import columns, encode, policy_loss_inplace_op, policy_loss_op, scale_op, weighted_slopes
+from flowkernels.row_loss import columns, policy_loss_inplace_op, policy_loss_op, scale_op, weighted_slopes
 from flowkernels.rows import KeptSet, Rows, scores, write_gradient
 from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler, token_loss
 
@@ -147,9 +147,9 @@ def _fused(rows: Rows, spec: LossSpec, tokens: Tokens, impl: str, inplace: bool)
     of_rows = (rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
     if inplace and needs_gradient:
         with torch.no_grad():
-            loss, column_7T, stats = policy_loss_inplace_op(rows.logits_TV, *of_tokens, *of_rows, encode(spec), impl)
+            loss, column_7T, stats = policy_loss_inplace_op(rows.logits_TV, *of_tokens, *of_rows, spec.encoded, impl)
         return _Attach.apply(rows.logits_TV, loss), column_7T, stats
-    loss, _, column_7T, stats = policy_loss_op(rows.logits_TV, *of_tokens, *of_rows, encode(spec), needs_gradient, impl)
+    loss, _, column_7T, stats = policy_loss_op(rows.logits_TV, *of_tokens, *of_rows, spec.encoded, needs_gradient, impl)
     return loss, column_7T, stats
 
 
@@ -159,7 +159,7 @@ def _two_passes(rows: Rows, spec: LossSpec | TokenLossFn, tokens: Tokens, impl: 
     needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
     with torch.set_grad_enabled(needs_gradient and not inplace):
         score_3T, state_4T = scores(rows, impl)
-    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, rows.target_ids_T, impl)
+    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, rows.target_ids_T)
     if not needs_gradient:
         return loss, column_7T, stats
     if inplace:
@@ -170,7 +170,7 @@ def _two_passes(rows: Rows, spec: LossSpec | TokenLossFn, tokens: Tokens, impl: 
 
 
 def evaluate(
-    spec: LossSpec | TokenLossFn, tokens: Tokens, score_3T: Tensor, target_ids_T: Tensor, impl: str
+    spec: LossSpec | TokenLossFn, tokens: Tokens, score_3T: Tensor, target_ids_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor | None]]:
     """(loss, columns, statistics, weighted slopes) of tokens that have been scored."""
     weight_T = torch.where(target_ids_T >= 0, tokens.weight_T, 0.0)
@@ -178,7 +178,7 @@ def evaluate(
     tokens = replace(tokens, logprob_T=logprob_T, entropy_T=entropy_T, weight_T=weight_T)
     token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
     column_7T = columns(token, tokens)
-    loss, stats = statistics.reduce(column_7T, weight_T, target_ids_T, impl)
+    loss, stats = statistics.reduce_torch(column_7T, weight_T, target_ids_T)  # outside an operator: torch.compile traces it
     return loss, column_7T, stats, weighted_slopes(token, weight_T)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -37,13 +36,8 @@ def weighted_slopes(token: TokenLoss, weight_T: Tensor) -> tuple[Tensor, Tensor 
 
 
 @lru_cache(maxsize=64)
-def encode(spec: LossSpec) -> str:
-    """An operator's schema knows strings, not dataclasses."""
-    return json.dumps(asdict(spec))
-
-
-@lru_cache(maxsize=64)
 def decode(text: str) -> LossSpec:
+    """From `LossSpec.encoded`."""
     fields = json.loads(text)
     return LossSpec(**{**fields, "mis": None if fields["mis"] is None else tuple(fields["mis"])})
 
@@ -130,8 +124,15 @@ def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     (dlogits_TV,) = ctx.saved_tensors
-    scale_op(dlogits_TV, dloss)
-    return (dlogits_TV, *[None] * 12)
+    return (scaled(dlogits_TV, dloss), *[None] * 12)
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must stay."""
+    if type(gradient) is not Tensor:
+        return gradient * factor.to(gradient.dtype)
+    scale_op(gradient, factor)
+    return gradient
 
 
 policy_loss_op.register_autograd(_policy_loss_backward, setup_context=_save_gradient)
@@ -176,7 +177,8 @@ def scale_op(gradient: Tensor, factor: Tensor) -> None:
 
         loss_triton.scale_(gradient, factor)
     elif gradient.is_cuda or float(factor) != 1.0:
-        gradient.mul_(factor.to(gradient.dtype))
+        for part in gradient.split(64):  # in fp32, and without a copy of all of it
+            part.copy_(part.to(torch.promote_types(part.dtype, factor.dtype)) * factor)
 
 
 @scale_op.register_fake

@@ -83,6 +83,9 @@ class Forward:
     t_CV: Tensor
     e_CV: Tensor
     """exp t."""
+    t_target_C: Tensor
+    t_kept_K: Tensor | None
+    """Of the targets and the kept ids."""
     log_total_C: Tensor
     """log sum exp t."""
     kept_log_total_C: Tensor
@@ -95,19 +98,20 @@ class Forward:
 def forward_torch(rows: Rows) -> Forward:
     t_CV = torch.div(_capped(rows), rows.temperature_T[:, None])
     top_C = t_CV.amax(-1)
-    # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits. clamp: no 0 * -inf further down.
-    t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None]).clamp_(min=_FAR)
-    e_CV = t_CV.exp()
+    # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits.
+    t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None])
+    t_target_C = _at_targets(t_CV, rows.target_ids_T)
+    t_kept_K = None if rows.kept is None else t_CV[_kept_rows(rows), rows.kept.token_ids_K]
+    e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
     total_C = e_CV.sum(-1)
     log_total_C = total_C.log()
     moment_C = (e_CV * t_CV).sum(-1)
-    t_target_C = _at_targets(t_CV, rows.target_ids_T)
-    kept_log_total_C = log_total_C if rows.kept is None else _kept_log_total(rows, t_CV, t_target_C, log_total_C)
+    kept_log_total_C = log_total_C if t_kept_K is None else _kept_log_total(rows, t_kept_K, t_target_C, log_total_C)
     is_row_C = rows.target_ids_T >= 0
     logprob_C, entropy_C, lse_C = (
         torch.where(is_row_C, x_C, 0.0) for x_C in (t_target_C - kept_log_total_C, log_total_C - moment_C / total_C, top_C + log_total_C)
     )
-    return Forward(rows, t_CV, e_CV, log_total_C, kept_log_total_C, logprob_C, entropy_C, lse_C)
+    return Forward(rows, t_CV, e_CV, t_target_C, t_kept_K, log_total_C, kept_log_total_C, logprob_C, entropy_C, lse_C)
 
 
 def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Tensor) -> None:
@@ -143,13 +147,12 @@ def _capped(rows: Rows) -> Tensor:
     return (x_CV / rows.softcap).tanh_().mul_(rows.softcap) if rows.softcap else x_CV
 
 
-def _gradient_at(forward: Forward, row_K: Tensor, ids_K: Tensor, a_C: Tensor, c_C: Tensor | None) -> Tensor:
+def _gradient_at(forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C: Tensor | None) -> Tensor:
     """a p^S + c p (log p + H) at some places."""
-    t_K = forward.t_CV[row_K, ids_K]
     g_K = a_C[row_K] * (t_K - forward.kept_log_total_C[row_K]).exp()
     if c_C is None:
         return g_K
-    log_p_K = t_K - forward.log_total_C[row_K]
+    log_p_K = t_K.clamp(min=_FAR) - forward.log_total_C[row_K]
     return g_K + c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
 
 
@@ -157,15 +160,14 @@ def _target_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple
     """(row, id, gradient) of each target that these rows hold."""
     targets_C = forward.rows.target_ids_T
     row_K = ((targets_C >= 0) & (targets_C < forward.t_CV.shape[1])).nonzero()[:, 0]
-    ids_K = targets_C[row_K]
-    return row_K, ids_K, _gradient_at(forward, row_K, ids_K, a_C, c_C) - a_C[row_K]
+    return row_K, targets_C[row_K], _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C) - a_C[row_K]
 
 
 def _kept_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(row, id, gradient) of each kept id; right for all but the targets."""
-    assert forward.rows.kept is not None
-    row_K, ids_K = _kept_rows(forward.rows), forward.rows.kept.token_ids_K
-    return row_K, ids_K, _gradient_at(forward, row_K, ids_K, a_C, c_C)
+    assert forward.rows.kept is not None and forward.t_kept_K is not None
+    row_K = _kept_rows(forward.rows)
+    return row_K, forward.rows.kept.token_ids_K, _gradient_at(forward, row_K, forward.t_kept_K, a_C, c_C)
 
 
 def _valid(target_ids_C: Tensor, num_vocab: int) -> Tensor:
@@ -194,11 +196,10 @@ def _is_missing(rows: Rows) -> Tensor:
     return torch.zeros_like(rows.target_ids_T).index_add_(0, row_K, is_target_K) == 0
 
 
-def _kept_log_total(rows: Rows, t_CV: Tensor, t_target_C: Tensor, log_total_C: Tensor) -> Tensor:
+def _kept_log_total(rows: Rows, t_K: Tensor, t_target_C: Tensor, log_total_C: Tensor) -> Tensor:
     """log sum exp t over the kept ids and the target; over the whole row where no id is given."""
     assert rows.kept is not None
     row_K = _kept_rows(rows)
-    t_K = t_CV[row_K, rows.kept.token_ids_K]
     top_C = t_target_C.scatter_reduce(0, row_K, t_K, "amax")
     own_C = torch.where(_is_missing(rows), (t_target_C - top_C).exp(), 0.0)
     kept_C = top_C + own_C.index_add(0, row_K, (t_K - top_C[row_K]).exp()).log()

@@ -9,9 +9,10 @@ so a loss type is nothing but the three numbers returned here, and one row kerne
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -54,7 +55,11 @@ class LossSpec:
     mis: tuple[float, float] | None = None
     """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get weight 0."""
 
+    encoded: str = field(init=False, repr=False, compare=False)
+    """All of it as text: an operator's schema knows strings, and torch.compile then guards one string and no numbers."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "encoded", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
         if self.kl not in KLS:

@@ -200,6 +200,16 @@ def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
         assert torch.equal(row_gradient[0], gradient[row]) and torch.equal(alone.logprob_T[0], together.logprob_T[row])
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_chunks_of_rows_have_their_own_sets(name: str, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the reference, which takes a few rows at a time: three here, all 16 otherwise."""
+    batch, subsets = a_batch()
+    whole, gradient = ours(SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets))
+    monkeypatch.setattr("flowkernels.rows.CHUNK_ELEMENTS", 3 * VOCAB + 1)
+    parts, same_gradient = ours(SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets))
+    assert torch.equal(parts.logprob_T, whole.logprob_T) and torch.equal(same_gradient, gradient) and (gradient != 0).any()
+
+
 def check_any_sets(sets: list[tuple[int, set[int]]], entropy_coef: float, inplace: bool, impl: str) -> None:
     vocab = 11
     targets, subsets = torch.tensor([target for target, _ in sets]), [list(ids) for _, ids in sets]

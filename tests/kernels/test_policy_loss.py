@@ -195,15 +195,14 @@ def test_fp16_logits_get_an_fp16_gradient(name: str, impl: str, inplace: bool) -
     torch.testing.assert_close(gradient.double(), truth(SPECS[name], batch)[1], rtol=2**-10, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["released", "nll"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_fp64_logits_get_an_fp64_gradient(name: str, softcap: float | None, inplace: bool) -> None:
-    """To the last digits, which a softmax in fp32 would lose. (Weights and advantages are fp32, and so is their product.)"""
+def test_fp64_logits_get_an_fp64_gradient(softcap: float | None, inplace: bool) -> None:
+    """To the last digits, which a softmax in fp32 would lose. (What is [T] is fp32, hence numbers of few digits.)"""
     batch = random_batch()
     batch["logits_TV"] = batch["logits_TV"].double()
     batch["advantage_T"], batch["weight_T"] = batch["advantage_T"].sign(), 2 * batch["weight_T"].sign()
-    out, gradient = ours(SPECS[name], batch, "torch", inplace=inplace, softcap=softcap)
-    true_loss, true_gradient = truth(SPECS[name], batch, softcap=softcap)
+    out, gradient = ours(SPECS["nll"], batch, "torch", inplace=inplace, softcap=softcap)
+    true_loss, true_gradient = truth(SPECS["nll"], batch, softcap=softcap)
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-6)
     torch.testing.assert_close(gradient, true_gradient, rtol=1e-12, atol=1e-12)
 
@@ -353,12 +352,3 @@ def test_rows_of_a_larger_buffer(name: str, impl: str, inplace: bool) -> None:
     assert torch.equal(buffer, before)
     if not inplace:
         assert torch.equal(view.detach(), batch["logits_TV"])
-
-
-def test_the_inputs_are_left_as_they_are(impl: str) -> None:
-    batch = on_device(random_batch(), impl)
-    before = {name: value.clone() for name, value in batch.items()}
-    for name in MAIN:
-        logits = batch["logits_TV"].detach().requires_grad_()
-        policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], impl=impl).loss.backward()
-    assert all(torch.equal(before[name], batch[name]) for name in before)
