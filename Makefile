@@ -45,3 +45,5 @@ typecheck: setup
 
 bench: setup
 	$(BIN)/python -m bench.train
+	$(BIN)/python -m bench.losses
+	$(BIN)/python -m bench.aot

@@ -44,7 +44,10 @@ def main() -> None:
         "--head-tokens", default="1024,8192,65536" if on_gpu else "2048", help="T from hidden states (default: %(default)s)"
     )
     parser.add_argument("--repeats", type=int, default=30 if on_gpu else 7, help="timed runs of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: its own choice (default)")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     device = "cuda" if on_gpu else "cpu"
     peers = _peers(args.peers, device)
     dtypes, vocabs, tokens, head_tokens, sizes = (

@@ -44,7 +44,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    facts = {**{name: _version(name) for name in ("torch", "triton", "transformers")}, "driver": _driver(), "device": device}
+    facts = {**{name: _version(name) for name in ("torch", "triton", "transformers")}, "driver": _driver(), "device": device, "threads": torch.get_num_threads()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
 

@@ -29,8 +29,8 @@ def token_weights(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
 
-    These are averages over what is passed. Over several micro-batches or ranks, pass "constant" with length 1 and divide by what the
-    whole batch holds.
+    These are averages over what is passed. Over several micro-batches or ranks, weigh each token by 1 (or 1 / tokens of its sequence) and
+    divide by the sum of these over the whole batch.
     """
     device = cu_seqlens_S1.device
     check_sequences(cu_seqlens_S1, num_tokens, device)
