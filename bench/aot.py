@@ -63,7 +63,7 @@ def table(targets: list[str]) -> list[dict[str, Any]]:
 
 
 def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, int]]]:
-    """(kernel, variant, function, constexprs and absent pointers, dtype of the logits, compiler options)."""
+    """(kernel, variant, function, constexprs and absent pointers, dtype of the logits (->gradient), compiler options)."""
     no_kept = {"HAS_KEPT": False, "kept_ids_ptr": None, "kept_offsets_ptr": None, "kept_copy_ptr": None, "HAS_SOFTCAP": False}
     no_entropy = {"HAS_ENTROPY": False, "dentropy_ptr": None}
     rows_all = {"HAS_KEPT": True, "HAS_SOFTCAP": True}
@@ -82,6 +82,8 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, i
         scored_only = {**no_kept, **clip_only, "HAS_GRADIENT": False, "out_ptr": None}
         yield "loss", f"{name} no gradient", loss_triton.loss_kernel, *_split({**scored_only, **loss}, name)
         yield "scale", name, loss_triton.scale_kernel, *_split({"BLOCK": 4096, "num_warps": 8}, name)
+    mixed = rows_triton.loss_config(torch.empty(1, 1)).arguments()
+    yield "loss", "fp32->bf16", loss_triton.loss_kernel, *_split({**no_kept, **clip_only, **mixed}, "fp32->bf16")
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **loss_triton.STATISTICS}
     yield "statistics", "", loss_triton.statistics_kernel, *_split(statistics, "fp32")
     yield "scan", "", branching_triton.scan_kernel, *_split({"HAS_MASK": True, **branching_triton.LAUNCH}, "fp32")
@@ -117,8 +119,9 @@ def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, target: GPUT
 
 
 def _type(name: str, dtype: str) -> str:
+    logits, _, gradient = dtype.partition("->")
     if name in ("logits_ptr", "out_ptr", "gradient_ptr"):
-        return f"*{dtype}"
+        return f"*{logits if name == 'logits_ptr' or not gradient else gradient}"
     if name.endswith("_ptr"):
         return _POINTERS.get(name, "*fp32")
     if name in ("num_elements", "row_stride", "out_stride"):

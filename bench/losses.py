@@ -11,11 +11,9 @@ sampled rows: of log-probs in nats, of gradients (by the logits or the hidden st
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from tqdm import tqdm
 
 from bench import loss_rivals as rivals
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs
-from bench.measure import print_table, write_json
+from bench.measure import extra_bytes, print_table, write_json
 
 _SAMPLED_ROWS = 16
 _OTHER_ROWS = ("linear_cross_entropy", "gemm", "flowkernels top 20 %")
@@ -116,7 +114,7 @@ def _measure(
             "dtype": str(example.dtype).removeprefix("torch."),
         }
         row |= {"T": len(example), "D": size, "V": num_vocab, "ms": 1e3 * statistics.median(seconds[path, impl])}
-        row |= {"extra_mb": _extra_bytes(run, example.device) / 1e6}
+        row |= {"extra_mb": extra_bytes(run, example.device) / 1e6}
         has_truth = path in truths and impl not in _OTHER_ROWS
         rows.append(row | {"max_err": _error(run(), *truths[path]) if has_truth else None})
     return rows
@@ -160,26 +158,6 @@ def _time_once(run: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Peak memory beyond what was there before, the result included."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
-    before = _status_bytes("VmRSS")
-    run()
-    return max(0, _status_bytes("VmHWM") - before)
-
-
-def _status_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
 
 
 def _error(result: Tensor, rows: Tensor, truth: Tensor) -> float:

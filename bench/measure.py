@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.metadata
 import json
 import platform
@@ -42,9 +44,35 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
 
 
+def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Peak memory beyond what was there before, the result included."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed, but not given back, would hide what the run takes
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    before = _status_bytes("VmRSS")
+    run()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
 def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    facts = {**{name: _version(name) for name in ("torch", "triton", "transformers")}, "driver": _driver(), "device": device, "threads": torch.get_num_threads()}
+    facts = {
+        **{name: _version(name) for name in ("torch", "triton", "transformers")},
+        "driver": _driver(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
 

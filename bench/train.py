@@ -1,7 +1,8 @@
 """The training step of the main job:  python -m bench.train [--json F]
 
-Two tables. First, one optimizer step on the turns of real rollouts: our packed rows against a plain transformers loop over padded batches
-of the same samples, in turn in one run, with the largest difference of their gradients. Second, where the wall time of a step of
+Two tables. First, one optimizer step on the turns of real rollouts: our packed rows, with the loss within the model's head and from whole
+logits, against a plain transformers loop over padded batches of the same samples, in turn in one run, with the largest difference of
+their gradients and the peak memory beyond what was there before the step. Second, where the wall time of a step of
 `flowtrain.train` goes.
 """
 
@@ -12,7 +13,7 @@ import copy
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from flowkernels import LossSpec
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.measure import median_ratio, print_table, time_in_turn, write_json
+from bench.measure import extra_bytes, median_ratio, print_table, time_in_turn, write_json
 from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.algorithms import flow_grpo
@@ -33,6 +34,7 @@ from flowtrain.rft import rft
 from flowtrain.rollout.collect import collect
 from flowtrain.session import STAGES
 from flowtrain.train import train
+from flowtrain.training import head
 from flowtrain.training.trainer import OptimSpec, Totals, Trainer
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
@@ -69,21 +71,23 @@ def step_rows(repeats: int, batch_size: int) -> list[dict[str, Any]]:
     padded_model = copy.deepcopy(job.model).train()
     padded_model.set_attn_implementation("sdpa")
     spec = LossSpec()
+    plain = Trainer(copy.deepcopy(job.model), world, spec, OptimSpec(lr=1e-4))
+    head.equip(job.model)
     trainer = Trainer(job.model, world, spec, OptimSpec(lr=1e-4))
     optimizer = torch.optim.AdamW(padded_model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     rows = pack(samples, 1, config.train.token_budget)
     difference = _gradient_difference(trainer, padded_model, samples, batch_size)
-    seconds = time_in_turn(
-        {
-            "flowtrain, packed": lambda: trainer.step(pack(samples, 1, config.train.token_budget)),
-            "transformers, padded": lambda: _padded_step(padded_model, optimizer, samples, batch_size),
-        },
-        repeats,
-    )
+    rivals: dict[str, Callable[[], Any]] = {
+        "flowtrain, packed": lambda: trainer.step(pack(samples, 1, config.train.token_budget)),
+        "flowtrain, packed, whole logits": lambda: plain.step(pack(samples, 1, config.train.token_budget)),
+        "transformers, padded": lambda: _padded_step(padded_model, optimizer, samples, batch_size),
+    }
+    seconds = time_in_turn(rivals, repeats)
+    extra = {name: extra_bytes(run, world.device) / 1e6 for name, run in rivals.items()}
     world.leave()
     num_targets = sum(len(s.response_ids) for s in samples)
     packed_tokens = sum(len(row.input_ids_N) for row in rows[0])
-    computed = {"flowtrain, packed": packed_tokens, "transformers, padded": _padded_tokens(samples, batch_size)}
+    computed = dict.fromkeys(rivals, packed_tokens) | {"transformers, padded": _padded_tokens(samples, batch_size)}
     best = seconds["flowtrain, packed"]
     return [
         {
@@ -94,6 +98,7 @@ def step_rows(repeats: int, batch_size: int) -> list[dict[str, Any]]:
             "computed_tokens": computed[name],
             "ms": 1e3 * sorted(times)[len(times) // 2],
             "trained_tokens_per_s": num_targets / sorted(times)[len(times) // 2],
+            "extra_mb": extra[name],
             "times_ours": median_ratio(times, best),
             "grad_difference": difference,
         }
