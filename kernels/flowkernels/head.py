@@ -37,13 +37,12 @@ class Head:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states."""
-        weight_DV, bias_V = self.weight_VD.t(), self.bias_V
-        if not self.fp32_logits or hidden_CD.dtype in (torch.float32, torch.float64):
-            return hidden_CD @ weight_DV if bias_V is None else torch.addmm(bias_V, hidden_CD, weight_DV)
-        # On a GPU: 16-bit operands, fp32 accumulator, fp32 result.
-        is_cuda = hidden_CD.is_cuda
-        logits_CV = torch.mm(hidden_CD, weight_DV, out_dtype=torch.float32) if is_cuda else hidden_CD.float() @ weight_DV.float()
-        return logits_CV if bias_V is None else logits_CV.add_(bias_V)
+        dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
+        if self.bias_V is None or dtype != hidden_CD.dtype:
+            logits_CV = _product(hidden_CD, self.weight_VD.t(), dtype)
+            return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
+        with torch.autocast(hidden_CD.device.type, enabled=False):
+            return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())  # one rounding of the sum
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Gradients:
         if len(hidden_CD) == 0:
             return
         if self.hidden_TD is not None:
-            self.hidden_TD[row_C] = (dlogits_CV @ head.weight_VD).to(self.hidden_TD.dtype)
+            self.hidden_TD[row_C] = _product(dlogits_CV, head.weight_VD, self.hidden_TD.dtype)
         if self.weight_VD is not None:
             _accumulate(self.weight_VD, dlogits_CV.t(), hidden_CD)
         if self.bias_V is not None:
@@ -101,11 +100,20 @@ def gradient_buffer(logits_CV: Tensor, hidden_CD: Tensor) -> Tensor:
     return logits_CV if logits_CV.dtype == hidden_CD.dtype else torch.empty(logits_CV.shape, dtype=hidden_CD.dtype, device=logits_CV.device)
 
 
+def _product(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b of that dtype; 16-bit operands may give an fp32 result. Autocast has no say: the operands' own dtype is what was asked for."""
+    with torch.autocast(a_MK.device.type, enabled=False):
+        if a_MK.dtype == dtype:
+            return a_MK @ b_KN
+        return torch.mm(a_MK, b_KN, out_dtype=dtype) if a_MK.is_cuda else a_MK.to(dtype) @ b_KN.to(dtype)
+
+
 def _accumulate(total_VD: Tensor, dlogits_VC: Tensor, hidden_CD: Tensor) -> None:
     """total += dlogits^T X without rounding the sum to 16 bits."""
-    if total_VD.dtype == hidden_CD.dtype:
-        total_VD.addmm_(dlogits_VC, hidden_CD)
-    elif hidden_CD.is_cuda:
-        torch.addmm(total_VD, dlogits_VC, hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
-    else:
-        total_VD.addmm_(dlogits_VC.to(total_VD.dtype), hidden_CD.to(total_VD.dtype))
+    with torch.autocast(total_VD.device.type, enabled=False):
+        if total_VD.dtype == hidden_CD.dtype:
+            total_VD.addmm_(dlogits_VC, hidden_CD)
+        elif hidden_CD.is_cuda:
+            torch.addmm(total_VD, dlogits_VC, hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
+        else:
+            total_VD.addmm_(dlogits_VC.to(total_VD.dtype), hidden_CD.to(total_VD.dtype))

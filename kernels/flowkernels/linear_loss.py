@@ -47,7 +47,7 @@ def linear_logprobs(
         weight_VD: [V, D] of the same dtype; with `shard`, this rank's part of it.
         bias_V: [V] of the same dtype.
         fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of the operands alone.
-        memory_budget: bytes for logits; by default 4096 rows of them on a GPU and 32 MB on a CPU.
+        memory_budget: bytes for logits (of the whole vocabulary, also with a shard); by default 4096 rows on a GPU and 32 MB on a CPU.
         shard: the head is spread over a process group; collective, and the same on all ranks but for the part of the weight.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias, by computing the logits once more.
         target_ids_T, temperature, softcap, kept, impl: as for `logprobs`.
@@ -217,7 +217,7 @@ def _prepare(
         raise ValueError("kept does not work with a shard")
     num_vocab = len(weight_VD) if shard is None else shard.num_vocab
     rows = check_targets(hidden_TD, num_vocab, target_ids_T, temperature, softcap, kept)
-    size = chunk_rows(memory_budget, hidden_TD, len(weight_VD), fp32_logits)
+    size = chunk_rows(memory_budget, hidden_TD, num_vocab, fp32_logits)  # the same on all ranks of a shard
     return rows, Head(weight_VD, bias_V, fp32_logits, size, shard), resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
 
 

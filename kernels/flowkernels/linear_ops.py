@@ -43,9 +43,12 @@ def walk_scores(head: Head, targets: Targets, impl: str) -> Tensor:
         score_3T[:, index_A] = walk_scores(head, targets.at(index_A), impl)
         return score_3T
     for chunk in head.chunks(len(targets.ids_T)):
-        rows = targets.rows(chunk, head.logits(targets.hidden_TD[chunk]))
-        _, score_3T[:, chunk], _ = chunk_scores(head, rows, impl)
+        score_3T[:, chunk] = _chunk_scores(head, targets, chunk, impl)[1]
     return score_3T
+
+
+def _chunk_scores(head: Head, targets: Targets, chunk: slice, impl: str) -> tuple[Rows, Tensor, Tensor]:
+    return chunk_scores(head, targets.rows(chunk, head.logits(targets.hidden_TD[chunk])), impl)
 
 
 def walk_gradient(
@@ -59,13 +62,12 @@ def walk_gradient(
         targets, dlogprob_T = targets.at(row_T), dlogprob_T[row_T]
         dentropy_T = None if dentropy_T is None else dentropy_T[row_T]
     for chunk in head.chunks(len(targets.ids_T)):
-        hidden_CD = targets.hidden_TD[chunk]
-        rows = targets.rows(chunk, head.logits(hidden_CD))
-        local, score_3C, state_4C = chunk_scores(head, rows, impl)
-        out_CV = gradient_buffer(rows.logits_TV, hidden_CD)
+        rows, score_3C, state_4C = _chunk_scores(head, targets, chunk, impl)
+        out_CV = gradient_buffer(rows.logits_TV, targets.hidden_TD)
         dentropy_C = None if dentropy_T is None else dentropy_T[chunk]
-        write_gradient(local, score_3C, state_4C, dlogprob_T[chunk], dentropy_C, impl, out_CV)
-        gradients.add(head, hidden_CD, out_CV, chunk if row_T is None else row_T[chunk], None)
+        write_gradient(rows, score_3C, state_4C, dlogprob_T[chunk], dentropy_C, impl, out_CV)
+        gradients.add(head, targets.hidden_TD[chunk], out_CV, chunk if row_T is None else row_T[chunk], None)
+        del rows, out_CV  # before the next chunk's logits are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class LossWalk:
         """Rows whose loss is known only together: scores of all, their loss, then gradients. The logits of a block of one chunk are
         computed once, those of a longer one twice."""
         chunks = [slice(block.start + c.start, block.start + c.stop) for c in self.head.chunks(block.stop - block.start)]
-        scored = [self._scores(chunk) for chunk in chunks[:1]]
-        score_3B = torch.cat([scored[0][1], *(self._scores(chunk)[1] for chunk in chunks[1:])], 1)
+        scored = [self._scores(chunk) for chunk in chunks] if len(chunks) == 1 else []
+        score_3B = torch.cat([s[1] for s in scored] or [self._scores(chunk)[1] for chunk in chunks], 1)
         part = replace(_part(self.tokens, block), logprob_T=score_3B[0], entropy_T=score_3B[1])
         token = token_loss(self.spec, part)
         column_7B = torch.where(part.weight_T != 0, columns(token, part), 0.0)
@@ -132,10 +134,11 @@ class LossWalk:
             dentropy_C = None if dentropy_B is None else dentropy_B[inner]
             write_gradient(rows, score_3C, state_4C, dlogprob_B[inner], dentropy_C, self.impl, out_CV)
             self._add(chunk, out_CV, column_7B[:, inner])
+            del rows, out_CV  # before the next chunk's logits are made
         return column_7B
 
     def _scores(self, chunk: slice) -> tuple[Rows, Tensor, Tensor]:
-        return chunk_scores(self.head, self.targets.rows(chunk, self.head.logits(self.targets.hidden_TD[chunk])), self.impl)
+        return _chunk_scores(self.head, self.targets, chunk, self.impl)
 
     def _add(self, chunk: slice, dlogits_CV: Tensor | None, column_7C: Tensor) -> None:
         if self.gradients is not None and dlogits_CV is not None:

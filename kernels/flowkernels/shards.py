@@ -55,6 +55,7 @@ def merge_scores(shard: VocabShard, rows: Rows, score_3C: Tensor, state_4C: Tens
     log_total_C = total_C.log()
     merged_3C = torch.stack([target_C - log_total_C, moment_C / total_C + log_total_C, base_C + log_total_C])
     state_4C = state_4C.clone()
-    state_4C[1] += base_C - lse_C + log_total_C
+    # Where this part has no probability at all, any finite sum will do.
+    state_4C[1] = torch.where(lse_C == -torch.inf, 0.0, state_4C[1] + base_C - lse_C + log_total_C)
     state_4C[2:] = state_4C[:2]
     return torch.where(targets_C >= 0, merged_3C, 0.0), state_4C
