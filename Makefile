@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Pinned, because an open range would fetch whichever build is newest.
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 # Processes and seed of the quickstart, and its folder.
 RANKS ?= 2
 SEED ?= 0
@@ -18,7 +19,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet '$(TORCH)' '$(TRITON)'
 	$(BIN)/pip install --quiet -e '.[dev]'
 	touch $@
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import triton
 from flowkernels import branching_triton, loss_triton, rows_triton
 from flowkernels.statistics import BIN_WIDTH, NUM_BINS
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from bench.measure import print_table, write_json
@@ -130,13 +130,12 @@ def _type(name: str, dtype: str) -> str:
 
 
 def _ptxas(ptx: str, arch: int) -> dict[str, Any]:
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    program = folder / ("ptxas-blackwell" if arch >= 100 and (folder / "ptxas-blackwell").exists() else "ptxas")
+    program = nvidia.get_ptxas(arch).path  # as Triton itself would choose
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         name = _find(r"\.target\s+(sm_\w+)", ptx)
-        command = [str(program), "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        command = [program, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = int(_find(r"(\d+) bytes spill stores", report)), int(_find(r"(\d+) bytes spill loads", report))
     return {"registers": int(_find(r"Used (\d+) registers", report)), "spills": stores + loads}

@@ -118,7 +118,7 @@ def policy_loss(
     Raises:
         ValueError: an argument that does not fit, with its name and value. Values of tensors are checked on the CPU and with
             FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN logits give a NaN loss.
-        RuntimeError: a second backward pass through one loss (the gradient is handed over, not kept).
+        RuntimeError: a second backward pass through a loss whose gradient was formed in the forward pass: it is handed over, not kept.
 
     Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq. 8, Flow-GRPO (arXiv 2510.05592) eq. 5;
     the others at `LossSpec.policy`. T = 0 gives a zero loss.

@@ -130,7 +130,7 @@ def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor |
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor: in place, but for a tracer, to which the gradient is an output that must stay."""
     if type(gradient) is not Tensor:
-        return gradient * factor.to(gradient.dtype)
+        return (gradient.to(torch.promote_types(gradient.dtype, factor.dtype)) * factor).to(gradient.dtype)
     scale_op(gradient, factor)
     return gradient
 

@@ -36,7 +36,7 @@ def token_weights(
     check_sequences(cu_seqlens_S1, num_tokens, device)
     if averaging not in ("token", "sequence", "constant"):
         raise ValueError(f"averaging={averaging!r} must be 'token', 'sequence' or 'constant'")
-    if (averaging == "constant") != (length is not None) or (length is not None and length < 1):
+    if (averaging == "constant") != (length is not None) or (length is not None and not length >= 1):
         raise ValueError(f"length={length} must be a number >= 1 for averaging 'constant' and None for the others, got {averaging!r}")
     if mask_T is None:
         mask_T = torch.ones(num_tokens, dtype=torch.bool, device=device)
