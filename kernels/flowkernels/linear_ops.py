@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.head import Gradients, Head, chunk_scores, gradient_buffer
+from flowkernels.head import Gradients, Head, accumulator_dtype, chunk_scores, gradient_buffer
 from flowkernels.row_loss import NUM_COLUMNS, columns, decode, run_loss, scaled, weighted_slopes
 from flowkernels.rows import KeptSet, Rows, write_gradient
 from flowkernels.token_loss import LossSpec, Tokens, token_loss
@@ -51,22 +51,15 @@ def _chunk_scores(head: Head, targets: Targets, chunk: slice, impl: str) -> tupl
     return chunk_scores(head, targets.rows(chunk, head.logits(targets.hidden_TD[chunk])), impl)
 
 
-def walk_gradient(
-    head: Head, targets: Targets, dlogprob_T: Tensor, dentropy_T: Tensor | None, gradients: Gradients, impl: str, compact: bool = True
-) -> None:
-    """The gradient for any upstream gradient of logp and entropy, from logits computed once more."""
-    row_T: Tensor | None = None
-    if compact:
-        active_T = dlogprob_T != 0 if dentropy_T is None else (dlogprob_T != 0) | (dentropy_T != 0)
-        row_T = (active_T & (targets.ids_T >= 0)).nonzero()[:, 0]
-        targets, dlogprob_T = targets.at(row_T), dlogprob_T[row_T]
-        dentropy_T = None if dentropy_T is None else dentropy_T[row_T]
-    for chunk in head.chunks(len(targets.ids_T)):
+def walk_gradient(head: Head, targets: Targets, dlogprob_T: Tensor, dentropy_T: Tensor, gradients: Gradients, impl: str) -> None:
+    """The gradient for any upstream gradient of logp and entropy, from logits computed once more; rows without one are left out."""
+    row_T = (((dlogprob_T != 0) | (dentropy_T != 0)) & (targets.ids_T >= 0)).nonzero()[:, 0]
+    targets, dlogprob_T, dentropy_T = targets.at(row_T), dlogprob_T[row_T], dentropy_T[row_T]
+    for chunk in head.chunks(len(row_T)):
         rows, score_3C, state_4C = _chunk_scores(head, targets, chunk, impl)
         out_CV = gradient_buffer(rows.logits_TV, targets.hidden_TD)
-        dentropy_C = None if dentropy_T is None else dentropy_T[chunk]
-        write_gradient(rows, score_3C, state_4C, dlogprob_T[chunk], dentropy_C, impl, out_CV)
-        gradients.add(head, targets.hidden_TD[chunk], out_CV, chunk if row_T is None else row_T[chunk], None)
+        write_gradient(rows, score_3C, state_4C, dlogprob_T[chunk], dentropy_T[chunk], impl, out_CV)
+        gradients.add(head, targets.hidden_TD[chunk], out_CV, row_T[chunk], None)
         del rows, out_CV  # before the next chunk's logits are made
 
 
@@ -249,7 +242,7 @@ def linear_gradient_op(
 
 
 def _fake_gradients(hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulator_dtype(hidden.dtype)
     empty = hidden.new_empty((0,))
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else empty,

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import LossSpec, PolicyLoss, TokenLoss, Tokens, linear_logprobs, linear_policy_loss
+from graphs import Graphs
 from kernel_truth import Batch, kept_set
 from test_linear_loss import HEAD, Gradients, head_batch, squared
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 OPERATORS = ("linear_gradient", "linear_policy_loss", "linear_scores")
@@ -92,28 +91,6 @@ def test_every_linear_operator_is_checked() -> None:
         name.removeprefix("flowkernels::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("flowkernels::linear_")
     }
     assert registered == set(OPERATORS)
-
-
-class Graphs:
-    """A backend of torch.compile that runs graphs as they are and keeps which of our operators each holds."""
-
-    def __init__(self) -> None:
-        torch._dynamo.reset()
-        self.forward: list[list[str]] = []
-        self.backward: list[list[str]] = []
-        self.backend = aot_autograd(fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward))
-
-    @staticmethod
-    def _keep(graphs: list[list[str]]) -> Callable[..., Any]:
-        def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-            nodes = (str(node.target) for node in module.graph.nodes if node.op == "call_function")
-            graphs.append([name.split(".")[1] for name in nodes if name.startswith("flowkernels.")])
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, backend=self.backend)
 
 
 @pytest.mark.parametrize("name", SPECS)

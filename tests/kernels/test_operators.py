@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import KeptSet, LossSpec, branch_points, branching_score, discounted_reverse_scan, logprobs, policy_loss
+from graphs import Graphs
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -133,28 +132,6 @@ def test_every_operator_is_checked() -> None:
     registered = {name.removeprefix("flowkernels::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("flowkernels::")}
     elsewhere = {"linear_gradient", "linear_policy_loss", "linear_scores"}  # see test_linear_operators.py
     assert registered == {*OPERATORS, *elsewhere}
-
-
-class Graphs:
-    """A backend of torch.compile that runs graphs as they are and keeps which of our operators each holds."""
-
-    def __init__(self) -> None:
-        torch._dynamo.reset()
-        self.forward: list[list[str]] = []
-        self.backward: list[list[str]] = []
-        self.backend = aot_autograd(fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward))
-
-    @staticmethod
-    def _keep(graphs: list[list[str]]) -> Callable[..., Any]:
-        def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-            nodes = (str(node) + str(node.target) + str(node.args) for node in module.graph.nodes if node.op == "call_function")
-            graphs.append([name for text in nodes for name in OPERATORS if f"flowkernels.{name}.default" in text])
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, backend=self.backend, **options)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
