@@ -17,7 +17,7 @@ QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED)
 
 setup: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml setup.py
+$(VENV)/.done: pyproject.toml setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)' '$(TRITON)'
 	$(BIN)/pip install --quiet -e '.[dev]'

@@ -1,0 +1,118 @@
+// Sparse, bit-exact deltas between two versions of 16-bit weights.
+//
+// Weights are arrays of 16-bit words: bf16 or fp16 values, or the halves of wider types. A delta holds, for every word that changed, its
+// position and the wrap difference (new - old) mod 2^16. Those differences are an abelian group, so deltas compose by addition and invert
+// by negation, bit-exact for NaN payloads, signed zeros and denormals. The format is described in docs/delta-format.md.
+//
+// Every function here may be called from several threads at once. None of them reads beyond the sizes it is given, whatever the bytes of a
+// delta say, and all but `apply` leave their inputs alone. Errors are thrown as `Error`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace flowtrain {
+
+inline constexpr std::size_t kBlockWords = 65536;
+inline constexpr int kFormat = 1;
+
+// Two sums mod 2^64 over the words of a tensor, each word weighted by a hash of its index: additive over shards, in any order.
+// It finds corruption; it is no protection against an adversary.
+struct Digest {
+    std::uint64_t a = 0, b = 0;
+
+    Digest& operator+=(Digest other) { a += other.a, b += other.b; return *this; }
+    friend Digest operator+(Digest x, Digest y) { return {x.a + y.a, x.b + y.b}; }
+    friend Digest operator-(Digest x, Digest y) { return {x.a - y.a, x.b - y.b}; }
+    friend bool operator==(Digest x, Digest y) { return x.a == y.a && x.b == y.b; }
+};
+
+enum class Fault {
+    kNotADelta,    // the bytes are something else
+    kNewerFormat,  // written by a later version of this code
+    kCorrupt,      // truncated, or a checksum or a field is wrong
+    kWrongBase,    // the weights are not those that the delta starts from
+    kWrongLayout,  // sizes of delta and weights differ
+};
+
+struct Error : std::runtime_error {
+    Error(Fault fault, const std::string& what) : std::runtime_error(what), fault(fault) {}
+    Fault fault;
+};
+
+// Owned bytes that are not zeroed first.
+struct Bytes {
+    std::unique_ptr<std::uint8_t[]> data;
+    std::size_t size = 0;
+};
+
+struct View {
+    const std::uint8_t* data;
+    std::size_t size;
+};
+
+struct EncodeOptions {
+    std::uint64_t first = 0;  // index of the first word within the whole tensor, when this is a shard of it
+    int level = 1;            // 1: stands alone. 2: smaller, but to be read it needs the base weights, whose exponents say what changes
+    Digest base;              // of the words before the change
+    int num_threads = 1;
+};
+
+struct Info {
+    int level;
+    std::uint64_t num_words, first, num_changed, num_bytes;
+    Digest base, target;
+    std::uint64_t num_blocks[6];  // by codec: empty, pairs, Rice, class Rice, bitmap, dense
+};
+
+struct Pairs {
+    std::vector<std::uint64_t> positions;  // ascending, relative to the first word of the delta
+    std::vector<std::uint16_t> diffs;
+};
+
+struct Patch {
+    View delta;
+    std::uint16_t* words;
+    std::size_t num_words;
+};
+
+// Bytes that no delta of `num_words` words exceeds.
+std::size_t worst_case_size(std::size_t num_words);
+
+// The delta from `old_words` to `new_words`, in one pass over both.
+Bytes encode(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, const EncodeOptions& options);
+
+// The same bytes as `encode` at level 1, from changes that were found elsewhere (on a GPU). `counts` has one number per block of 65,536
+// words; positions are relative to their block and ascending in it. `change` is the digest of the new words minus that of the old ones.
+Bytes encode_pairs(const std::uint32_t* counts, const std::uint16_t* positions, const std::uint16_t* diffs, std::size_t num_pairs,
+                   std::size_t num_words, Digest change, const EncodeOptions& options);
+
+// What the header says, after its checksum was verified.
+Info info(View delta);
+
+// Check everything that can be checked without the target: checksums, structure, and with `base` (required at level 2) the digest.
+Info validate(View delta, const std::uint16_t* base, int num_threads);
+
+// Add the deltas to the words in place: all of them, or none when any is refused.
+void apply(const std::vector<Patch>& patches, int num_threads);
+
+// Positions and wrap differences. `base` is needed at level 2.
+Pairs decode(View delta, const std::uint16_t* base);
+
+// One delta that does what the given ones do one after another. With `base`, the words before the first, level 2 can be read and written.
+Bytes compose(const std::vector<View>& deltas, const std::uint16_t* base, int level, int num_threads);
+
+// The delta that undoes this one. `base` as in `compose`.
+Bytes invert(View delta, const std::uint16_t* base, int level, int num_threads);
+
+Digest digest(const std::uint16_t* words, std::size_t num_words, std::uint64_t first, int num_threads);
+
+// Choose the instruction set: "scalar", "avx2", "avx512", or "best". False when this machine lacks it. The bytes never depend on it.
+bool use_isa(const std::string& name);
+std::string isa();
+
+}  // namespace flowtrain
