@@ -103,9 +103,9 @@ def forward_torch(rows: Rows) -> Forward:
     t_target_C = _at_targets(t_CV, rows.target_ids_T)
     t_kept_K = None if rows.kept is None else t_CV[_kept_rows(rows), rows.kept.token_ids_K]
     e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
-    total_C = e_CV.sum(-1)
+    total_C = _row_sums(e_CV)
     log_total_C = total_C.log()
-    moment_C = (e_CV * t_CV).sum(-1)
+    moment_C = _row_sums(e_CV * t_CV)
     kept_log_total_C = log_total_C if t_kept_K is None else _kept_log_total(rows, t_kept_K, t_target_C, log_total_C)
     is_row_C = rows.target_ids_T >= 0
     logprob_C, entropy_C, lse_C = (
@@ -145,6 +145,11 @@ def _capped(rows: Rows) -> Tensor:
     """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not write to them."""
     x_CV = rows.logits_TV if rows.logits_TV.dtype == torch.float64 else rows.logits_TV.float()
     return (x_CV / rows.softcap).tanh_().mul_(rows.softcap) if rows.softcap else x_CV
+
+
+def _row_sums(x_CV: Tensor) -> Tensor:
+    """A row alone is summed as it is among others: torch would spread it over threads, in an order of its own."""
+    return x_CV.sum(-1) if len(x_CV) != 1 else x_CV.expand(2, -1).sum(-1)[:1]
 
 
 def _gradient_at(forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C: Tensor | None) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 pytest.register_assert_rewrite("kernel_truth")
 from kernel_truth import IMPLS  # noqa: E402
@@ -16,3 +19,12 @@ def impl(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[False, True], ids=["copy", "inplace"])
 def inplace(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of torch on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -126,3 +126,14 @@ def test_rows_of_a_larger_buffer(impl: str) -> None:
     view.copy_(batch["logits_TV"])
     out = logprobs(view, batch["target_ids_T"].to(view.device), impl=impl)
     assert torch.equal(out.logprob_T.cpu(), expected[0]) and torch.equal(out.lse_T.cpu(), expected[2]) and (expected[0] != 0).any()
+
+
+@pytest.mark.parametrize("vocab", [257, 40_001])
+def test_a_row_alone_is_summed_as_among_others(vocab: int, num_threads: int) -> None:
+    """To the bit; torch would spread the sum over a single long row over its threads."""
+    logits, targets = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    among_all = logprobs(logits, targets, impl="torch")
+    for row in range(5):
+        alone = logprobs(logits[row : row + 1], targets[row : row + 1], impl="torch")
+        assert torch.equal(alone.logprob_T[0], among_all.logprob_T[row]) and torch.equal(alone.lse_T[0], among_all.lse_T[row])
+        assert torch.equal(alone.entropy_T[0], among_all.entropy_T[row])
