@@ -17,6 +17,8 @@ from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, check_inputs
 
 IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INVARIANT_STEP = 16
+"""Products of fewer rows sum in an order that depends on where a row stands (seen of MKL with 3 and 5 rows)."""
 
 
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
@@ -97,15 +99,23 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
         raise ValueError(f"bias_V must be [V={weight_VD.shape[0]}], got {tuple(bias_V.shape)}")
 
 
-def chunk_rows(memory_budget: int | None, hidden_TD: Tensor, num_vocab: int, fp32_logits: bool) -> int:
-    """Rows of logits that fit the budget; without one, what a GPU or a CPU works well with."""
-    if memory_budget is None:
-        return 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
+def chunk_rows(memory_budget: int | None, hidden_TD: Tensor, num_vocab: int, fp32_logits: bool, batch_invariant: bool) -> int:
+    """Rows of logits that fit the budget; without one, what a GPU or a CPU works well with. Never a matter of T."""
+    if batch_invariant and hidden_TD.dtype == torch.float64:
+        raise ValueError("batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64")
     size = hidden_TD.element_size()
     row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
-    if memory_budget < row_bytes:
-        raise ValueError(f"memory_budget={memory_budget} bytes must hold at least one row of logits, which takes {row_bytes}")
-    return memory_budget // row_bytes
+    num_rows = 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
+    if memory_budget is not None:
+        num_rows = memory_budget // row_bytes
+    if not batch_invariant:
+        if num_rows < 1:
+            raise ValueError(f"memory_budget={memory_budget} bytes must hold at least one row of logits, which takes {row_bytes}")
+        return num_rows
+    if num_rows < INVARIANT_STEP:
+        wanted = f"{INVARIANT_STEP} rows of logits for batch_invariant, which take {INVARIANT_STEP * row_bytes}"
+        raise ValueError(f"memory_budget={memory_budget} bytes must hold at least {wanted}")
+    return min(num_rows, 4096 if hidden_TD.is_cuda else 256) // INVARIANT_STEP * INVARIANT_STEP
 
 
 def check_token_inputs(

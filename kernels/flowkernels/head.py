@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowkernels.rows import Rows, compute_scores
 from flowkernels.shards import VocabShard, merge_scores
@@ -30,6 +31,8 @@ class Head:
     fp32_logits: bool
     """Keep the products of a 16-bit head in fp32 until the loss has read them."""
     chunk_rows: int
+    batch_invariant: bool = False
+    """All products that a row's results come from have `chunk_rows` rows, whatever the number of those that count."""
     shard: VocabShard | None = None
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
@@ -37,12 +40,19 @@ class Head:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states."""
+        num_rows, hidden_CD = len(hidden_CD), self.padded(hidden_CD)
         dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         if self.bias_V is None or dtype != hidden_CD.dtype:
-            logits_CV = _product(hidden_CD, self.weight_VD.t(), dtype)
+            logits_CV = _product(hidden_CD, self.weight_VD.t(), dtype)[:num_rows]
             return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
         with torch.autocast(hidden_CD.device.type, enabled=False):
-            return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())  # one rounding of the sum
+            return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())[:num_rows]  # one rounding of the sum
+
+    def padded(self, rows_CX: Tensor) -> Tensor:
+        """With rows of zeros up to `chunk_rows` where that is asked for: a library picks its kernel, and with it the order in which it
+        sums, by the shape."""
+        missing = self.chunk_rows - len(rows_CX)
+        return pad(rows_CX, (0, 0, 0, missing)) if self.batch_invariant and (missing or not rows_CX.is_contiguous()) else rows_CX
 
 
 @dataclass(slots=True)
@@ -76,7 +86,7 @@ class Gradients:
         if len(hidden_CD) == 0:
             return
         if self.hidden_TD is not None:
-            self.hidden_TD[row_C] = _product(dlogits_CV, head.weight_VD, self.hidden_TD.dtype)
+            self.hidden_TD[row_C] = _product(head.padded(dlogits_CV), head.weight_VD, self.hidden_TD.dtype)[: len(dlogits_CV)]
         if self.weight_VD is not None:
             _accumulate(self.weight_VD, dlogits_CV.t(), hidden_CD)
         if self.bias_V is not None:

@@ -36,6 +36,7 @@ def linear_logprobs(
     kept: KeptSet | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
+    batch_invariant: bool = False,
     shard: VocabShard | None = None,
     differentiable: bool = False,
     impl: str = "auto",
@@ -48,6 +49,12 @@ def linear_logprobs(
         bias_V: [V] of the same dtype.
         fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of the operands alone.
         memory_budget: bytes for logits (of the whole vocabulary, also with a shard); by default 4096 rows on a GPU and 32 MB on a CPU.
+        batch_invariant: a row's results shall depend neither on the other rows nor on how many there are. Each product then takes a
+            chunk of one size, filled up with zeros: 4096 rows on a GPU, 256 on a CPU, or the fewer that `memory_budget` holds; a row
+            alone pays for all of them. Compare only what was computed with one budget and one number of threads. It holds as far as
+            the library's order of summation goes by the shape and not by where in it a row stands. Found so of fp32, bf16 and fp16
+            with MKL and oneDNN on x86; not of fp64, which is refused; not measured on a GPU. What is summed over rows (the loss, the
+            gradients of weight and bias) does depend on the batch, and sums over a `shard` go by their library.
         shard: the head is spread over a process group; collective, and the same on all ranks but for the part of the weight.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias, by computing the logits once more.
         target_ids_T, temperature, softcap, kept, impl: as for `logprobs`.
@@ -56,7 +63,7 @@ def linear_logprobs(
         ValueError: an argument that does not fit, with its name and value.
     """
     rows, head, impl = _prepare(
-        hidden_TD, weight_VD, target_ids_T, bias_V, temperature, softcap, kept, fp32_logits, memory_budget, shard, impl
+        hidden_TD, weight_VD, target_ids_T, bias_V, temperature, softcap, kept, fp32_logits, memory_budget, batch_invariant, shard, impl
     )
     needs_gradient = differentiable and torch.is_grad_enabled()
     if shard is not None:
@@ -89,6 +96,7 @@ def linear_policy_loss(
     kept: KeptSet | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
+    batch_invariant: bool = False,
     shard: VocabShard | None = None,
     weight_grad_VD: Tensor | None = None,
     compact: bool = True,
@@ -97,9 +105,9 @@ def linear_policy_loss(
     """`policy_loss` of the logits hidden @ weight^T + bias, with the gradients of hidden, weight and bias formed chunk by chunk.
 
     Args:
-        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget, shard: as for `linear_logprobs`. Whichever of the three tensors needs no
-            gradient costs none: a frozen head spares the third product. The gradient of the weight is summed in fp32. With `shard`, that
-            of hidden is summed over the group.
+        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget, batch_invariant, shard: as for `linear_logprobs`. Whichever of the three
+            tensors needs no gradient costs none: a frozen head spares the third product. The gradient of the weight is summed in fp32.
+            With `shard`, that of hidden is summed over the group.
         weight_grad_VD: fp32 [V, D] that the gradient of the weight is added to at once, instead of being handed to autograd. The loss must
             then be the end of the graph (an upstream factor of 1); with any other the buffer is poisoned with NaN, on a CPU an error.
         compact: leave rows without gradient (weight 0, clipped, no advantage) out of the products. Exact; the GPU is waited for once per
@@ -111,7 +119,7 @@ def linear_policy_loss(
         RuntimeError: a second backward pass through one loss.
     """
     rows, head, impl = _prepare(
-        hidden_TD, weight_VD, target_ids_T, bias_V, temperature, softcap, kept, fp32_logits, memory_budget, shard, impl
+        hidden_TD, weight_VD, target_ids_T, bias_V, temperature, softcap, kept, fp32_logits, memory_budget, batch_invariant, shard, impl
     )
     tokens = check_token_inputs(spec, rows, advantage_T, weight_T, old_logprob_T, ref_logprob_T, sampler_logprob_T, cu_seqlens_S1)
     if not isinstance(spec, LossSpec):
@@ -130,7 +138,7 @@ def linear_policy_loss(
         kept_ids, kept_offsets = (None, None) if kept is None else (kept.token_ids_K, kept.offsets_T1)
         of_tokens = (rows.target_ids_T, advantage_T, weight_T, tokens.old_logprob_T, tokens.ref_logprob_T, tokens.cu_seqlens_S1)
         of_rows = (rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
-        options = (spec.encoded, needs, compact, fp32_logits, head.chunk_rows, impl)
+        options = (spec.encoded, needs, compact, fp32_logits, head.chunk_rows, batch_invariant, impl)
         loss, _, _, _, column_7T, stats = linear_loss_op(*wanted, *of_tokens, *of_rows, *options)
     return PolicyLoss(loss, column_7T[1].detach(), column_7T[2].detach(), statistics.by_name(stats.detach()))
 
@@ -148,7 +156,8 @@ def _two_passes(rows: Rows, head: Head, spec: TokenLossFn, tokens: Tokens, impl:
 def _scores(rows: Rows, head: Head, impl: str) -> Tensor:
     kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
     of_rows = (rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
-    score_3T: Tensor = linear_scores_op(rows.logits_TV, head.weight_VD, head.bias_V, *of_rows, head.fp32_logits, head.chunk_rows, impl)
+    options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, impl)
+    score_3T: Tensor = linear_scores_op(rows.logits_TV, head.weight_VD, head.bias_V, *of_rows, *options)
     return score_3T
 
 
@@ -208,6 +217,7 @@ def _prepare(
     kept: KeptSet | None,
     fp32_logits: bool,
     memory_budget: int | None,
+    batch_invariant: bool,
     shard: VocabShard | None,
     impl: str,
 ) -> tuple[Rows, Head, str]:
@@ -217,8 +227,8 @@ def _prepare(
         raise ValueError("kept does not work with a shard")
     num_vocab = len(weight_VD) if shard is None else shard.num_vocab
     rows = check_targets(hidden_TD, num_vocab, target_ids_T, temperature, softcap, kept)
-    size = chunk_rows(memory_budget, hidden_TD, num_vocab, fp32_logits)  # the same on all ranks of a shard
-    return rows, Head(weight_VD, bias_V, fp32_logits, size, shard), resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
+    size = chunk_rows(memory_budget, hidden_TD, num_vocab, fp32_logits, batch_invariant)  # the same on all ranks of a shard
+    return rows, Head(weight_VD, bias_V, fp32_logits, size, batch_invariant, shard), resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
 
 
 def _targets(rows: Rows) -> Targets:

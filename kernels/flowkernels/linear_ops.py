@@ -188,10 +188,11 @@ def linear_scores_op(
     kept_offsets: Tensor | None,
     fp32_logits: bool,
     chunk_rows: int,
+    batch_invariant: bool,
     impl: str,
 ) -> Tensor:
     """[3, T]; differentiable by hidden, weight and bias in the first two."""
-    head = Head(weight, bias, fp32_logits, chunk_rows)
+    head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     return walk_scores(head, _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets), impl)
 
 
@@ -211,7 +212,7 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     found = linear_gradient_op(
         hidden, weight, bias, targets, temperature, ctx.softcap, kept_ids, kept_offsets, dscore_3T.contiguous(), needs, *ctx.options
     )
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 8)
+    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
 
 
 linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
@@ -231,10 +232,11 @@ def linear_gradient_op(
     needs: Sequence[bool],
     fp32_logits: bool,
     chunk_rows: int,
+    batch_invariant: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
-    head = Head(weight, bias, fp32_logits, chunk_rows)
+    head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
     rows = _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
     walk_gradient(head, rows, dscore[0], dscore[1], gradients, impl)
@@ -276,10 +278,11 @@ def linear_loss_op(
     compact: bool,
     fp32_logits: bool,
     chunk_rows: int,
+    batch_invariant: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
-    head = Head(weight, bias, fp32_logits, chunk_rows)
+    head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
     rows = _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
     tokens = Tokens(token_weight, token_weight, advantage, token_weight, old, ref, None, cu_seqlens)
@@ -305,7 +308,7 @@ def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _loss_backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     found = [scaled(gradient, dloss) if need else None for gradient, need in zip(ctx.saved_tensors, ctx.needs, strict=True)]
-    return (*found, *[None] * 16)
+    return (*found, *[None] * 17)
 
 
 linear_loss_op.register_autograd(_loss_backward, setup_context=_save_loss)

@@ -56,7 +56,8 @@ def operator_arguments(name: str, has_bias: bool, has_kept: bool, needs: list[bo
         if has_kept
         else (torch.ones(1).expand(NUM_TOKENS), 0.0, None, None)
     )
-    options = (dtype == torch.bfloat16, 3, "torch")
+    is_invariant = has_kept and dtype != torch.float64
+    options = (dtype == torch.bfloat16, 3, is_invariant, "torch")
     targets = batch["target_ids_T"]
     if name == "linear_scores":
         return (*head, targets, *of_rows, *options)
