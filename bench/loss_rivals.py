@@ -6,7 +6,6 @@ gradient by the logits or by the hidden states.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,9 @@ import torch
 from flowkernels import LossSpec, branching_score, linear_logprobs, linear_policy_loss, logprobs, policy_loss
 from torch import Tensor
 
-PEERS = ("torch", "compile", "trl", "liger", "linear_cross_entropy", "gemm")
+from bench import head_peers
+
+PEERS = ("torch", "compile", *head_peers.MODULES, "linear_cross_entropy", "gemm")
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LENGTH = 512
 """Tokens of a sequence; advantages are constant within it, because Liger's kernel takes no others."""
@@ -74,18 +75,6 @@ def _tokens(logprob_T: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, Te
     return advantage_T, logprob_T + 0.2 * noise_2T[1], torch.full((num_tokens,), 1 / num_tokens, device=device), bounds
 
 
-def missing(peer: str, device: str) -> str | None:
-    """Why a peer cannot be measured; None if it can."""
-    package = {"trl": "trl", "liger": "liger_kernel"}.get(peer)
-    if package is not None and importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    if peer == "liger" and device == "cpu":
-        return "its kernel needs a GPU"
-    if peer == "linear_cross_entropy" and not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        return f"torch {torch.__version__} has none"
-    return None
-
-
 def logprobs_runs(batch: Batch, peers: list[str]) -> Runs:
     logits, targets = batch.logits_TV, batch.target_ids_T
     compiled = torch.compile(naive_scores, dynamic=True)
@@ -124,7 +113,7 @@ def head_forward_runs(batch: HeadBatch, peers: list[str]) -> Runs:
         "flowkernels": lambda: linear_logprobs(hidden, weight, targets).logprob_T,
         "torch": lambda: naive_scores(hidden @ weight.t(), targets)[0],
         "compile": lambda: compiled(hidden, weight, targets),
-        "trl": lambda: _trl_head(hidden, weight, targets),
+        **{peer: partial(run, hidden, weight, targets) for peer, run in head_peers.LOGPROBS.items()},
         "gemm": lambda: _gemm_forward(hidden, weight),
     }
     if hidden.dtype != torch.float32:
@@ -143,10 +132,13 @@ def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
         "flowkernels frozen": lambda: _head_gradient(_flowkernels_head_loss, batch, frozen=True),
         "torch": lambda: _head_gradient(_naive_head_loss, batch),
         "compile": lambda: _head_gradient(compiled, batch),
-        "trl": lambda: _head_gradient(_trl_head_loss, batch),
-        "linear_cross_entropy": lambda: _head_gradient(_cross_entropy, batch),
+        **{peer: partial(_head_gradient, partial(_peer_loss, peer), batch) for peer in head_peers.LOGPROBS},
+        "quack cross_entropy": lambda: _head_gradient(partial(_cross_entropy, head_peers.quack_cross_entropy), batch),
+        "linear_cross_entropy": lambda: _head_gradient(partial(_cross_entropy, head_peers.torch_cross_entropy), batch),
         "gemm": lambda: _gemms(batch),
     }
+    if len(batch.target_ids_T) % LENGTH == 0:
+        runs["liger_grpo"] = lambda: _head_gradient(_liger_grpo, batch)
     if batch.hidden_TD.dtype != torch.float32:
         runs["flowkernels fp32"] = lambda: _head_gradient(partial(_flowkernels_head_loss, fp32_logits=True), batch)
     return _chosen(runs, peers)
@@ -173,7 +165,7 @@ def clipped(logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logpro
 
 
 def _chosen(runs: Runs, peers: list[str]) -> Runs:
-    return {name: run for name, run in runs.items() if name.startswith("flowkernels") or name in peers}
+    return {name: run for name, run in runs.items() if name.split()[0] in ("flowkernels", *peers)}
 
 
 def _flowkernels_gradient(batch: Batch) -> Tensor:
@@ -241,22 +233,16 @@ def _naive_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: T
     return naive_loss(hidden @ weight.t(), targets, *tokens)
 
 
-def _trl_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from trl.kernels import ChunkedLogProbFunction
-
-    logprob_T: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, None, 1.0, ("entropy",))[0]
-    return logprob_T
+def _peer_loss(peer: str, hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
+    return clipped(head_peers.LOGPROBS[peer](hidden, weight, targets), *tokens)
 
 
-def _trl_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
-    return clipped(_trl_head(hidden, weight, targets), *tokens)
+def _liger_grpo(hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, _: Tensor, old: Tensor) -> Tensor:
+    return head_peers.liger_grpo(hidden, weight, targets, advantage, old, LENGTH, (CLIP_LOW, CLIP_HIGH))
 
 
-def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
-    """PyTorch's own fused head: another loss (its error is not measured), the same three products."""
-    function = torch.nn.functional.linear_cross_entropy
-    value: Tensor = function(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
-    return value
+def _cross_entropy(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
+    return function(hidden, weight, targets)
 
 
 def _gemm_forward(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

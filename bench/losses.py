@@ -1,4 +1,4 @@
-"""The loss kernels against their peers:  python -m bench.losses [--json F] [--peers …] [--tokens …] [--vocab …] [--sizes …]
+"""The loss kernels against their peers:  python -m bench.losses [--json F] [--peers …] [--tokens …] [--vocab …] [--heads …]
 
 On logits [T, V]: `logprobs` (log-prob and entropy, no gradient), `policy_loss` (PPO clip, loss and gradient by the logits), `branching`
 (score of every token, the scan included). From hidden states [T, D]: `linear_logprobs` and `linear_policy_loss` (gradients by hidden and
@@ -21,11 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import loss_rivals as rivals
+from bench.head_peers import missing
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs
 from bench.measure import extra_bytes, print_table, write_json
 
+QWEN = "896x151936,1536x151936,3584x152064"
+"""The heads of Qwen2.5 0.5B, 1.5B and 7B."""
 _SAMPLED_ROWS = 16
-_OTHER_ROWS = ("linear_cross_entropy", "gemm", "flowkernels top 20 %")
+_OTHER_ROWS = ("linear_cross_entropy", "quack cross_entropy", "gemm", "flowkernels top 20 %")
 """Implementations whose result is another one by design."""
 
 
@@ -37,9 +40,9 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16" if on_gpu else "float32,bfloat16", help="default: %(default)s")
     parser.add_argument("--tokens", default="1024,4096,8192,16384" if on_gpu else "1024", help="T on logits (default: %(default)s)")
     parser.add_argument("--vocab", default="151936,152064" if on_gpu else "32768", help="V (default: %(default)s)")
-    parser.add_argument("--sizes", default="896,1536,3584" if on_gpu else "512", help="D; empty: no heads (default: %(default)s)")
+    parser.add_argument("--heads", default=QWEN if on_gpu else "512x32768", help="DxV; empty: no heads (default: %(default)s)")
     parser.add_argument(
-        "--head-tokens", default="1024,8192,65536" if on_gpu else "2048", help="T from hidden states (default: %(default)s)"
+        "--head-tokens", default="1024,4096,8192,16384,65536" if on_gpu else "2048", help="T from hidden states (default: %(default)s)"
     )
     parser.add_argument("--repeats", type=int, default=30 if on_gpu else 7, help="timed runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: its own choice (default)")
@@ -48,12 +51,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     device = "cuda" if on_gpu else "cpu"
     peers = _peers(args.peers, device)
-    dtypes, vocabs, tokens, head_tokens, sizes = (
-        [int(x) if x.isdigit() else x for x in text.split(",") if x]
-        for text in (args.dtypes, args.vocab, args.tokens, args.head_tokens, args.sizes)
+    dtypes, vocabs, tokens, head_tokens = (
+        [int(x) if x.isdigit() else x for x in text.split(",") if x] for text in (args.dtypes, args.vocab, args.tokens, args.head_tokens)
     )
+    heads = [_head(text) for text in args.heads.split(",") if text]
     logits_cases = [(t, 0, v, dtype) for dtype in dtypes for v in vocabs for t in tokens]
-    head_cases = [(t, d, v, dtype) for dtype in dtypes for v in vocabs for d in sizes for t in head_tokens]
+    head_cases = [(t, d, v, dtype) for dtype in dtypes for d, v in heads for t in head_tokens]
     rows: list[dict[str, Any]] = []
     for num_tokens, size, num_vocab, dtype in tqdm([*logits_cases, *head_cases], desc="cases", disable=None):
         case = (num_vocab, getattr(torch, dtype), device)
@@ -97,13 +100,13 @@ def measure_head(batch: HeadBatch, peers: list[str], repeats: int) -> list[dict[
     truths = {"linear_logprobs": _head_truth(batch, False), "linear_policy_loss": _head_truth(batch, True)}
     rows = _measure(paths, batch.hidden_TD, batch.hidden_TD.shape[1], len(batch.weight_VD), repeats, truths)
     bare = {row["path"]: row["ms"] for row in rows if row["impl"] == "gemm"}
-    return [row | ({"of gemm": bare[row["path"]] / row["ms"]} if bare else {}) for row in rows]
+    return [row | ({"of gemm": bare[row["path"]] / row["ms"]} if row["path"] in bare else {}) for row in rows]
 
 
 def _measure(
     paths: dict[str, Runs], example: Tensor, size: int, num_vocab: int, repeats: int, truths: dict[str, tuple[Tensor, Tensor]]
 ) -> list[dict[str, Any]]:
-    runs = {(path, impl): run for path, impls in paths.items() for impl, run in impls.items()}
+    runs = {(path, impl): run for path, impls in paths.items() for impl, run in impls.items() if _gets_through(path, impl, run)}
     seconds = _seconds(runs, repeats)
     rows = []
     for (path, impl), run in runs.items():
@@ -120,13 +123,34 @@ def _measure(
     return rows
 
 
+def _gets_through(path: str, impl: str, run: Callable[[], Any]) -> bool:
+    """Says what a peer has against this case: no memory, another dtype or device than its kernels take."""
+    if impl.startswith("flowkernels"):
+        return True
+    try:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  whatever it is, the others are worth measuring
+        print(f"left out of {path}: {impl}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return False
+    return True
+
+
+def _head(text: str) -> tuple[int, int]:
+    size, _, num_vocab = text.partition("x")
+    if not size.isdigit() or not num_vocab.isdigit():
+        raise SystemExit(f"--heads: {text!r} must be DxV, as 896x151936")
+    return int(size), int(num_vocab)
+
+
 def _peers(text: str, device: str) -> list[str]:
     """Those that can be measured; says which cannot, and why."""
     peers = []
     for peer in text.split(","):
         if peer not in PEERS:
             raise SystemExit(f"--peers: {peer!r} must be one of {', '.join(PEERS)}")
-        reason = rivals.missing(peer, device)
+        reason = missing(peer, device)
         if reason is None:
             peers.append(peer)
         else:
