@@ -108,8 +108,9 @@ def linear_policy_loss(
         hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget, batch_invariant, shard: as for `linear_logprobs`. Whichever of the three
             tensors needs no gradient costs none: a frozen head spares the third product. The gradient of the weight is summed in fp32.
             With `shard`, that of hidden is summed over the group.
-        weight_grad_VD: fp32 [V, D] that the gradient of the weight is added to at once, instead of being handed to autograd. The loss must
-            then be the end of the graph (an upstream factor of 1); with any other the buffer is poisoned with NaN, on a CPU an error.
+        weight_grad_VD: fp32 [V, D] that the gradient of the weight, which must require one, is added to at once, instead of being handed
+            to autograd; under torch.no_grad nothing is added. The loss must then be the end of the graph (an upstream factor of 1); with
+            any other the buffer is poisoned with NaN, on a CPU an error.
         compact: leave rows without gradient (weight 0, clipped, no advantage) out of the products. Exact; the GPU is waited for once per
             chunk to learn how many there are.
         The others: as for `policy_loss`.
@@ -239,3 +240,5 @@ def _check_weight_grad(weight_grad_VD: Tensor, weight_VD: Tensor) -> None:
     if weight_grad_VD.shape != weight_VD.shape or weight_grad_VD.dtype != torch.float32 or not weight_grad_VD.is_contiguous():
         wanted, given = list(weight_VD.shape), (weight_grad_VD.dtype, tuple(weight_grad_VD.shape))
         raise ValueError(f"weight_grad_VD must be contiguous float32 {wanted}, got {given[0]} {given[1]}")
+    if not weight_VD.requires_grad:
+        raise ValueError("weight_grad_VD needs a weight_VD that requires a gradient, got a frozen one")

@@ -203,6 +203,10 @@ def test_the_weights_gradient_is_added_to_a_buffer(name: str, impl: str) -> None
     assert not gradients and out.loss.requires_grad and not torch.equal(total, before), "hidden states that need no gradient"
     with pytest.raises(RuntimeError, match="twice"):
         out.loss.backward()
+    before, moved = total.clone(), on_device(head_batch(), impl)
+    with torch.no_grad():
+        linear_policy_loss(**{**moved, "weight_VD": moved["weight_VD"].requires_grad_()}, spec=SPECS[name], weight_grad_VD=total, impl=impl)
+    assert torch.equal(total, before)
 
 
 def test_a_factor_after_a_loss_with_a_buffer_cannot_go_unseen(impl: str) -> None:
@@ -239,6 +243,7 @@ WRONG_LOSS: list[tuple[dict[str, Any], str]] = [
     ({"weight_grad_VD": torch.zeros(VOCAB, 23)}, r"weight_grad_VD must be contiguous float32 \[17, 24\], got torch.float32 \(17, 23\)"),
     ({"weight_grad_VD": torch.zeros(VOCAB, 24).bfloat16()}, r"weight_grad_VD must be contiguous float32 .* got torch.bfloat16"),
     ({"weight_grad_VD": torch.zeros(24, VOCAB).t()}, r"weight_grad_VD must be contiguous float32"),
+    ({"weight_grad_VD": torch.zeros(VOCAB, 24)}, r"weight_grad_VD needs a weight_VD that requires a gradient, got a frozen one"),
     ({"spec": LossSpec("gspo"), "cu_seqlens_S1": None}, r"policy='gspo' needs cu_seqlens_S1"),
     ({"weight_T": torch.zeros(18)}, r"weight_T must be float32 \[19\]"),
 ]
