@@ -110,7 +110,7 @@ class LossWalk:
 
     def _scored_block(self, block: slice) -> Tensor:
         """Rows whose loss is known only together: scores of all, their loss, then gradients. The logits of a block of one chunk are
-        computed once, those of a longer one twice."""
+        computed once, those of a longer one twice where a chunk has rows with a gradient."""
         chunks = [slice(block.start + c.start, block.start + c.stop) for c in self.head.chunks(block.stop - block.start)]
         scored = [self._scores(chunk) for chunk in chunks] if len(chunks) == 1 else []
         score_3B = torch.cat([s[1] for s in scored] or [self._scores(chunk)[1] for chunk in chunks], 1)
@@ -120,9 +120,13 @@ class LossWalk:
         if self.gradients is None:
             return column_7B
         dlogprob_B, dentropy_B = weighted_slopes(token, part.weight_T)
+        # Of a shard all ranks must come to the collectives, though rounding may let them differ over a row at the edge of the clip.
+        skips = self.compact and not scored and self.head.shard is None
         for chunk in chunks:
-            rows, score_3C, state_4C = scored.pop() if scored else self._scores(chunk)
             inner = slice(chunk.start - block.start, chunk.stop - block.start)
+            if skips and not column_7B[6, inner].any():
+                continue  # no row of it has a gradient
+            rows, score_3C, state_4C = scored.pop() if scored else self._scores(chunk)
             out_CV = gradient_buffer(rows.logits_TV, self.targets.hidden_TD)
             dentropy_C = None if dentropy_B is None else dentropy_B[inner]
             write_gradient(rows, score_3C, state_4C, dlogprob_B[inner], dentropy_C, self.impl, out_CV)

@@ -115,6 +115,18 @@ def test_logits_of_a_long_sequence_are_computed_twice(impl: str, seen: Seen) -> 
     assert 3 + 15 + 10 + 1 <= sum(seen.logits) <= 3 + 15 + 15 + 1
 
 
+def test_chunks_of_a_long_sequence_without_a_gradient_are_not_computed_again(impl: str, seen: Seen) -> None:
+    """The first of two has no advantage."""
+    batch = whole_batch() | {"cu_seqlens_S1": torch.tensor([0, 10, 19])}
+    batch["advantage_T"] = torch.where(torch.arange(19) < 10, 0.0, 1.0)
+    batch["old_logprob_T"] = linear_logprobs(**{key: batch[key] for key in (*HEAD, "target_ids_T")}).logprob_T
+    seen.logits.clear()
+    _, gradients = ours(LossSpec("gspo"), batch, impl, memory_budget=5 * ROW)
+    assert seen.logits == [5, 5, 5, 4, 5, 4] and sum(seen.gradients) == 9
+    assert not gradients["hidden_TD"][:10].any() and gradients["hidden_TD"][10:].any(1).all()
+    close(gradients, head_truth(LossSpec("gspo"), batch)[1])
+
+
 def test_logits_of_a_loss_of_ones_own_are_computed_twice(impl: str, seen: Seen) -> None:
     ours(squared, whole_batch(), impl, memory_budget=5 * ROW)
     assert seen.logits == [5, 5, 5, 4] * 2 and seen.gradients == [5, 5, 5, 4]
