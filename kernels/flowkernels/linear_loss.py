@@ -17,7 +17,7 @@ from torch import Tensor
 from flowkernels import statistics
 from flowkernels.arguments import check_head, check_targets, check_token_inputs, chunk_rows, resolve_impl
 from flowkernels.head import Gradients, Head
-from flowkernels.linear_ops import LossWalk, Targets, linear_loss_op, linear_scores_op, walk_scores
+from flowkernels.linear_ops import LossWalk, linear_loss_op, linear_scores_op, walk_scores
 from flowkernels.policy_loss import LogProbs, PolicyLoss, add_slopes, evaluate
 from flowkernels.row_loss import scale_op
 from flowkernels.rows import KeptSet, Rows
@@ -70,7 +70,7 @@ def linear_logprobs(
         if needs_gradient:
             raise ValueError("differentiable=True does not work with a shard; linear_policy_loss does")
         with torch.no_grad():
-            score_3T = walk_scores(head, _targets(rows), impl)
+            score_3T = walk_scores(head, rows, impl)
     else:
         with torch.set_grad_enabled(needs_gradient):
             score_3T = _scores(rows, head, impl)
@@ -158,7 +158,7 @@ def _scores(rows: Rows, head: Head, impl: str) -> Tensor:
     kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
     of_rows = (rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
     options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, impl)
-    score_3T: Tensor = linear_scores_op(rows.logits_TV, head.weight_VD, head.bias_V, *of_rows, *options)
+    score_3T: Tensor = linear_scores_op(rows.hidden_TD, head.weight_VD, head.bias_V, *of_rows, *options)
     return score_3T
 
 
@@ -182,7 +182,7 @@ class _Eager(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         gradients = Gradients.empty(hidden_TD, head, needs, weight_grad_VD)
         # Ranks of a shard must walk the same rows, which they do: what makes a row active is known to all of them.
-        column_7T = LossWalk(head, _targets(rows), tokens, spec, gradients if any(needs) else None, impl, compact).run()
+        column_7T = LossWalk(head, rows, tokens, spec, gradients if any(needs) else None, impl, compact).run()
         if head.shard is not None and gradients.hidden_TD is not None:
             dist.all_reduce(gradients.hidden_TD, group=head.shard.group)
         loss, stats = statistics.reduce(column_7T, tokens.weight_T, rows.target_ids_T, impl)
@@ -222,7 +222,7 @@ def _prepare(
     shard: VocabShard | None,
     impl: str,
 ) -> tuple[Rows, Head, str]:
-    """The arguments, checked; the rows hold hidden states where logits would be."""
+    """The arguments, checked."""
     check_head(hidden_TD, weight_VD, bias_V)
     if shard is not None and kept is not None:
         raise ValueError("kept does not work with a shard")
@@ -230,10 +230,6 @@ def _prepare(
     rows = check_targets(hidden_TD, num_vocab, target_ids_T, temperature, softcap, kept)
     size = chunk_rows(memory_budget, hidden_TD, num_vocab, fp32_logits, batch_invariant)  # the same on all ranks of a shard
     return rows, Head(weight_VD, bias_V, fp32_logits, size, batch_invariant, shard), resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
-
-
-def _targets(rows: Rows) -> Targets:
-    return Targets(rows.logits_TV, rows.target_ids_T, rows.temperature_T, rows.softcap, rows.kept)
 
 
 def _check_weight_grad(weight_grad_VD: Tensor, weight_VD: Tensor) -> None:

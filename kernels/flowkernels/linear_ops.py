@@ -12,54 +12,35 @@ from torch import Tensor
 from flowkernels import statistics
 from flowkernels.head import Gradients, Head, accumulator_dtype, chunk_scores, gradient_buffer
 from flowkernels.row_loss import NUM_COLUMNS, columns, decode, run_loss, scaled, weighted_slopes
-from flowkernels.rows import KeptSet, Rows, write_gradient
+from flowkernels.rows import Rows, make_rows, write_gradient
 from flowkernels.token_loss import LossSpec, Tokens, token_loss
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a walk knows of each token beside its hidden state."""
-
-    hidden_TD: Tensor
-    ids_T: Tensor
-    temperature_T: Tensor
-    softcap: float
-    kept: KeptSet | None
-
-    def at(self, index_A: Tensor) -> Targets:
-        kept = None if self.kept is None else self.kept.at(index_A)
-        return Targets(self.hidden_TD[index_A], self.ids_T[index_A], self.temperature_T[index_A], self.softcap, kept)
-
-    def rows(self, chunk: slice, logits_CV: Tensor) -> Rows:
-        kept = None if self.kept is None else self.kept[chunk]
-        return Rows(logits_CV, self.ids_T[chunk], self.temperature_T[chunk], self.softcap, kept)
-
-
-def walk_scores(head: Head, targets: Targets, impl: str) -> Tensor:
+def walk_scores(head: Head, source: Rows, impl: str) -> Tensor:
     """[3, T]: logp, entropy, lse; rows with a negative target are not computed."""
-    score_3T = torch.zeros(3, len(targets.ids_T), device=targets.ids_T.device)
-    index_A = (targets.ids_T >= 0).nonzero()[:, 0]
-    if len(index_A) < len(targets.ids_T):
-        score_3T[:, index_A] = walk_scores(head, targets.at(index_A), impl)
+    score_3T = torch.zeros(3, len(source.target_ids_T), device=source.target_ids_T.device)
+    index_A = (source.target_ids_T >= 0).nonzero()[:, 0]
+    if len(index_A) < len(source.target_ids_T):
+        score_3T[:, index_A] = walk_scores(head, source.at(index_A), impl)
         return score_3T
-    for chunk in head.chunks(len(targets.ids_T)):
-        score_3T[:, chunk] = _chunk_scores(head, targets, chunk, impl)[1]
+    for chunk in head.chunks(len(source.target_ids_T)):
+        score_3T[:, chunk] = _chunk_scores(head, source, chunk, impl)[1]
     return score_3T
 
 
-def _chunk_scores(head: Head, targets: Targets, chunk: slice, impl: str) -> tuple[Rows, Tensor, Tensor]:
-    return chunk_scores(head, targets.rows(chunk, head.logits(targets.hidden_TD[chunk])), impl)
+def _chunk_scores(head: Head, source: Rows, chunk: slice, impl: str) -> tuple[Rows, Tensor, Tensor]:
+    return chunk_scores(head, replace(source[chunk], logits_TV=head.logits(source.hidden_TD[chunk])), impl)
 
 
-def walk_gradient(head: Head, targets: Targets, dlogprob_T: Tensor, dentropy_T: Tensor, gradients: Gradients, impl: str) -> None:
+def walk_gradient(head: Head, source: Rows, dlogprob_T: Tensor, dentropy_T: Tensor, gradients: Gradients, impl: str) -> None:
     """The gradient for any upstream gradient of logp and entropy, from logits computed once more; rows without one are left out."""
-    row_T = (((dlogprob_T != 0) | (dentropy_T != 0)) & (targets.ids_T >= 0)).nonzero()[:, 0]
-    targets, dlogprob_T, dentropy_T = targets.at(row_T), dlogprob_T[row_T], dentropy_T[row_T]
+    row_T = (((dlogprob_T != 0) | (dentropy_T != 0)) & (source.target_ids_T >= 0)).nonzero()[:, 0]
+    source, dlogprob_T, dentropy_T = source.at(row_T), dlogprob_T[row_T], dentropy_T[row_T]
     for chunk in head.chunks(len(row_T)):
-        rows, score_3C, state_4C = _chunk_scores(head, targets, chunk, impl)
-        out_CV = gradient_buffer(rows.logits_TV, targets.hidden_TD)
+        rows, score_3C, state_4C = _chunk_scores(head, source, chunk, impl)
+        out_CV = gradient_buffer(rows.logits_TV, source.hidden_TD)
         write_gradient(rows, score_3C, state_4C, dlogprob_T[chunk], dentropy_T[chunk], impl, out_CV)
-        gradients.add(head, targets.hidden_TD[chunk], out_CV, row_T[chunk], None)
+        gradients.add(head, source.hidden_TD[chunk], out_CV, row_T[chunk], None)
         del rows, out_CV  # before the next chunk's logits are made
 
 
@@ -68,7 +49,7 @@ class LossWalk:
     """Everything that stays the same from chunk to chunk."""
 
     head: Head
-    targets: Targets
+    source: Rows
     tokens: Tokens
     """They need no log-probs yet."""
     spec: LossSpec
@@ -80,12 +61,12 @@ class LossWalk:
 
     def run(self) -> Tensor:
         """Columns [7, T] of `row_loss`; the gradients are added up on the way."""
-        counts_T = (self.tokens.weight_T != 0) & (self.targets.ids_T >= 0)
+        counts_T = (self.tokens.weight_T != 0) & (self.source.target_ids_T >= 0)
         column_7T = torch.zeros(NUM_COLUMNS, len(counts_T), device=counts_T.device)
         if self.compact and self.row_T is None:
             index_A = counts_T.nonzero()[:, 0]
             if len(index_A) < len(counts_T):
-                part = replace(self, targets=self.targets.at(index_A), tokens=_at(self.tokens, index_A, counts_T), row_T=index_A)
+                part = replace(self, source=self.source.at(index_A), tokens=_at(self.tokens, index_A, counts_T), row_T=index_A)
                 column_7T[:, index_A] = part.run()
                 return column_7T
         if self.row_T is None:  # a row with a negative target is in no sequence either
@@ -100,8 +81,8 @@ class LossWalk:
 
     def _fused_chunk(self, chunk: slice) -> Tensor:
         """Product, row kernel over the product, two products."""
-        hidden_CD = self.targets.hidden_TD[chunk]
-        rows = self.targets.rows(chunk, self.head.logits(hidden_CD))
+        hidden_CD = self.source.hidden_TD[chunk]
+        rows = replace(self.source[chunk], logits_TV=self.head.logits(hidden_CD))
         part = _part(self.tokens, chunk)
         out_CV = None if self.gradients is None else gradient_buffer(rows.logits_TV, hidden_CD)
         column_7C = run_loss(rows, self.spec, part.advantage_T, part.weight_T, part.old_logprob_T, part.ref_logprob_T, out_CV, self.impl)
@@ -127,7 +108,7 @@ class LossWalk:
             if skips and not column_7B[6, inner].any():
                 continue  # no row of it has a gradient
             rows, score_3C, state_4C = scored.pop() if scored else self._scores(chunk)
-            out_CV = gradient_buffer(rows.logits_TV, self.targets.hidden_TD)
+            out_CV = gradient_buffer(rows.logits_TV, self.source.hidden_TD)
             dentropy_C = None if dentropy_B is None else dentropy_B[inner]
             write_gradient(rows, score_3C, state_4C, dlogprob_B[inner], dentropy_C, self.impl, out_CV)
             self._add(chunk, out_CV, column_7B[:, inner])
@@ -135,13 +116,13 @@ class LossWalk:
         return column_7B
 
     def _scores(self, chunk: slice) -> tuple[Rows, Tensor, Tensor]:
-        return _chunk_scores(self.head, self.targets, chunk, self.impl)
+        return _chunk_scores(self.head, self.source, chunk, self.impl)
 
     def _add(self, chunk: slice, dlogits_CV: Tensor | None, column_7C: Tensor) -> None:
         if self.gradients is not None and dlogits_CV is not None:
             row_C = chunk if self.row_T is None else self.row_T[chunk]
             active_C = column_7C[6] != 0 if self.compact else None
-            self.gradients.add(self.head, self.targets.hidden_TD[chunk], dlogits_CV, row_C, active_C)
+            self.gradients.add(self.head, self.source.hidden_TD[chunk], dlogits_CV, row_C, active_C)
 
 
 def _blocks(head: Head, num_rows: int, spec: LossSpec, cu_seqlens_S1: Tensor | None) -> list[slice]:
@@ -197,7 +178,7 @@ def linear_scores_op(
 ) -> Tensor:
     """[3, T]; differentiable by hidden, weight and bias in the first two."""
     head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
-    return walk_scores(head, _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets), impl)
+    return walk_scores(head, make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets), impl)
 
 
 @linear_scores_op.register_fake
@@ -242,7 +223,7 @@ def linear_gradient_op(
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
     head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
-    rows = _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
+    rows = make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
     walk_gradient(head, rows, dscore[0], dscore[1], gradients, impl)
     return as_outputs(gradients, hidden)
 
@@ -288,7 +269,7 @@ def linear_loss_op(
     """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
     head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
-    rows = _targets(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
+    rows = make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
     tokens = Tokens(token_weight, token_weight, advantage, token_weight, old, ref, None, cu_seqlens)
     column_7T = LossWalk(head, rows, tokens, decode(spec), gradients if any(needs) else None, impl, compact).run()
     loss, stats = statistics.reduce(column_7T, token_weight, targets, impl)
@@ -322,10 +303,3 @@ def as_outputs(gradients: Gradients, hidden: Tensor) -> tuple[Tensor, Tensor, Te
     found = (gradients.hidden_TD, gradients.weight_VD, gradients.bias_V)
     hidden_g, weight_g, bias_g = (hidden.new_empty((0,)) if g is None else g for g in found)
     return hidden_g, weight_g, bias_g
-
-
-def _targets(
-    hidden: Tensor, targets: Tensor, temperature: Tensor, softcap: float, kept_ids: Tensor | None, kept_offsets: Tensor | None
-) -> Targets:
-    kept = None if kept_ids is None or kept_offsets is None else KeptSet(kept_ids, kept_offsets)
-    return Targets(hidden, targets, temperature, softcap, kept)

@@ -56,6 +56,7 @@ class Rows:
     """The arguments that every operator on logits takes, checked."""
 
     logits_TV: Tensor
+    """Or `hidden_TD`, where the product with the head is still to come."""
     target_ids_T: Tensor
     """int64; a negative id marks a row that is not read and whose results are 0."""
     temperature_T: Tensor
@@ -68,6 +69,15 @@ class Rows:
         """A chunk of consecutive rows."""
         kept = None if self.kept is None else self.kept[rows]
         return Rows(self.logits_TV[rows], self.target_ids_T[rows], self.temperature_T[rows], self.softcap, kept)
+
+    @property
+    def hidden_TD(self) -> Tensor:
+        return self.logits_TV
+
+    def at(self, index_A: Tensor) -> Rows:
+        """Any rows, in this order."""
+        kept = None if self.kept is None else self.kept.at(index_A)
+        return Rows(self.logits_TV[index_A], self.target_ids_T[index_A], self.temperature_T[index_A], self.softcap, kept)
 
     def chunks(self) -> Iterator[slice]:
         num_rows, num_vocab = self.logits_TV.shape
