@@ -1,4 +1,4 @@
-"""Fused losses for reinforcement learning of language models: torch and Triton are all they need.
+"""Fused losses for reinforcement learning of language models, and sparse deltas of weights: torch and Triton are all they need.
 
     from flowkernels import LossSpec, policy_loss
 
@@ -13,6 +13,7 @@ from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
 from flowkernels.rows import KeptSet
 from flowkernels.shards import VocabShard
+from flowkernels.sparse_delta import WordDiff, diff_words, digest_words, scatter_words_
 from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
 from flowkernels.token_weights import token_weights
 
@@ -26,14 +27,18 @@ __all__ = [
     "TokenLossFn",
     "Tokens",
     "VocabShard",
+    "WordDiff",
     "branch_points",
     "branching_score",
     "correct_for_sampler",
+    "diff_words",
+    "digest_words",
     "discounted_reverse_scan",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
     "policy_loss",
+    "scatter_words_",
     "token_loss",
     "token_weights",
 ]

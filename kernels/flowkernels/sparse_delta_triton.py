@@ -1,0 +1,151 @@
+"""Sparse deltas of weights in Triton: count, compact, scatter and digest. Sums wrap mod 2^64, so their order does not matter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_WORDS = tl.constexpr(65536)
+TILE = {"TILE": 2048, "num_warps": 8}
+"""Eight words a thread: one load of 16 bytes."""
+SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
+"""SPLIT programs to a block take turns, CHUNK changes at a time; at 1 % two of them find work."""
+DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
+
+
+@triton.jit
+def _coefficients(index):
+    """(c_a, c_b) of the digest as uint32, of global indices."""
+    x = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    low, high = x.to(tl.uint32) ^ 0x85EBCA6B, (x >> 32).to(tl.uint32) ^ 0xC2B2AE35
+    r = low.to(tl.uint64) * high.to(tl.uint64)
+    high = (r >> 32).to(tl.uint32)
+    return (r.to(tl.uint32) ^ high) | 1, high | 1
+
+
+@triton.jit
+def _square(word):
+    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it."""
+    word = word.to(tl.uint32)
+    return (word * word).to(tl.uint64)
+
+
+@triton.jit
+def _weigh(squares, coefficients):
+    return (squares * coefficients.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _load_word(ptr, mask):
+    """A word as unsigned number in int32."""
+    return tl.load(ptr, mask=mask, other=0).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE: tl.constexpr):
+    """Changed words of a tile."""
+    tile = tl.program_id(0)
+    index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_in = index < num_words
+    changed = tl.load(old_words_ptr + index, mask=is_in, other=0) != tl.load(new_words_ptr + index, mask=is_in, other=0)
+    tl.store(tile_counts_ptr + tile, tl.sum(changed.to(tl.int32), axis=0))
+
+
+@triton.jit
+def compact_kernel(
+    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr, num_words, TILE: tl.constexpr
+):  # fmt: skip
+    """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is not read again."""
+    tile = tl.program_id(0)
+    count = tl.load(tile_counts_ptr + tile)
+    if count > 0:
+        start = tl.load(tile_ends_ptr + tile) - count
+        index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        is_in = index < num_words
+        old, new = _load_word(old_words_ptr + index, is_in), _load_word(new_words_ptr + index, is_in)
+        changed = old != new
+        rank = tl.cumsum(changed.to(tl.int32), axis=0) - 1
+        tl.store(positions_ptr + start + rank, (index % BLOCK_WORDS).to(tl.int16), mask=changed)
+        tl.store(diffs_ptr + start + rank, (new - old).to(tl.int16), mask=changed)
+
+
+@triton.jit(do_not_specialize=["first"])
+def scatter_kernel(
+    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, first, num_words,
+    WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Add the diffs of a block and sum up the digest change; without WRITES only the latter. `bounds`: the changes of block b are
+    bounds[b] to bounds[b + 1] - 1."""
+    block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
+    begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
+    a, b = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
+    for start in range(begin, end, SPLIT * CHUNK):
+        change = start + tl.arange(0, CHUNK)
+        is_in = change < end
+        index = block * BLOCK_WORDS + _load_word(positions_ptr + change, is_in)
+        is_in = is_in & (index < num_words)
+        old = _load_word(words_ptr + index, is_in)
+        new = (old + _load_word(diffs_ptr + change, is_in)) & 0xFFFF
+        if WRITES:
+            tl.store(words_ptr + index, new.to(tl.int16), mask=is_in)
+        gain = _square(new) - _square(old)  # 0 where masked: there word and diff are 0
+        c_a, c_b = _coefficients(first + index)
+        a += _weigh(gain, c_a)
+        b += _weigh(gain, c_b)
+    if begin < end:
+        tl.atomic_add(digest_ptr, tl.sum(a, axis=0), sem="relaxed")
+        tl.atomic_add(digest_ptr + 1, tl.sum(b, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first"])
+def digest_kernel(words_ptr, digest_ptr, first, num_words, TILE: tl.constexpr, NUM_TILES: tl.constexpr):
+    """The share of NUM_TILES tiles in the digest."""
+    begin = tl.program_id(0).to(tl.int64) * (TILE * NUM_TILES)
+    end = tl.minimum(begin + TILE * NUM_TILES, num_words)
+    a, b = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+    for start in range(begin, end, TILE):
+        index = start + tl.arange(0, TILE)
+        squares = _square(_load_word(words_ptr + index, index < end))
+        c_a, c_b = _coefficients(first + index)
+        a += _weigh(squares, c_a)
+        b += _weigh(squares, c_b)
+    tl.atomic_add(digest_ptr, tl.sum(a, axis=0), sem="relaxed")
+    tl.atomic_add(digest_ptr + 1, tl.sum(b, axis=0), sem="relaxed")
+
+
+def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launcher, see `sparse_delta.diff_words`."""
+    num_blocks, tiles = triton.cdiv(len(old), BLOCK_WORDS.value), BLOCK_WORDS.value // TILE["TILE"]
+    grid = (num_blocks * tiles,)
+    tile_counts = torch.empty(grid, dtype=torch.int32, device=old.device)
+    if num_blocks:
+        count_kernel[grid](old, new, tile_counts, len(old), **TILE)
+    tile_ends = tile_counts.cumsum(0, dtype=torch.int64)
+    bounds_B1 = torch.zeros(num_blocks + 1, dtype=torch.int64, device=old.device)
+    bounds_B1[1:] = tile_ends[tiles - 1 :: tiles]
+    num_changes = int(bounds_B1[-1])
+    positions, diffs = old.new_empty(num_changes), old.new_empty(num_changes)
+    if num_changes:
+        compact_kernel[grid](old, new, tile_counts, tile_ends, positions, diffs, len(old), **TILE)
+    change = scatter(old, bounds_B1, positions, diffs, first, writes=False)
+    return bounds_B1.diff().int(), positions, diffs, change
+
+
+def scatter(words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool) -> Tensor:
+    """Launcher, see `sparse_delta.scatter_words_`; the digest change alone if not `writes`."""
+    change = torch.zeros(2, dtype=torch.int64, device=words.device)
+    if len(positions):
+        grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
+        scatter_kernel[grid](words, positions, diffs, bounds_B1, change, first, len(words), WRITES=writes, **SCATTER)
+    return change
+
+
+def digest(words: Tensor, first: int) -> Tensor:
+    """Launcher, see `sparse_delta.digest_words`."""
+    out = torch.zeros(2, dtype=torch.int64, device=words.device)
+    if len(words):
+        grid = (triton.cdiv(len(words), DIGEST["TILE"] * DIGEST["NUM_TILES"]),)
+        digest_kernel[grid](words, out, first, len(words), **DIGEST)
+    return out

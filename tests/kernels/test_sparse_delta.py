@@ -1,0 +1,331 @@
+"""Sparse deltas against numpy and plain integers: which words changed, what scattering them does, and the digest of both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flowkernels import WordDiff, diff_words, digest_words, scatter_words_, sparse_delta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_truth import IMPLS, device_of
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+Words = NDArray[np.uint16]
+SIZES = (0, 1, 65535, 65536, 65537, 200_000)
+DENSITIES = (0.0, 1e-5, 0.01, 0.3, 1.0)
+FIRSTS = (0, 1, 2**32 - 3, 5 * 2**40 + 16)
+LAST = 2**63 - 1
+SPECIALS = (0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7FC1, 0x7F81, 0xFFFF, 0x7FFF, 0x3F80)
+"""bf16: zeros, denormals, infinities, NaNs of several payloads, 1."""
+
+
+def plain_coefficients(index: int) -> tuple[int, int]:
+    x = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
+    r = ((x & 0xFFFFFFFF) ^ 0x85EBCA6B) * ((x >> 32) ^ 0xC2B2AE35) % 2**64
+    r ^= r >> 32
+    return (r & 0xFFFFFFFF) | 1, (r >> 32) | 1
+
+
+def plain_digest(words: list[int], first: int) -> list[int]:
+    """In integers that do not wrap, reduced at the end."""
+    pairs = [(w * w, plain_coefficients(first + i)) for i, w in enumerate(words)]
+    return [sum(square * c[k] for square, c in pairs) % 2**64 for k in (0, 1)]
+
+
+def numpy_digest(words: Words, first: int) -> list[int]:
+    u64 = np.uint64
+    x = (np.arange(len(words), dtype=u64) + u64(first + 1)) * u64(0x9E3779B97F4A7C15)
+    r = ((x & u64(0xFFFFFFFF)) ^ u64(0x85EBCA6B)) * ((x >> u64(32)) ^ u64(0xC2B2AE35))
+    r ^= r >> u64(32)
+    squares = words.astype(u64) ** u64(2)
+    return [int(np.sum(squares * (c | u64(1)), dtype=u64)) for c in (r & u64(0xFFFFFFFF), r >> u64(32))]
+
+
+def random_change(num: int, density: float, seed: int = 0) -> tuple[Words, Words]:
+    """(old, new); a share of the words, rounded up, differs. A tenth of each are words that floats would compare wrongly."""
+    rng = np.random.default_rng(seed)
+    old, new = (rng.integers(0, 2**16, num, dtype=np.uint16) for _ in range(2))
+    for words in (old, new):
+        words[rng.random(num) < 0.1] = rng.choice(np.array(SPECIALS, dtype=np.uint16))
+    new[new == old] += np.uint16(1)
+    changed = np.zeros(num, dtype=bool)
+    changed[rng.permutation(num)[: math.ceil(density * num)]] = True
+    return old, np.where(changed, new, old)
+
+
+def tensor(words: Words, impl: str, dtype: torch.dtype = torch.int16) -> Tensor:
+    """A copy."""
+    return torch.from_numpy(words.view(np.int16).copy()).view(dtype).to(device_of(impl))
+
+
+def unsigned(x: Tensor) -> NDArray[Any]:
+    bits = x.cpu().numpy()
+    return bits.view(f"uint{8 * bits.itemsize}")
+
+
+def digest(x: Tensor) -> list[int]:
+    assert x.dtype == torch.int64 and x.shape == (2,)
+    return [int(v) % 2**64 for v in x.tolist()]
+
+
+def minus(a: list[int], b: list[int]) -> list[int]:
+    return [(x - y) % 2**64 for x, y in zip(a, b, strict=True)]
+
+
+def assert_diff_is_right(diff: WordDiff, old: Words, new: Words, first: int) -> None:
+    index = np.flatnonzero(old != new)
+    assert (diff.counts.dtype, diff.positions.dtype, diff.diffs.dtype) == (torch.int32, torch.int16, torch.int16)
+    assert diff.counts.tolist() == [int(np.sum(index // 65536 == block)) for block in range(-(-len(old) // 65536))]
+    np.testing.assert_array_equal(unsigned(diff.positions), (index % 65536).astype(np.uint16))
+    np.testing.assert_array_equal(unsigned(diff.diffs), new[index] - old[index])
+    assert digest(diff.digest_change) == minus(numpy_digest(new, first), numpy_digest(old, first))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(words=st.lists(st.integers(0, 2**16 - 1), max_size=20), first=st.integers(0, LAST - 20))
+def test_the_digest_of_numpy_is_that_of_plain_integers(words: list[int], first: int) -> None:
+    assert numpy_digest(np.array(words, dtype=np.uint16), first) == plain_digest(words, first)
+
+
+def test_the_digest_is_the_published_one(impl: str) -> None:
+    """Numbers that the codec in another language must give, too."""
+    words = np.arange(0, 65536, 7, dtype=np.uint16)
+    assert digest(digest_words(tensor(words, impl), impl=impl)) == [0xF41BA1A4813C939B, 0xC47213EB1AAE23CD]
+    assert digest(digest_words(tensor(words, impl), 2**40 + 5, impl=impl)) == [0x6F8B7F8E0660204F, 0xC938F87707A731E9]
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize("num", [0, 1, 2047, 16384, 16385, 65537, 200_000])
+def test_the_digest_matches_numpy(impl: str, num: int, first: int) -> None:
+    words, _ = random_change(num, 0.0, seed=num)
+    assert digest(digest_words(tensor(words, impl), first, impl=impl)) == numpy_digest(words, first)
+
+
+def test_the_digest_of_pieces_adds_up_and_knows_where_each_word_is(impl: str) -> None:
+    words, _ = random_change(70_001, 0.0)
+    whole = digest(digest_words(tensor(words, impl), 11, impl=impl))
+    parts = [digest(digest_words(tensor(words[a:b], impl), 11 + a, impl=impl)) for a, b in ((0, 5), (5, 65536), (65536, 70_001))]
+    assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == whole
+    assert digest(digest_words(tensor(words, impl), 12, impl=impl)) != whole
+    swapped = words.copy()
+    swapped[[3, 40_000]] = words[[40_000, 3]]
+    assert words[3] != words[40_000] and digest(digest_words(tensor(swapped, impl), 11, impl=impl)) != whole
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("num", SIZES)
+def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(impl: str, num: int, density: float) -> None:
+    old, new = random_change(num, density, seed=num)
+    first = 3 * 2**33 + num
+    words = tensor(old, impl)
+    diff = diff_words(words, tensor(new, impl), first, impl=impl)
+    assert_diff_is_right(diff, old, new, first)
+    np.testing.assert_array_equal(unsigned(words), old)
+    made = scatter_words_(words, diff.counts, diff.positions, diff.diffs, first, impl=impl)
+    np.testing.assert_array_equal(unsigned(words), new)
+    assert digest(made) == digest(diff.digest_change)
+    undone = scatter_words_(words, diff.counts, diff.positions, -diff.diffs, first, impl=impl)
+    np.testing.assert_array_equal(unsigned(words), old)
+    assert digest(undone) == minus([0, 0], digest(made))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_words_at_any_place(data: st.DataObject) -> None:
+    """Words at the ends of the range, where differences wrap and a sign would show."""
+    pair = st.tuples(*[st.sampled_from(SPECIALS) | st.integers(0, 2**16 - 1)] * 2)
+    pairs = data.draw(st.lists(pair, max_size=40))
+    first = data.draw(st.integers(0, 2**34) | st.integers(LAST - len(pairs) - 5, LAST - len(pairs)))
+    old, new = (np.array([p[k] for p in pairs], dtype=np.uint16) for k in (0, 1))
+    expected = minus(plain_digest(new.tolist(), first), plain_digest(old.tolist(), first))
+    for impl in IMPLS:
+        words = tensor(old, impl)
+        diff = diff_words(words, tensor(new, impl), first, impl=impl)
+        assert_diff_is_right(diff, old, new, first)
+        assert digest(diff.digest_change) == expected
+        assert digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, first, impl=impl)) == expected
+        np.testing.assert_array_equal(unsigned(words), new)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_words_are_bits_and_not_numbers(impl: str, dtype: torch.dtype) -> None:
+    """Every special word to every other one: a NaN equals itself and no other payload, and +0 is not -0."""
+    old, new = (np.array(words, dtype=np.uint16) for words in zip(*((a, b) for a in SPECIALS for b in SPECIALS), strict=True))
+    diff = diff_words(tensor(old, impl, dtype), tensor(new, impl, dtype), impl=impl)
+    assert len(diff.diffs) == len(SPECIALS) * (len(SPECIALS) - 1)
+    assert_diff_is_right(diff, old, new, 0)
+    words = tensor(old, impl, dtype)
+    scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl)
+    np.testing.assert_array_equal(unsigned(words.view(torch.int16)), new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.complex64])
+def test_wider_elements_are_several_words_each(impl: str, dtype: torch.dtype) -> None:
+    old, new = random_change(3 * 4 * 8, 0.2)
+    a, b = (tensor(words, impl, dtype).view(3, -1) for words in (old, new))
+    diff = diff_words(a, b, impl=impl)
+    assert_diff_is_right(diff, old, new, 0)
+    assert digest(digest_words(a, impl=impl)) == numpy_digest(old, 0)
+    scatter_words_(a, diff.counts, diff.positions, diff.diffs, impl=impl)
+    assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_a_piece_within_a_larger_tensor_is_all_that_is_read_and_written(impl: str) -> None:
+    """It starts at an odd word, so that no load of it is aligned."""
+    old, new = random_change(66_000, 1.0)
+    weights, target = tensor(old, impl), tensor(new, impl)
+    piece = slice(257, 65_900)
+    diff = diff_words(weights[piece], target[piece], 257, impl=impl)
+    assert_diff_is_right(diff, old[piece], new[piece], 257)
+    scatter_words_(weights[piece], diff.counts, diff.positions, diff.diffs, 257, impl=impl)
+    np.testing.assert_array_equal(unsigned(weights), np.concatenate([old[:257], new[piece], old[65_900:]]))
+
+
+def test_a_parameter_is_patched_and_autograd_learns_of_it(impl: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device=device_of(impl)))
+    product = (weight * weight).sum()
+    diff = diff_words(weight, torch.full_like(weight, 2.0), impl=impl)
+    scatter_words_(weight, diff.counts, diff.positions, diff.diffs, impl=impl)
+    assert (weight == 2).all() and weight.requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_scattering_on_other_words_tells_by_its_digest_change(impl: str) -> None:
+    old, new = random_change(70_000, 0.01)
+    diff = diff_words(tensor(old, impl), tensor(new, impl), impl=impl)
+    met = old.copy()
+    met[np.flatnonzero(old != new)[5]] ^= np.uint16(1)
+    words = tensor(met, impl)
+    made = scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl)
+    np.testing.assert_array_equal(unsigned(words), met + (new - old))
+    assert digest(made) == minus(numpy_digest(met + (new - old), 0), numpy_digest(met, 0)) != digest(diff.digest_change)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.01, 0.3), (1.0, 1e-5)])
+def test_one_delta_after_another_is_the_delta_of_both(impl: str, a: float, b: float) -> None:
+    old, middle = random_change(70_000, a)
+    _, other = random_change(70_000, b, seed=1)
+    new = np.where(np.arange(70_000) % 2 == 0, middle, other)
+    words, changes = tensor(old, impl), []
+    for target in (middle, new):
+        diff = diff_words(words, tensor(target, impl), impl=impl)
+        changes.append(digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl)))
+    np.testing.assert_array_equal(unsigned(words), new)
+    both = digest(diff_words(tensor(old, impl), tensor(new, impl), impl=impl).digest_change)
+    assert [sum(values) % 2**64 for values in zip(*changes, strict=True)] == both
+
+
+# ---- what is refused
+
+_W, _Z = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100, 2, dtype=torch.bfloat16)
+_COUNTS, _SHORT = torch.tensor([2], dtype=torch.int32), torch.tensor([3, 7], dtype=torch.int16)
+
+
+def _scatter(counts: Tensor = _COUNTS, positions: Tensor = _SHORT, diffs: Tensor = _SHORT, words: Tensor = _W, **options: Any) -> Any:
+    return scatter_words_(words.clone() if words.is_contiguous() else words, counts, positions, diffs, **options)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "old-strided": (lambda: diff_words(_Z[:, 0], _W), "old must be contiguous, got strides (2,)"),
+    "new-strided": (lambda: diff_words(_W, _Z[:, 0]), "new must be contiguous, got strides (2,)"),
+    "old-bytes": (lambda: diff_words(_W.char(), _W), "old must have a dtype of an even number of bytes, got int8"),
+    "new-bool": (lambda: diff_words(_W, _W.bool()), "new must have a dtype of an even number of bytes, got bool"),
+    "new-dtype": (lambda: diff_words(_W, _W.half()), "new must be bfloat16 of 100 elements on cpu, as old, got float16"),
+    "new-size": (lambda: diff_words(_W, _W[:99]), "new must be bfloat16 of 100 elements on cpu, as old, got bfloat16 of 99"),
+    "new-device": (lambda: diff_words(_W, _W.to("meta")), "new must be bfloat16 of 100 elements on cpu, as old"),
+    "diff-first": (lambda: diff_words(_W, _W, -1), "first=-1 must be in [0, 2^63 - 100)"),
+    "diff-impl": (lambda: diff_words(_W, _W, impl="cuda"), "impl='cuda' must be one of"),
+    "digest-strided": (lambda: digest_words(_Z.t()), "words must be contiguous"),
+    "digest-bytes": (lambda: digest_words(_W.to(torch.float8_e4m3fn)), "words must have a dtype of an even number of bytes, got float8"),
+    "digest-first": (lambda: digest_words(_W, LAST), f"first={LAST} must be in"),
+    "digest-impl": (lambda: digest_words(_W, impl=""), "impl='' must be one of"),
+    "scatter-strided": (lambda: _scatter(words=_Z[:, 0]), "words must be contiguous"),
+    "scatter-bytes": (lambda: _scatter(words=_W.char()), "words must have a dtype of an even number of bytes"),
+    "scatter-first": (lambda: _scatter(first=2**63 - 100), f"first={2**63 - 100} must be in"),
+    "scatter-impl": (lambda: _scatter(impl="numpy"), "impl='numpy' must be one of"),
+    "counts-dtype": (lambda: _scatter(counts=_COUNTS.long()), "counts must be contiguous int32 [1] on cpu, got int64 (1,)"),
+    "counts-blocks": (lambda: _scatter(counts=torch.zeros(2, dtype=torch.int32)), "counts must be contiguous int32 [1]"),
+    "counts-sum": (lambda: _scatter(counts=_COUNTS + 1), "counts must be >= 0 and sum to the 2 of positions, got a sum of 3"),
+    "counts-negative": (
+        lambda: _scatter(torch.tensor([3, -1], dtype=torch.int32), words=torch.zeros(65537, dtype=torch.int16)),
+        "counts must be >= 0",
+    ),
+    "positions-dtype": (lambda: _scatter(positions=_SHORT.int()), "positions must be contiguous int16 [2] on cpu, got int32 (2,)"),
+    "positions-strided": (lambda: _scatter(positions=_SHORT.repeat(2)[::2]), "positions must be contiguous int16 [2]"),
+    "positions-2d": (lambda: _scatter(positions=_SHORT[None]), "positions must be contiguous int16 [2] on cpu, got int16 (1, 2)"),
+    "positions-order": (lambda: _scatter(positions=_SHORT.flip(0)), "positions must ascend within each block"),
+    "positions-twice": (lambda: _scatter(positions=_SHORT[[0, 0]]), "positions must ascend within each block"),
+    "positions-end": (lambda: _scatter(positions=_SHORT + 93), "positions must be below the 100 words, got one for word 100"),
+    "positions-sign": (lambda: _scatter(positions=_SHORT * torch.tensor([1, -1])), "positions must be contiguous int16"),
+    "positions-high": (lambda: _scatter(positions=torch.tensor([3, -1], dtype=torch.int16)), "got one for word 65535"),
+    "diffs-dtype": (lambda: _scatter(diffs=_SHORT.view(torch.bfloat16)), "diffs must be contiguous int16 [2] on cpu, got bfloat16"),
+    "diffs-size": (lambda: _scatter(diffs=_SHORT[:1]), "diffs must be contiguous int16 [2] on cpu, got int16 (1,)"),
+    "diffs-device": (lambda: _scatter(diffs=_SHORT.to("meta")), "diffs must be contiguous int16 [2] on cpu, got int16 (2,) on meta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}|{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [9, 9], [5, -5], [-9, 9], [-(2**31), 2**31 - 1], [0, 0]])
+def test_without_checks_the_kernel_still_stays_within_its_tensors(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nobody reads the values first: whatever the counts say, nothing outside of words, positions and diffs is
+    read or written."""
+    monkeypatch.setattr(sparse_delta, "checks_values", lambda device: False)
+    device = device_of("triton")
+    held = torch.zeros(65536 + 400, dtype=torch.int16, device=device)
+    words = held[200 : 200 + 65536 + 10]
+    around = torch.arange(1, 16, dtype=torch.int16, device=device)
+    positions, diffs = around[5:10], around[5:10].clone()
+    positions[3:] = torch.tensor([-2, -1])  # the last words of a block, and so past the end of the second one
+    made = scatter_words_(words, torch.tensor(counts, dtype=torch.int32, device=device), positions, diffs, impl="triton")
+    assert not held[:200].any() and not held[200 + 65536 + 10 :].any()
+    assert set(words.tolist()) <= {0, *diffs.tolist()}
+    assert digest(made) == numpy_digest(unsigned(words), 0)
+
+
+# ---- as PyTorch sees it
+
+
+@pytest.mark.parametrize("num", [1, 70_000])
+def test_operators_pass_opcheck(impl: str, num: int) -> None:
+    """Schema, what they mutate, shapes of the fake kernels (the number of changes is known at run time only), AOT dispatch."""
+    old, new = (tensor(words, impl) for words in random_change(num, 0.01))
+    diff = diff_words(old, new, impl=impl)
+    ops = torch.ops.flowkernels
+    torch.library.opcheck(ops.diff_words.default, (old, new, 3, impl))
+    torch.library.opcheck(ops.scatter_words_.default, (old, diff.counts, diff.positions, diff.diffs, 3, impl))
+    torch.library.opcheck(ops.digest_words.default, (old, 3, impl))
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_scattering_takes_memory_by_the_change_and_not_by_the_word() -> None:
+    """The reference, since the interpreter copies what it is given."""
+    old, new = (tensor(words, "torch") for words in random_change(2**22, 1e-4))
+    diff = diff_words(old, new)
+    peak = peak_bytes(lambda: scatter_words_(old, diff.counts, diff.positions, diff.diffs))
+    assert 0 < peak < 200 * len(diff.diffs) < 0.02 * old.nbytes
+    assert torch.equal(old, new)
