@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from flowkernels import branching_triton, loss_triton, rows_triton
+from flowkernels import branching_triton, loss_triton, rows_triton, sparse_delta_triton
 from flowkernels.statistics import BIN_WIDTH, NUM_BINS
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
@@ -35,6 +35,15 @@ _POINTERS = {
     "kept_ids_ptr": "*i64",
     "kept_offsets_ptr": "*i64",
     "cu_seqlens_ptr": "*i64",
+    "old_words_ptr": "*i16",
+    "new_words_ptr": "*i16",
+    "words_ptr": "*i16",
+    "positions_ptr": "*i16",
+    "diffs_ptr": "*i16",
+    "tile_counts_ptr": "*i32",
+    "tile_ends_ptr": "*i64",
+    "bounds_ptr": "*i64",
+    "digest_ptr": "*i64",
     "mask_ptr": "*i1",
     "is_candidate_ptr": "*i1",
 }
@@ -88,6 +97,11 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, i
     yield "statistics", "", loss_triton.statistics_kernel, *_split(statistics, "fp32")
     yield "scan", "", branching_triton.scan_kernel, *_split({"HAS_MASK": True, **branching_triton.LAUNCH}, "fp32")
     yield "branching", "", branching_triton.score_kernel, *_split(dict(branching_triton.LAUNCH), "fp32")
+    yield "delta count", "", sparse_delta_triton.count_kernel, *_split(dict(sparse_delta_triton.TILE), "int16")
+    yield "delta compact", "", sparse_delta_triton.compact_kernel, *_split(dict(sparse_delta_triton.TILE), "int16")
+    for name, writes in (("", True), ("no write", False)):
+        yield "delta scatter", name, sparse_delta_triton.scatter_kernel, *_split({"WRITES": writes, **sparse_delta_triton.SCATTER}, "int16")
+    yield "delta digest", "", sparse_delta_triton.digest_kernel, *_split(dict(sparse_delta_triton.DIGEST), "int16")
 
 
 def _split(arguments: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str, dict[str, int]]:
@@ -104,7 +118,7 @@ def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, target: GPUT
             signature[name], constexprs[(index,)] = "constexpr", constants[name]
         else:
             signature[name] = _type(name, dtype)
-            if signature[name].startswith("*") or name in ("num_vocab", "row_stride", "out_stride"):
+            if signature[name].startswith("*") or name in ("num_vocab", "num_words", "row_stride", "out_stride"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     if target.backend == "hip":  # a warp is twice as wide there, and no register limit is set
         options = {"num_warps": max(1, options["num_warps"] * 32 // target.warp_size)}
@@ -124,7 +138,7 @@ def _type(name: str, dtype: str) -> str:
         return f"*{logits if name == 'logits_ptr' or not gradient else gradient}"
     if name.endswith("_ptr"):
         return _POINTERS.get(name, "*fp32")
-    if name in ("num_elements", "row_stride", "out_stride"):
+    if name in ("num_elements", "num_words", "first", "row_stride", "out_stride"):
         return "i64"
     return "i32" if name.startswith("num_") or name.endswith("_stride") else "fp32"
 

@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory that a program may have there."""
-KERNELS = {"score", "gradient", "loss", "scale", "statistics", "scan", "branching"}
+KERNELS = {"score", "gradient", "loss", "scale", "statistics", "scan", "branching"} | {
+    f"delta {name}" for name in ("count", "compact", "scatter", "digest")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,12 @@ def test_no_kernel_spills_and_each_uses_registers(report: Report) -> None:
 def test_the_table_has_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Function by function, so that a new one cannot be left out."""
     monkeypatch.syspath_prepend(str(ROOT))
-    from flowkernels import branching_triton, loss_triton, rows_triton
+    from flowkernels import branching_triton, loss_triton, rows_triton, sparse_delta_triton
 
     from bench import aot
 
-    kernels = {
-        f"{m.__name__}.{n}": k for m in (branching_triton, loss_triton, rows_triton) for n, k in vars(m).items() if n.endswith("_kernel")
-    }
+    modules = (branching_triton, loss_triton, rows_triton, sparse_delta_triton)
+    kernels = {f"{m.__name__}.{n}": k for m in modules for n, k in vars(m).items() if n.endswith("_kernel")}
     compiled = [kernel for _, _, kernel, _, _, _ in aot.variants()]
     assert len(kernels) == len(KERNELS)
     assert [name for name, kernel in kernels.items() if kernel not in compiled] == []
