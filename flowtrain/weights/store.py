@@ -1,8 +1,10 @@
 """A weight store on a directory: immutable versions and an atomic HEAD.
 
-    weights/HEAD                       "12\\n": the newest complete version
-    weights/v00000012/weights.safetensors
-    weights/v00000012/manifest.json    {"version": 12, "num_bytes": ..., "tensors": {name: {"dtype", "shape"}}}
+    weights/HEAD                            "12\\n": the newest complete version
+    weights/v00000012/manifest.json         what the version is and how to get it; see manifest.py
+    weights/v00000012/anchor-r0.safetensors the tensors, one file per rank of the trainer; only some versions have them
+    weights/v00000012/delta-00000011-r0.safetensors     what changed since version 11; see docs/delta-format.md
+    weights/leases/<reader>.json            a version that a reader still needs
 
 A version is written beside its place and renamed into it, then HEAD is replaced: a reader sees a whole version or none.
 """
@@ -12,59 +14,97 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
 from pathlib import Path
+from typing import Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from flowtrain.weights.files import check
+from flowtrain.weights.manifest import File, Manifest, StoreError
 
-from flowtrain.types import UserError
+
+class Source(Protocol):
+    """Where versions can be read: a `WeightStore`, or an `HttpStore` somewhere else."""
+
+    def head(self) -> int | None:
+        """The newest complete version; None in an empty store."""
+
+    def manifest(self, version: int) -> Manifest:
+        """Raises StoreError when there is no such version."""
+
+    def fetch(self, version: int, file: File) -> Path:
+        """A local path to a file of a version, its size and checksum verified; raises StoreError."""
+
+    def loaded(self, version: int) -> None:
+        """The reader has reached `version`: what was fetched for it may go."""
 
 
 class WeightStore:
-    """Publish and pull whole models by version number."""
+    """Versions on a local or shared file system; publishers write through `begin` and `commit`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def __str__(self) -> str:
+        return str(self.root)
+
     def head(self) -> int | None:
-        """The newest complete version; None in an empty store."""
         path = self.root / "HEAD"
-        return int(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        text = path.read_text().strip()
+        if not text.isdecimal():
+            raise StoreError(f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder v… into it")
+        return int(text)
 
     def versions(self) -> list[int]:
-        """Versions that can be pulled, in order."""
-        return sorted(int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.suffix == "")
+        """Versions up to HEAD, in order; a folder beyond it was never published."""
+        head = self.head()
+        found = (int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.suffix == "")
+        return sorted(version for version in found if head is not None and version <= head)
 
-    def publish(self, weights: Mapping[str, Tensor], version: int) -> int:
-        """Write `weights` as `version` and move HEAD there. Returns the bytes written.
+    def manifest(self, version: int) -> Manifest:
+        path = self.place(version) / "manifest.json"
+        if version not in self.versions() or not path.exists():
+            raise StoreError(f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}")
+        return Manifest.from_json(path.read_text(), str(path))
+
+    def fetch(self, version: int, file: File) -> Path:
+        path = self.place(version) / file.name
+        if not path.exists():
+            raise StoreError(f"{path} is missing, though the manifest names it")
+        check(path, file)
+        return path
+
+    def loaded(self, version: int) -> None:
+        """Nothing was copied."""
+
+    def begin(self, version: int) -> Path:
+        """A folder for the files of a new version.
 
         Raises:
-            ValueError: the version exists: versions never change.
-            OSError, SafetensorError: the disk is full or read-only; HEAD stays where it was.
+            StoreError: the version exists, or is older than HEAD: versions never change.
         """
-        place = self._place(version)
-        if place.exists():
-            raise ValueError(f"version {version} is already in {self.root}; a version never changes")
-        scratch = place.with_suffix(".writing")
-        shutil.rmtree(scratch, ignore_errors=True)
+        head = self.head()
+        if head is not None and version <= head:
+            raise StoreError(f"version {version} cannot be published in {self.root}: it is at {head}, and versions never change")
+        scratch = self.scratch(version)
+        for left_over in (scratch, self.place(version)):
+            shutil.rmtree(left_over, ignore_errors=True)
         scratch.mkdir(parents=True)
-        try:
-            num_bytes = _write_version(scratch, weights, version)
-            scratch.rename(place)
-        except (OSError, SafetensorError):  # safetensors has its own error for a full disk
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        self._set_head(version)
-        return num_bytes
+        return scratch
 
-    def pull(self, version: int) -> dict[str, Tensor]:
-        """The weights of `version` on the CPU."""
-        path = self._place(version) / "weights.safetensors"
-        if not path.exists():
-            raise UserError(f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}")
-        return load_file(path)
+    def commit(self, manifest: Manifest) -> None:
+        """Publish what was written since `begin`."""
+        scratch = self.scratch(manifest.version)
+        _write(scratch / "manifest.json", manifest.to_json())
+        _sync(scratch)
+        scratch.rename(self.place(manifest.version))
+        _sync(self.root)
+        self._set_head(manifest.version)
+
+    def abort(self, version: int) -> None:
+        """Forget what was written since `begin`."""
+        shutil.rmtree(self.scratch(version), ignore_errors=True)
 
     def rollback(self, version: int) -> None:
         """Forget every version after `version`: a resumed run trains on from a checkpoint that is older than HEAD."""
@@ -75,28 +115,65 @@ class WeightStore:
         else:
             (self.root / "HEAD").unlink(missing_ok=True)
         for newer in versions[len(older) :]:
-            shutil.rmtree(self._place(newer))
+            shutil.rmtree(self.place(newer))
 
-    def collect_garbage(self, keep: int) -> None:
-        """Delete all but the newest `keep` versions."""
-        for version in self.versions()[:-keep]:
-            shutil.rmtree(self._place(version))
+    def collect_garbage(self, keep: int) -> list[int]:
+        """Delete versions that neither the newest `keep` nor a leased one needs: all before the anchor of the oldest of those."""
+        versions = self.versions()
+        wanted = set(versions[-keep:]) | (set(self.leases().values()) & set(versions))
+        if not wanted:
+            return []
+        needed = self.manifest(min(wanted)).anchor
+        garbage = [version for version in versions if version < needed]
+        for version in garbage:
+            shutil.rmtree(self.place(version))
+        return garbage
 
-    def _place(self, version: int) -> Path:
+    def lease(self, reader: str, version: int, seconds: float) -> None:
+        """Keep `version` and the way from it to newer ones for a while; a reader has one lease, which the next call replaces."""
+        if not reader or not all(c.isalnum() or c in "-_" for c in reader):
+            raise ValueError(f"reader must be letters, digits, - or _, not {reader!r}")
+        folder = self.root / "leases"
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / f"{reader}.json", json.dumps({"version": version, "expires": time.time() + seconds}))
+
+    def leases(self) -> dict[str, int]:
+        """Leases that have not run out, by reader."""
+        found = {}
+        for path in sorted((self.root / "leases").glob("*.json")):
+            record = json.loads(path.read_text())
+            if record["expires"] > time.time():
+                found[path.stem] = int(record["version"])
+        return found
+
+    def place(self, version: int) -> Path:
         return self.root / f"v{version:08d}"
 
+    def scratch(self, version: int) -> Path:
+        return self.root / f"v{version:08d}.writing"
+
     def _set_head(self, version: int) -> None:
-        scratch = self.root / "HEAD.writing"
-        with scratch.open("w") as file:
-            file.write(f"{version}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(self.root / "HEAD")
+        _replace(self.root / "HEAD", f"{version}\n")
+        _sync(self.root)
 
 
-def _write_version(place: Path, weights: Mapping[str, Tensor], version: int) -> int:
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, place / "weights.safetensors", metadata={"format": "pt"})
-    num_bytes = (place / "weights.safetensors").stat().st_size
-    tensors = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in weights.items()}
-    (place / "manifest.json").write_text(json.dumps({"version": version, "num_bytes": num_bytes, "tensors": tensors}))
-    return num_bytes
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.writing")
+    _write(scratch, text)
+    scratch.replace(path)
+
+
+def _sync(folder: Path) -> None:
+    """Names of files survive a power cut only when their folder was flushed too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,91 @@
+"""The two kinds of files of a version, both legal safetensors: anchors hold tensors, deltas hold the codec's bytes as U8 tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from flowtrain import _delta
+from flowtrain.weights.manifest import FORMAT, File, StoreError
+from flowtrain.weights.pieces import Layout, Piece, layout_hash
+
+Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
+"""A delta of one piece, as `_delta.encode` returns it."""
+
+
+def write_anchor(path: Path, found: Sequence[Piece]) -> File:
+    """The pieces as tensors of their rows; with one rank this is the model as any safetensors reader loads it."""
+    metadata = {"format": "pt", "first": json.dumps({piece.name: piece.first for piece in found})}
+    save_file({piece.name: piece.rows().cpu() for piece in found}, path, metadata=metadata)
+    return seal(path)
+
+
+def write_delta(path: Path, blobs: Mapping[str, Blob], layout: Layout, base: int, version: int) -> File:
+    """The deltas of pieces by the name of their tensor; what did not change is left out."""
+    metadata = {"format": "flowtrain-delta", "format_version": str(FORMAT), "layout": layout_hash(layout)}
+    metadata |= {"base": str(base), "version": str(version)}
+    save_file({name: torch.from_numpy(blob) for name, blob in blobs.items()}, path, metadata=metadata)
+    return seal(path)
+
+
+def seal(path: Path) -> File:
+    """Flush a finished file to the disk and take its checksum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return File(path.name, path.stat().st_size, checksum(path))
+
+
+def checksum(path: Path) -> str:
+    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+    return f"{_delta.xxh3(np.asarray(data)):016x}"
+
+
+def check(path: Path, expected: File) -> None:
+    """Raises StoreError when the file is not what the manifest says."""
+    size = path.stat().st_size
+    if size != expected.num_bytes:
+        raise StoreError(f"{path} has {size} bytes, its manifest says {expected.num_bytes}; delete it, or publish an anchor")
+    if checksum(path) != expected.xxh3:
+        raise StoreError(f"{path} does not have the checksum of its manifest; delete it, or publish an anchor")
+
+
+def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str, Blob]:
+    """Raises StoreError when the file belongs to other weights or versions."""
+    with _opened(path) as file:
+        found = file.metadata() or {}
+        if found.get("format") != "flowtrain-delta":
+            raise StoreError(f"{path} is not a delta of this store")
+        if int(found["format_version"]) > FORMAT:
+            raise StoreError(f"{path} has format {found['format_version']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
+        if (found["base"], found["version"]) != (str(base), str(version)):
+            raise StoreError(f"{path} leads from version {found['base']} to {found['version']}, not from {base} to {version}")
+        if found["layout"] != layout_hash(layout):
+            raise StoreError(f"{path} belongs to a model of another layout")
+        return {name: file.get_tensor(name).numpy() for name in sorted(file.keys())}
+
+
+def read_anchor(path: Path, layout: Layout) -> list[Piece]:
+    """The pieces of an anchor file, mapped from the disk. Raises StoreError when they are not of this layout."""
+    with _opened(path) as file:
+        firsts = json.loads((file.metadata() or {}).get("first", "{}"))
+        found = []
+        for name in sorted(file.keys()):
+            local, spec = file.get_tensor(name), layout.get(name)
+            if spec is None or str(local.dtype) != f"torch.{spec.dtype}" or local.shape[1:] != spec.shape[1:] or name not in firsts:
+                raise StoreError(f"{path} holds {name!r} as {local.dtype} {tuple(local.shape)}, its manifest says {spec}")
+            found.append(Piece(name, spec, int(firsts[name]), local))
+        return found
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} is no safetensors file: {error}") from error
