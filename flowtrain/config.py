@@ -181,6 +181,19 @@ class Checkpoint(Section):
     """newest checkpoints that stay on disk"""
 
 
+class Weights(Section):
+    keep: PositiveInt = 2
+    """newest versions that stay in run.dir/weights, with the anchors and deltas that lead to them"""
+    level: Literal[1, 2] = 1
+    """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links between sites"""
+    anchor_every: PositiveInt = 64
+    """versions between two whole copies at most"""
+    dense_share: float = Field(0.35, gt=0, le=1)
+    """a delta above this share of the full size gives way to a whole copy"""
+    scrub_every: int = Field(10, ge=0)
+    """loads between two comparisons of all of an engine's weights with the digests of their version; 0: only what changes is compared"""
+
+
 class Log(Section):
     tensorboard: bool = True
     """write TensorBoard files into run.dir"""
@@ -228,6 +241,7 @@ class Config(Section):
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    weights: Weights = Weights()
     log: Log = Log()
     rft: Rft = Rft()
 

@@ -35,7 +35,7 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory, UserError
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,14 @@ class Job:
         # A copy, because from_config writes the attention it was asked for into the config it was given.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config), dtype=dtype, attn_implementation="sdpa")
         model.generation_config = self.model.generation_config
-        return TorchEngine(model.to(self.world.device), self.tokenizer, store, max_batch_size=self.config.rollout.max_batch_size)
+        rollout, weights = self.config.rollout, self.config.weights
+        model = model.to(self.world.device)
+        return TorchEngine(model, self.tokenizer, store, max_batch_size=rollout.max_batch_size, scrub_every=weights.scrub_every)
+
+    def make_publisher(self, store: WeightStore) -> Publisher:
+        """Publishes the policy in the dtype that engines sample with."""
+        w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
+        return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), self.world)
 
     def make_planner(self, engine: TorchEngine, temperature: float) -> PolicyPlanner:
         return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)

@@ -26,12 +26,12 @@ from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.seeds import derive_seed
-from flowtrain.training.model import export, full_weights
+from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample, Task, Trajectory, Turn, UserError
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights import WeightStore
 
 
 def rft(config: Config) -> int:
@@ -47,11 +47,12 @@ def rft(config: Config) -> int:
 
 def _run(job: Job, interrupt: Interrupt) -> int:
     config, world, rft = job.config, job.world, job.config.rft
-    engine = job.make_engine(WeightStore(Path(config.run.dir) / "weights"))
+    store = WeightStore(Path(config.run.dir) / "weights")
+    engine = job.make_engine(store)
     expert = _expert(job, job.make_planner(engine, config.rollout.temperature))
     run_dir = job.open_run_dir()
     started = time.monotonic()
-    _sync_engine(job, engine)
+    _sync_engine(job, store, engine)
     demonstrations = _demonstrate(job, expert)
     kept = [t for t in demonstrations if rft.keep == "all" or t.reward == 1]
     samples = [_sample(turn, rft.prompt_weight) for t in kept for turn in t.turns if turn.response_ids]
@@ -86,14 +87,11 @@ def _expert(job: Job, policy: PolicyPlanner) -> Planner:
     return ScriptedPlanner(policy, config.rft.expert_error, job.tokenizer.eos_token_id)
 
 
-def _sync_engine(job: Job, engine: TorchEngine) -> None:
+def _sync_engine(job: Job, store: WeightStore, engine: TorchEngine) -> None:
     """Give the engine the policy's weights, through the store as in training."""
     if job.config.rft.expert == "policy":
-        weights = full_weights(job.model)
-        if job.world.is_main:
-            with saving(engine.store.root):
-                engine.store.publish(weights, 0)
-        job.world.barrier()
+        with saving(store.root):
+            job.make_publisher(store).publish(named_weights(job.model), 0)
         engine.load(0)
 
 

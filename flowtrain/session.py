@@ -26,11 +26,11 @@ from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
-from flowtrain.training.model import full_weights
+from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights import WeightStore
 
 STAGES = ("collect", "train", "publish", "load", "eval")
 
@@ -68,6 +68,7 @@ class Session:
         self._config = config
         self._cleanup = ExitStack()
         self._checkpoint_s = 0.0
+        self._weights_metrics: dict[str, float | str] = {}
 
     def __enter__(self) -> Session:
         with ExitStack() as cleanup:  # closes what is open when a later part fails to
@@ -88,6 +89,7 @@ class Session:
         self._cleanup.callback(self._job.close)
         self._store = WeightStore(Path(config.run.dir) / "weights")
         self.engine = self._job.make_engine(self._store)
+        self._publisher = self._job.make_publisher(self._store)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self._run_dir = self._job.open_run_dir()
         self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
@@ -104,12 +106,8 @@ class Session:
             checkpoint.restore(place, self._job.model, self.trainer.optimizer)
         self.start_step = state["step"]
         self.cursor = TaskCursor(self._job.tasks.train, self._config.run.seed, state["cursor"])
-        if self.world.is_main:
-            # What was published after the checkpoint will be trained anew.
-            self._store.rollback(self.start_step - 1)
-        self.world.barrier()
-        self.publish(self.start_step)
-        self.engine.load(self.start_step)
+        self._republish(self.start_step)
+        self.load(self.start_step)
 
     def _open_logs(self) -> None:
         config, path, world = self._config, self._run_dir.path, self.world
@@ -131,12 +129,28 @@ class Session:
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""
-        weights = full_weights(self._job.model)
+        with saving(self._store.root):
+            published = self._publisher.publish(named_weights(self._job.model), version)
+            if self.world.is_main:
+                self._store.collect_garbage(self._config.weights.keep)
+        self._weights_metrics = published.metrics()
+
+    def _republish(self, version: int) -> None:
+        """Have the store at `version`, where the run starts or goes on: what was published later will be trained anew."""
         if self.world.is_main:
-            with saving(self._store.root):
-                self._store.publish(weights, version)
-                self._store.collect_garbage(keep=2)
+            self._store.rollback(version)
         self.world.barrier()
+        if not self._publisher.resume(named_weights(self._job.model), version):
+            if self.world.is_main:
+                self._store.rollback(version - 1)
+            self.world.barrier()
+            self.publish(version)
+
+    def load(self, version: int) -> None:
+        """Have the engine sample with `version` from now on."""
+        self.engine.load(version)
+        assert self.engine.loaded is not None
+        self._weights_metrics.update(self.engine.loaded.metrics())
 
     def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
         """Evaluate if that is due, write the step down, save if that is due: a kill in between leaves too many lines, not too few."""
@@ -150,7 +164,7 @@ class Session:
                 evaluation = {"eval_reward": self._evaluate(MAIN_SPLIT, config.rollout.temperature, step).stats.reward_mean}
         self._trajectories.log(step, step - 1, groups)
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
-        self._write({**head, **stats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
+        self._write({**head, **stats, **self._weights_metrics, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
@@ -241,7 +255,7 @@ class Session:
             totals["warm_up"] = json.loads(origin.read_text())["seconds"]
         return {key: round(value, 3) for key, value in totals.items()}
 
-    def _write(self, metrics: dict[str, float]) -> None:
+    def _write(self, metrics: dict[str, Any]) -> None:
         if "train_s" in metrics:
             metrics["tokens_per_s"] = metrics["num_packed_tokens"] / max(metrics["train_s"], 1e-9)
         if self._metrics is not None:

@@ -7,8 +7,8 @@ One step, top to bottom, is the system. Each verb is one call into one file:
     score     rewards/                  one reward per rollout, from its final answer
     pack      algorithms/, training/    the reward as an advantage of every turn; all turns in packed rows
     step      training/trainer.py       clipped ratio + KL, backward, AdamW
-    publish   weights/store.py          the new weights as an immutable version
-    load      rollout/torch_engine.py   the engine samples with them from now on
+    publish   weights/publisher.py      what changed in the weights, as an immutable version
+    load      weights/reader.py         the engine samples with them from now on
     log       report/                   metrics, rollouts, progress
 """
 
@@ -44,7 +44,7 @@ def train(config: Config) -> int:
             with clock("publish"):
                 run.publish(step)
             with clock("load"):
-                run.engine.load(step)
+                run.load(step)
             run.log(step, groups, batch, stats, clock)
             if run.world.max([interrupt.requested])[0]:
                 run.save(step)

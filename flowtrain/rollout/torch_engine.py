@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights import Loaded, Source, WeightReader
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +41,21 @@ class TorchEngine:
     """See `Engine`. The model must use an attention that takes 4-D boolean masks ("sdpa")."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, store: WeightStore, version: int = 0, max_batch_size: int = 256
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        store: Source,
+        version: int = 0,
+        max_batch_size: int = 256,
+        scrub_every: int = 0,
     ) -> None:
+        """The model's weights are taken to be `version` until `load` was called; `scrub_every` as for `WeightReader`."""
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._stop_ids = _stop_ids(model, tokenizer)
-        self.store = store
+        self._reader = WeightReader(store, dict(model.named_parameters()), torch.get_num_threads(), scrub_every)
+        self.loaded: Loaded | None = None
+        """What the last load did."""
         self._version = version
         self._max_batch_size = max_batch_size
         self._waiting: list[_Request] = []
@@ -62,18 +71,13 @@ class TorchEngine:
         return int(self._model.config.max_position_embeddings)
 
     def load(self, version: int) -> None:
-        """Copy the weights of `version` over the model's own, in place."""
+        """Bring the model's weights to `version`, in place."""
         assert self._batcher is None or self._batcher.done(), "weights change only between batches of rollouts"
-        weights = self.store.pull(version)
-        own = dict(self._model.named_parameters())
-        ours, theirs = ({name: tensor.shape for name, tensor in each.items()} for each in (own, weights))
-        if ours != theirs:
-            differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-            raise UserError(f"version {version} holds another model than the engine's: {differing[:3]} differ")
-        with torch.inference_mode(False), torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
-        self._version = version
+        try:
+            self.loaded = self._reader.load(version)
+        finally:
+            if self._reader.version is not None:
+                self._version = self._reader.version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Raises UserError when prompt and response cannot fit the model's positions, or when one of them has no token."""

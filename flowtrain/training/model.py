@@ -117,6 +117,12 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in weights.items() if name not in tied and isinstance(weight, Tensor)}
 
 
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name where they are: shards (DTensors) under FSDP2; a tied tensor once."""
+    tied = tied_names(model)
+    return {name: weight for name, weight in model.state_dict().items() if name not in tied and isinstance(weight, Tensor)}
+
+
 def tied_names(model: nn.Module) -> set[str]:
     """Names that are another tensor under a second name (a tied head)."""
     return set(getattr(model, "all_tied_weights_keys", {}))

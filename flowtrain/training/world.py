@@ -69,6 +69,18 @@ class World:
         reduced = tensor.cpu()
         return reduced[: len(sums)].tolist(), reduced[len(sums) :].view(slots.shape).amax(0).tolist()
 
+    def gather_text(self, text: str) -> list[str]:
+        """The text of each rank, on every rank."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        longest = int(self.max([len(data)])[0])
+        own = torch.tensor([*len(data).to_bytes(8, "little"), *data, *bytes(longest - len(data))], dtype=torch.uint8, device=self.device)
+        gathered = torch.empty(self.size, len(own), dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(gathered.flatten(), own)
+        rows = [bytes(row.tolist()) for row in gathered.cpu()]
+        return [row[8 : 8 + int.from_bytes(row[:8], "little")].decode() for row in rows]
+
     def barrier(self) -> None:
         """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier guesses the device."""
         self.sum([0.0])

@@ -3,6 +3,6 @@
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.publisher import Published, Publisher, PublishOptions
 from flowtrain.weights.reader import Loaded, WeightReader, pull
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.store import Source, WeightStore
 
-__all__ = ["Loaded", "PublishOptions", "Published", "Publisher", "StoreError", "WeightReader", "WeightStore", "pull"]
+__all__ = ["Loaded", "PublishOptions", "Published", "Publisher", "Source", "StoreError", "WeightReader", "WeightStore", "pull"]

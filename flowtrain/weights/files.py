@@ -18,6 +18,7 @@ from flowtrain.weights.pieces import Layout, Piece, layout_hash
 
 Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A delta of one piece, as `_delta.encode` returns it."""
+_KEY = "flowtrain_delta"
 
 
 def write_anchor(path: Path, found: Sequence[Piece]) -> File:
@@ -29,8 +30,8 @@ def write_anchor(path: Path, found: Sequence[Piece]) -> File:
 
 def write_delta(path: Path, blobs: Mapping[str, Blob], layout: Layout, base: int, version: int) -> File:
     """The deltas of pieces by the name of their tensor; what did not change is left out."""
-    metadata = {"format": "flowtrain-delta", "format_version": str(FORMAT), "layout": layout_hash(layout)}
-    metadata |= {"base": str(base), "version": str(version)}
+    head = {"format": FORMAT, "layout": layout_hash(layout), "base": base, "version": version}
+    metadata = {_KEY: json.dumps(head)}  # one key, because safetensors writes several in any order
     save_file({name: torch.from_numpy(blob) for name, blob in blobs.items()}, path, metadata=metadata)
     return seal(path)
 
@@ -59,14 +60,15 @@ def check(path: Path, expected: File) -> None:
 def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str, Blob]:
     """Raises StoreError when the file belongs to other weights or versions."""
     with _opened(path) as file:
-        found = file.metadata() or {}
-        if found.get("format") != "flowtrain-delta":
+        text = (file.metadata() or {}).get(_KEY)
+        if text is None:
             raise StoreError(f"{path} is not a delta of this store")
-        if int(found["format_version"]) > FORMAT:
-            raise StoreError(f"{path} has format {found['format_version']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
-        if (found["base"], found["version"]) != (str(base), str(version)):
-            raise StoreError(f"{path} leads from version {found['base']} to {found['version']}, not from {base} to {version}")
-        if found["layout"] != layout_hash(layout):
+        head = json.loads(text)
+        if head["format"] > FORMAT:
+            raise StoreError(f"{path} has format {head['format']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
+        if (head["base"], head["version"]) != (base, version):
+            raise StoreError(f"{path} leads from version {head['base']} to {head['version']}, not from {base} to {version}")
+        if head["layout"] != layout_hash(layout):
             raise StoreError(f"{path} belongs to a model of another layout")
         return {name: file.get_tensor(name).numpy() for name in sorted(file.keys())}
 

@@ -76,13 +76,14 @@ class Published:
     reason: str
     """Why there is an anchor; empty when there is none."""
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | str]:
         per_change = {"weights_bytes_per_change": self.delta_bytes / self.num_changed} if self.delta_bytes and self.num_changed else {}
         return {
             "weights_density": self.num_changed / max(self.num_words, 1),
             "weights_delta_bytes": self.delta_bytes,
             "weights_anchor_bytes": self.anchor_bytes,
             **per_change,
+            **({"weights_anchor_reason": self.reason} if self.reason else {}),
         }
 
 

@@ -40,16 +40,13 @@ class Loaded:
     """Read from the store."""
     num_steps: int
     """Deltas that were composed."""
-    num_damaged: int
-    """Tensors whose words were found changed by something else; they were loaded anew."""
+    num_damaged: int | None
+    """Tensors whose words were found changed by something else, and loaded anew; None when the load did not compare all words."""
     seconds: float
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "weights_loaded_by_delta": float(self.mode == "delta"),
-            "weights_loaded_bytes": self.num_bytes,
-            "weights_damaged": self.num_damaged,
-        }
+        compared = {} if self.num_damaged is None else {"weights_damaged": self.num_damaged}
+        return {"weights_loaded_by_delta": float(self.mode == "delta"), "weights_loaded_bytes": self.num_bytes, **compared}
 
 
 class WeightReader:
@@ -86,33 +83,41 @@ class WeightReader:
         _check_layout(self._layout, manifest.layout, version)
         loaded = self._load(manifest)
         self._num_loads += 1
-        damaged = self.damaged() if self._scrub_every and self._num_loads % self._scrub_every == 0 else []
+        compares = self._scrub_every > 0 and self._num_loads % self._scrub_every == 0
+        damaged = self.damaged() if compares else []
         if damaged:
             _log.warning("%d tensors were not those of version %d and are loaded anew: %s", len(damaged), version, ", ".join(damaged[:3]))
             self._manifest = None
             loaded = self._load(manifest)
         self._copy_to_device()
         self.source.loaded(version)
-        return replace(loaded, num_damaged=len(damaged), seconds=time.monotonic() - started)
+        return replace(loaded, num_damaged=len(damaged) if compares else None, seconds=time.monotonic() - started)
 
     def damaged(self) -> list[str]:
         """Tensors that are not those of their version, found by reading all words; a load compares only what it changes."""
         assert self._manifest is not None, "nothing was loaded"
         return [name for name, digest in self._manifest.digests.items() if _digest(self._words(name), self._num_threads) != digest]
 
-    def _load(self, manifest: Manifest) -> Loaded:
-        if self._manifest is not None and self._manifest.root == manifest.root:
-            self._manifest = manifest
-            return Loaded(manifest.version, "none", "", 0, 0, 0, 0.0)
-        try:
-            num_bytes, num_steps = self._load_deltas(manifest)
-            return Loaded(manifest.version, "delta", "", num_bytes, num_steps, 0, 0.0)
-        except (StoreError, _delta.DeltaError) as error:
-            reason = str(error)
-        if self._manifest is not None:
-            _log.warning("version %d is loaded from an anchor: %s", manifest.version, reason)
-        num_bytes, num_steps = self._load_anchor(manifest)
-        return Loaded(manifest.version, "anchor", reason, num_bytes, num_steps, 0, 0.0)
+    def _load(self, target: Manifest) -> Loaded:
+        held = self._manifest
+        if held is not None and held.root == target.root:
+            self._manifest = target
+            return Loaded(target.version, "none", "", 0, 0, None, 0.0)
+        reason = "nothing is held yet"
+        if held is not None:
+            try:
+                steps, num_bytes = self._read_steps(held, target)
+                if num_bytes > target.num_bytes:
+                    raise StoreError(f"the deltas from version {held.version} to {target.version} are longer than the weights")
+                self._take(steps, target)
+                return Loaded(target.version, "delta", "", num_bytes, len(steps), None, 0.0)
+            except (StoreError, _delta.DeltaError) as error:
+                reason = str(error)
+            # The publisher's choice is no surprise; anything else is.
+            level = logging.WARNING if target.delta_files else logging.INFO
+            _log.log(level, "version %d is loaded from an anchor: %s", target.version, reason)
+        num_bytes, num_steps = self._load_anchor(target)
+        return Loaded(target.version, "anchor", reason if target.delta_files else target.reason, num_bytes, num_steps, None, 0.0)
 
     def _copy_to_device(self) -> None:
         for name in self._written:
@@ -125,26 +130,33 @@ class WeightReader:
     def _words(self, name: str) -> Words:
         return words_of(self._host[name])
 
-    def _load_deltas(self, target: Manifest) -> tuple[int, int]:
-        """Bytes read and deltas composed."""
-        held = self._manifest
-        if held is None:
-            raise StoreError("nothing is held yet")
-        path = find_path(self.source, held.version, target)
+    def _read_steps(self, start: Manifest, target: Manifest) -> tuple[list[tuple[Step, Manifest]], int]:
+        """The deltas from one version to another, each with the version it leads to, and their bytes; fetched and checked."""
         steps, num_bytes = [], 0
-        for base, manifest in path:
-            files = manifest.delta_files[base]
-            num_bytes += sum(file.num_bytes for file in files)
+        changes: dict[str, Digest] = {}
+        for base, manifest in find_path(self.source, start.version, target):
             step: Step = {}
-            for file in files:
+            for file in manifest.delta_files[base]:
+                num_bytes += file.num_bytes
                 for name, blob in read_delta(self.source.fetch(manifest.version, file), self._layout, base, manifest.version).items():
-                    step[name, _delta.info(blob)["first"]] = blob
+                    info = _delta.info(blob)
+                    step[name, info["first"]] = blob
+                    changes[name] = add(changes.get(name, (0, 0)), subtract(info["target_digest"], info["base_digest"]))
             steps.append((step, manifest))
-        if _can_compose([step for step, _ in steps]):
+        for name, digest in start.digests.items():
+            if add(digest, changes.get(name, (0, 0))) != target.digests[name]:
+                raise StoreError(f"the deltas from version {start.version} to {target.version} do not lead there from this {name!r}")
+        return steps, num_bytes
+
+    def _take(self, steps: list[tuple[Step, Manifest]], target: Manifest) -> None:
+        """Apply the steps, as one where that is possible: all of it or nothing."""
+        if len(steps) > 1 and _can_compose([step for step, _ in steps]):
             steps = [(self._compose([step for step, _ in steps]), target)]
         for step, manifest in steps:
-            self._apply(step, manifest)
-        return num_bytes, len(path)
+            slices = [self._slice(key, blob) for key, blob in step.items()]
+            _delta.apply(list(step.values()), slices, num_threads=self._num_threads)
+            self._written |= {name for name, _ in step}
+            self._manifest = manifest
 
     def _compose(self, steps: list[Step]) -> Step:
         keys = sorted({key for step in steps for key in step})
@@ -159,22 +171,6 @@ class WeightReader:
                 composed[key] = blobs[0]
         return composed
 
-    def _apply(self, step: Step, target: Manifest) -> None:
-        """Check that the deltas lead to the target, then apply them: all or none."""
-        assert self._manifest is not None
-        changes: dict[str, Digest] = {}
-        for (name, _), blob in step.items():
-            info = _delta.info(blob)
-            change = subtract(info["target_digest"], info["base_digest"])
-            changes[name] = add(changes.get(name, (0, 0)), change)
-        for name, digest in self._manifest.digests.items():
-            if add(digest, changes.get(name, (0, 0))) != target.digests[name]:
-                raise StoreError(f"the deltas to version {target.version} do not lead there from the {name!r} that is held")
-        slices = [self._slice(key, blob) for key, blob in step.items()]
-        _delta.apply(list(step.values()), slices, num_threads=self._num_threads)
-        self._written |= {name for name, _ in step}
-        self._manifest = target
-
     def _slice(self, key: tuple[str, int], blob: Blob) -> Words:
         """The words that a delta is for."""
         name, first = key
@@ -185,23 +181,24 @@ class WeightReader:
         return part
 
     def _load_anchor(self, target: Manifest) -> tuple[int, int]:
-        """The newest anchor before the target and the deltas from there."""
+        """The newest anchor before the target and the deltas from there: bytes read, and deltas."""
         anchor = self.source.manifest(target.anchor)
         _check_layout(self._layout, anchor.layout, anchor.version)
         if not anchor.anchor_files:
             raise StoreError(f"version {target.anchor} should have an anchor and has none; publish a new version")
+        steps, num_bytes = self._read_steps(anchor, target) if anchor.version != target.version else ([], 0)
         found = [piece for file in anchor.anchor_files for piece in read_anchor(self.source.fetch(anchor.version, file), self._layout)]
         self._check_anchor(anchor, found)
-        for piece in found:  # everything was checked: nothing below can fail
+        for piece in found:  # everything was checked: nothing in this loop can fail
             words = piece.words()
             self._words(piece.name)[piece.first : piece.first + len(words)] = words
         self._written |= self._tensors.keys()
         self._manifest = anchor
-        num_bytes, num_steps = sum(file.num_bytes for file in anchor.anchor_files), 0
-        if anchor.version != target.version:
-            more_bytes, num_steps = self._load_deltas(target)
-            num_bytes += more_bytes
-        return num_bytes, num_steps
+        try:
+            self._take(steps, target)
+        except _delta.DeltaError as error:
+            raise StoreError(f"version {target.version} cannot be reached from the anchor of {anchor.version}: {error}") from error
+        return num_bytes + sum(file.num_bytes for file in anchor.anchor_files), len(steps)
 
     def _check_anchor(self, anchor: Manifest, found: list[Piece]) -> None:
         """Every word once, with the right digest."""
@@ -229,22 +226,18 @@ def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, M
     """The deltas from version `start` to the target, as (base, manifest that lists it), by the longest skips: O(log of the distance).
 
     Raises:
-        StoreError: the deltas do not reach back that far, or together are longer than the weights themselves.
+        StoreError: the deltas do not reach back that far.
     """
-    path, manifest, num_bytes = [], target, 0
+    path, manifest = [], target
     while True:
         bases = [base for base in manifest.delta_files if base >= start]
         if not bases:
             raise StoreError(f"no deltas lead from version {start} to {target.version}: version {manifest.version} has none that fits")
         base = min(bases)
         path.append((base, manifest))
-        num_bytes += sum(file.num_bytes for file in manifest.delta_files[base])
         if base == start:
-            break
+            return path[::-1]
         manifest = source.manifest(base)
-    if num_bytes > target.num_bytes:
-        raise StoreError(f"the deltas from version {start} to {target.version} are longer than the weights")
-    return path[::-1]
 
 
 def _can_compose(steps: list[Step]) -> bool:

@@ -19,7 +19,7 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import forward_rows
 from flowtrain.training.tree import pack_rows
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
-from flowtrain.weights import WeightStore
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 T = TypeVar("T")
 Request = tuple[Sequence[int], Sampling]
@@ -166,7 +166,7 @@ def test_an_end_token_of_the_tokenizer_ends(model: PreTrainedModel, tokenizer: P
     ids = greedy_ids(engine)
     place = first_new(ids, 1)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[place])
-    stopping = TorchEngine(model, tokenizer, engine.store)
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
     (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
     assert completion.ids == ids[: place + 1], "the end token itself is kept: it is trained"
     assert completion.finish_reason is FinishReason.STOP and len(completion.logprobs) == place + 1
@@ -179,7 +179,7 @@ def test_end_tokens_of_the_model_end(
     ids = greedy_ids(engine)
     place = first_new(ids, 1)
     model.generation_config.eos_token_id = [279, ids[place]] if as_list else ids[place]
-    stopping = TorchEngine(model, tokenizer, engine.store)
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
     (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
     assert completion.ids == ids[: place + 1] and completion.finish_reason is FinishReason.STOP
 
@@ -188,7 +188,7 @@ def test_end_tokens_can_be_ignored(model: PreTrainedModel, tokenizer: PreTrained
     """For measurements of a fixed length."""
     ids = greedy_ids(engine)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[1])
-    stopping = TorchEngine(model, tokenizer, engine.store)
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
     (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0, ignore_end=True))])
     assert completion.ids == ids and completion.finish_reason is FinishReason.LENGTH
 
@@ -245,8 +245,9 @@ def moved(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
 def test_load_swaps_the_weights_and_the_version(engine: TorchEngine, model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     first, second = models.full_weights(model), moved(model)
     first = {name: w.clone() for name, w in first.items()}
-    engine.store.publish(first, 4)
-    engine.store.publish(second, 5)
+    publisher = Publisher(WeightStore(tmp_path / "weights"))
+    publisher.publish(first, 4)
+    publisher.publish(second, 5)
     request = (PROMPTS[1], Sampling(10, 1.0, seed=3))
     (before,) = generate(engine, [request])
     assert engine.version == 0
@@ -261,16 +262,16 @@ def test_load_swaps_the_weights_and_the_version(engine: TorchEngine, model: PreT
     assert again.ids == before.ids != after.ids and again.spans[0].version == 4
 
 
-def test_an_engine_in_bf16_rounds_what_it_loads(tiny_path: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_engine_in_bf16_loads_what_was_published_in_bf16(tiny_path: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     store, weights = WeightStore(tmp_path), moved(model)
-    store.publish(weights, 1)
+    Publisher(store, PublishOptions(torch.bfloat16)).publish(weights, 1)
     rounded = models.load_model(tiny_path, torch.bfloat16, attn="sdpa")
     TorchEngine(rounded, tokenizer, store).load(1)
     for name, parameter in rounded.named_parameters():
         assert torch.equal(parameter, weights[name].bfloat16())
 
 
-def test_foreign_weights_are_refused_and_change_nothing(engine: TorchEngine, model: PreTrainedModel) -> None:
+def test_foreign_weights_are_refused_and_change_nothing(engine: TorchEngine, model: PreTrainedModel, tmp_path: Path) -> None:
     weights = moved(model)
     norm = "model.norm.weight"
     foreign = {
@@ -281,7 +282,7 @@ def test_foreign_weights_are_refused_and_change_nothing(engine: TorchEngine, mod
     }
     before = {name: w.clone() for name, w in models.full_weights(model).items()}
     for version, each in foreign.items():
-        engine.store.publish(each, version)
+        Publisher(WeightStore(tmp_path / "weights")).publish(each, version)
         with pytest.raises(UserError, match=f"version {version} .*model.{'layers' if version == 1 else 'norm'}"):
             engine.load(version)
         assert engine.version == 0

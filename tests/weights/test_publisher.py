@@ -1,0 +1,231 @@
+"""What is published: anchors, deltas, skips; and that a publish which fails leaves store and publisher as they were."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from flowtrain import _delta
+from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights import publisher as module
+from flowtrain.weights.baseline import DeviceCopy
+from flowtrain.weights.files import read_delta
+
+pytest.register_assert_rewrite("weight_samples")
+from weight_samples import chain, empty_like, same_bits, weights  # noqa: E402
+
+
+def test_an_anchor_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:
+    published = Publisher(store).publish(weights(3), 3)
+    (file,) = store.manifest(3).anchor_files
+    assert same_bits(load_file(store.fetch(3, file)), weights(3))
+    assert published.reason == "the publisher has just started" and published.delta_bytes == 0
+    assert published.anchor_bytes == file.num_bytes > 108 * 4 + 508 * 2
+    assert published.num_changed == published.num_words == 2 * 108 + 508 + 2 * 35 + 2
+    assert "weights_bytes_per_change" not in published.metrics()
+
+
+def test_a_delta_is_a_safetensors_file_of_what_changed(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    publisher.publish(chain(1), 1)
+    published = publisher.publish(chain(2), 2)
+    (file,) = store.manifest(2).delta_files[1]
+    with safe_open(store.fetch(2, file), "pt") as opened:
+        assert sorted(opened.keys()) == ["matrix", "vector"], "what did not change is left out"
+        head = json.loads(opened.metadata()["flowtrain_delta"])
+        assert (head["base"], head["version"], head["format"]) == (1, 2, 1)
+        assert all(opened.get_tensor(name).dtype == torch.uint8 for name in opened.keys())  # noqa: SIM118
+    ours, theirs = (torch.cat([t.view(torch.int16).view(-1) for t in chain(v).values()]) for v in (1, 2))
+    assert published.num_changed == (ours != theirs).sum() and published.anchor_bytes == 0 and published.reason == ""
+    assert published.delta_bytes == file.num_bytes
+    metrics = published.metrics()
+    assert metrics["weights_density"] == published.num_changed / 72_000
+    assert metrics["weights_bytes_per_change"] == file.num_bytes / published.num_changed
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_every_version_of_a_chain_is_what_was_published(store: WeightStore, level: int) -> None:
+    publisher = Publisher(store, PublishOptions(level=level))
+    for version in range(1, 22):
+        publisher.publish(chain(version), version)
+    for version in range(1, 22):
+        assert same_bits(pull(store, version), chain(version))
+
+
+def test_skips_come_every_fourth_sixteenth_and_64th_version(store: WeightStore) -> None:
+    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    small = {"w": torch.zeros(5000, dtype=torch.bfloat16)}
+    for version in range(66):
+        small["w"].view(torch.int16)[version] += 1
+        publisher.publish(small, version)
+    for version in range(1, 66):
+        longest = max(step for step in (1, 4, 16, 64) if version % step == 0)
+        bases = [version - step for step in (1, 4, 16, 64) if step <= longest]
+        assert sorted(store.manifest(version).delta_files) == sorted(bases)
+    (file,) = store.manifest(64).delta_files[0]
+    (blob,) = read_delta(store.fetch(64, file), store.manifest(64).layout, 0, 64).values()
+    assert _delta.decode(blob)[0].tolist() == list(range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense_share": 0.001}, "of the full size"),
+        ({"anchor_every": 2}, "the last anchor is 2 versions old"),
+    ],
+)
+def test_when_an_anchor_is_due(store: WeightStore, options: dict[str, Any], message: str) -> None:
+    publisher = Publisher(store, PublishOptions(**options))
+    reasons = [publisher.publish(chain(version), version).reason for version in (1, 2, 3)]
+    with_anchor = [bool(store.manifest(version).anchor_files) for version in (1, 2, 3)]
+    assert with_anchor == [bool(reason) for reason in reasons] and message in reasons[2]
+    has_delta = [bool(store.manifest(version).delta_files) for version in (1, 2, 3)]
+    assert has_delta == ([False, False, False] if "dense_share" in options else [False, True, True])
+    assert same_bits(pull(store, 3), chain(3))
+
+
+def test_deltas_that_add_up_to_half_the_size_ask_for_an_anchor(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    found = {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    reasons = []
+    for version in range(12):
+        rng = torch.Generator().manual_seed(version)
+        found["w"].view(torch.int16)[torch.randperm(20_000, generator=rng)[:4000]] += 1
+        reasons.append(publisher.publish(found, version).reason)
+        assert same_bits(pull(store, version), found)
+    due = [version for version, reason in enumerate(reasons) if "add up to" in reason]
+    assert due and all(store.manifest(v).anchor == v and store.manifest(v).delta_files for v in due)
+
+
+def test_a_changed_layout_asks_for_an_anchor(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    publisher.publish(chain(1), 1)
+    other = {**chain(2), "new": torch.ones(3, dtype=torch.bfloat16)}
+    assert publisher.publish(other, 2).reason == "the layout of the model changed"
+    assert same_bits(pull(store, 2), other)
+    assert publisher.publish({**chain(3), "new": torch.ones(3, dtype=torch.bfloat16)}, 3).reason == ""
+
+
+def test_nothing_changed_is_a_version_too(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    publisher.publish(chain(1), 1)
+    published = publisher.publish(chain(1), 2)
+    assert (published.num_changed, published.delta_bytes, published.reason) == (0, 0, "")
+    assert store.manifest(2).delta_files == {1: ()} and same_bits(pull(store, 2), chain(1))
+    assert store.manifest(2).root == store.manifest(1).root
+
+
+def test_weights_are_cast_to_the_dtype_of_the_store(store: WeightStore) -> None:
+    masters = {name: t.float() + 1e-4 for name, t in chain(1).items()}
+    Publisher(store, PublishOptions(torch.bfloat16)).publish(masters, 1)
+    assert same_bits(pull(store, 1), {name: t.bfloat16() for name, t in masters.items()})
+
+
+def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None:
+    with pytest.raises(ValueError, match=r"tensor 'odd' has an odd number of bytes \(\(3,\) torch.uint8\)"):
+        Publisher(store).publish({"odd": torch.zeros(3, dtype=torch.uint8)}, 1)
+    assert store.head() is None
+    even = {"even": torch.arange(4, dtype=torch.uint8)}
+    Publisher(store).publish(even, 1)
+    assert same_bits(pull(store, 1), even)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("place", ["write_delta", "write_anchor", "WeightStore.commit", "WeightStore.begin"])
+@pytest.mark.parametrize("error", [FULL, SafetensorError("I/O error: no space left")], ids=["OSError", "SafetensorError"])
+def test_a_failed_publish_leaves_store_and_publisher_as_they_were(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    """And the next one starts from the version before: what was not published is not lost."""
+    publisher = Publisher(store, PublishOptions(anchor_every=1))
+    publisher.publish(chain(1), 1)
+    reader = WeightReader(store, empty_like(chain(1)))
+    reader.load(1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as broken, pytest.raises(type(error)):
+        owner, _, name = place.rpartition(".")
+        broken.setattr(getattr(module, owner) if owner else module, name, full)
+        publisher.publish(chain(2), 2)
+    assert sorted(path.name for path in store.root.iterdir()) == ["HEAD", "v00000001"]
+    assert store.head() == 1 and same_bits(pull(store, 1), chain(1))
+    for version in (3, 4, 5, 6, 7):
+        publisher.publish(chain(version), version)
+    assert sorted(store.manifest(3).delta_files) == [1] and sorted(store.manifest(6).delta_files) == [1, 5]
+    for version in (3, 6, 7):
+        assert reader.load(version).mode == "delta"
+        assert reader.damaged() == []
+        assert same_bits(pull(store, version), chain(version))
+
+
+def test_an_older_version_is_refused_and_nothing_moves(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    publisher.publish(chain(5), 5)
+    with pytest.raises(StoreError, match="version 5 cannot be published"):
+        publisher.publish(chain(6), 5)
+    assert publisher.publish(chain(6), 6).reason == "" and same_bits(pull(store, 6), chain(6))
+
+
+# ---- a restarted trainer
+
+
+def test_a_restarted_publisher_goes_on_with_the_chain(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    for version in (1, 2, 3):
+        publisher.publish(chain(version), version)
+    fresh = Publisher(store)
+    assert fresh.resume(chain(3), 3)
+    assert fresh.publish(chain(4), 4).reason == "" and sorted(store.manifest(4).delta_files) == [3]
+    assert same_bits(pull(store, 4), chain(4))
+    sizes = [sum(f.num_bytes for f in store.manifest(v).delta_files[v - 1]) for v in (2, 3, 4)]
+    again = Publisher(store)
+    assert again.resume(chain(4), 4) and again._baseline is not None and again._baseline.num_bytes_since == sum(sizes)
+
+
+@pytest.mark.parametrize("case", ["other weights", "other layout", "not HEAD", "empty store"])
+def test_a_restart_with_anything_else_starts_with_an_anchor(store: WeightStore, case: str) -> None:
+    if case != "empty store":
+        publisher = Publisher(store)
+        publisher.publish(chain(1), 1)
+        publisher.publish(chain(2), 2)
+    found = {"other weights": chain(3), "other layout": {"matrix": chain(2)["matrix"]}}.get(case, chain(2))
+    fresh = Publisher(store)
+    assert not fresh.resume(found, 1 if case == "not HEAD" else 2)
+    assert fresh.publish(found, 3).reason == "the publisher has just started"
+    assert same_bits(pull(store, 3), found)
+
+
+# ---- weights on a device, here on the CPU
+
+
+def test_changes_found_on_a_device_make_the_same_files(store: WeightStore, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = WeightStore(tmp_path / "device")
+    files = []
+    for each in (store, on_device):
+        if each is on_device:
+            monkeypatch.setattr(module, "make_copy", lambda piece, num_threads: DeviceCopy(piece))
+        publisher = Publisher(each)
+        for version in range(1, 6):
+            publisher.publish(chain(version), version)
+        files.append([f for v in range(2, 6) for listed in each.manifest(v).delta_files.values() for f in listed])
+        assert same_bits(pull(each, 5), chain(5))
+    assert files[0] == files[1] and len(files[0]) == 5, "names, sizes and checksums"
+
+
+def test_level_2_is_refused_on_a_device(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "make_copy", lambda piece, num_threads: DeviceCopy(piece))
+    publisher = Publisher(store, PublishOptions(level=2))
+    publisher.publish(chain(1), 1)
+    with pytest.raises(ValueError, match="level=2 needs the weights on the CPU"):
+        publisher.publish(chain(2), 2)

@@ -1,0 +1,285 @@
+"""What a reader does: the smallest way, in place, all or nothing; an anchor with a reason where deltas do not lead."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowtrain import _delta
+from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights.files import seal, write_delta
+from flowtrain.weights.manifest import File
+from flowtrain.weights.pieces import words_of
+from flowtrain.weights.reader import find_path
+
+pytest.register_assert_rewrite("weight_samples")
+from many_ranks import publish_together  # noqa: E402
+from weight_samples import Weights, chain, empty_like, same_bits, weights  # noqa: E402
+
+NUM_VERSIONS = 40
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["level 1", "level 2"])
+def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    """Versions 1 to 40; not to be changed."""
+    store = WeightStore(tmp_path_factory.mktemp("full") / "weights")
+    publisher = Publisher(store, PublishOptions(level=request.param))
+    for version in range(1, NUM_VERSIONS + 1):
+        publisher.publish(chain(version), version)
+    return store
+
+
+@pytest.fixture
+def copy(full: WeightStore, tmp_path: Path) -> WeightStore:
+    """The same, to be damaged."""
+    shutil.copytree(full.root, tmp_path / "copy")
+    return WeightStore(tmp_path / "copy")
+
+
+def reader_at(store: WeightStore, version: int) -> tuple[WeightReader, Weights]:
+    own = empty_like(chain(1))
+    reader = WeightReader(store, own)
+    reader.load(version)
+    return reader, own
+
+
+def file_of(store: WeightStore, version: int, base: int) -> Path:
+    (file,) = store.manifest(version).delta_files[base]
+    return store.place(version) / file.name
+
+
+def test_a_reader_follows_in_place(full: WeightStore) -> None:
+    reader, own = reader_at(full, 1)
+    pointers = {name: t.data_ptr() for name, t in own.items()}
+    for version in range(2, NUM_VERSIONS + 1):
+        loaded = reader.load(version)
+        assert (loaded.mode, loaded.num_steps, loaded.version) == ("delta", 1, version) and loaded.num_bytes < 2000
+        assert same_bits(own, chain(version)) and reader.version == version and reader.damaged() == []
+    assert {name: t.data_ptr() for name, t in own.items()} == pointers
+
+
+@pytest.mark.parametrize(("start", "end", "num_steps"), [(1, 17, 1), (1, 33, 2), (2, 40, 11), (5, 9, 1), (17, 40, 5), (3, 4, 1)])
+def test_a_late_reader_applies_one_composed_delta(
+    full: WeightStore, monkeypatch: pytest.MonkeyPatch, start: int, end: int, num_steps: int
+) -> None:
+    reader, own = reader_at(full, start)
+    applied = []
+    real = _delta.apply
+    monkeypatch.setattr(_delta, "apply", lambda deltas, *args, **options: (applied.append(len(deltas)), real(deltas, *args, **options)))
+    loaded = reader.load(end)
+    assert (loaded.mode, loaded.num_steps) == ("delta", num_steps)
+    assert applied == [2], "one delta for each of the two tensors that change"
+    assert same_bits(own, chain(end)) and reader.damaged() == []
+
+
+def test_the_way_is_logarithmic(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    words = {"w": torch.zeros(70_000, dtype=torch.bfloat16)}
+    for version in range(200):
+        words["w"].view(torch.int16)[version] += 1
+        publisher.publish(words, version)
+    longest = max(len(find_path(store, start, store.manifest(end))) for start in range(0, 200, 7) for end in range(start + 1, 200, 11))
+    assert longest <= 3 * 2 * 3 + 3, "three steps on each of three tiers, up and down, and three of 64"
+    assert [base for base, _ in find_path(store, 0, store.manifest(199))] == [0, 64, 128, 192, 196, 197, 198]
+
+
+def test_a_first_load_and_a_return_to_an_older_version_use_anchors(full: WeightStore) -> None:
+    reader, own = reader_at(full, 9)
+    loaded = reader.load(4)
+    assert loaded.mode == "anchor" and "no deltas lead from version 9 to 4" in loaded.reason
+    assert same_bits(own, chain(4)) and reader.version == 4
+
+
+def test_the_same_version_costs_nothing(full: WeightStore) -> None:
+    reader, own = reader_at(full, 9)
+    assert reader.load(9).mode == "none" and same_bits(own, chain(9))
+
+
+def test_tensors_that_cannot_be_written_to_directly_are_copied_to(store: WeightStore) -> None:
+    Publisher(store).publish(weights(1), 1)
+    own = {name: torch.zeros(t.T.shape, dtype=t.dtype).T if t.dim() == 2 else torch.zeros_like(t) for name, t in weights(1).items()}
+    assert not own["transposed"].is_contiguous() or own["transposed"].numel() == 0
+    WeightReader(store, own).load(1)
+    assert same_bits(own, weights(1))
+
+
+# ---- damage
+
+
+def damages() -> Iterator[tuple[str, str]]:
+    yield "missing", "is missing, though the manifest names it"
+    yield "truncated", r"bytes, its manifest says"
+    yield "bit flip", "does not have the checksum of its manifest"
+    yield "sealed garbage", "is no safetensors file"
+    yield "of another step", "leads from version"
+    yield "not a delta", "is not a delta of this store"
+    yield "of another model", "belongs to a model of another layout"
+    yield "newer", "has format 9; this code reads up to 1"
+    yield "wrong base", "do not lead there"
+
+
+def damage(store: WeightStore, kind: str) -> None:
+    """The delta from 5 to 6; from "sealed garbage" on the manifest is made to agree."""
+    path, manifest = file_of(store, 6, 5), store.manifest(6)
+    data = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+        return
+    if kind == "truncated":
+        data = data[:-1]
+    elif kind == "bit flip":
+        data[len(data) // 2] ^= 4
+    elif kind == "sealed garbage":
+        data = bytearray(b"garbage")
+    elif kind == "of another step":
+        data = bytearray(file_of(store, 7, 6).read_bytes())
+    elif kind == "not a delta":
+        data = bytearray((store.place(1) / store.manifest(1).anchor_files[0].name).read_bytes())
+    elif kind == "of another model":
+        write_delta(path, {"matrix": _delta.encode(*[words_of(chain(5)["still"])] * 2)}, {}, 5, 6)
+        data = bytearray(path.read_bytes())
+    elif kind == "newer":
+        data = bytearray(bytes(data).replace(b'\\"format\\": 1', b'\\"format\\": 9'))
+    elif kind == "wrong base":
+        blobs = {
+            n: _delta.encode(*(chain(v)[n].view(torch.int16).numpy().view("uint16").ravel() for v in (4, 6))) for n in ("matrix", "vector")
+        }
+        write_delta(path, blobs, manifest.layout, 5, 6)
+        data = bytearray(path.read_bytes())
+    path.write_bytes(data)
+    if kind not in ("truncated", "bit flip"):
+        sealed: File = seal(path)
+        manifest.delta_files[5] = (sealed,)
+        (store.place(6) / "manifest.json").write_text(manifest.to_json())
+
+
+@pytest.mark.parametrize(("kind", "message"), list(damages()))
+def test_a_delta_that_is_not_right_gives_way_to_an_anchor_with_the_reason(
+    copy: WeightStore, caplog: pytest.LogCaptureFixture, kind: str, message: str
+) -> None:
+    """The way from 5 to 6 is closed, and the one from the anchor at 1 leads over it, too: version 6 is lost, those after it are not."""
+    damage(copy, kind)
+    reader, own = reader_at(copy, 5)
+    with pytest.raises(StoreError, match=message):
+        reader.load(6)
+    assert same_bits(own, chain(5)) and reader.version == 5, "nothing was touched"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        loaded = reader.load(9)  # a skip leads from 5 to 9
+    assert loaded.mode == "delta" and same_bits(own, chain(9)) and not caplog.records
+    copy.rollback(9)
+    Publisher(copy).publish(chain(10), 10)
+    reader, own = reader_at(copy, 9)
+    damage_free = reader.load(10)
+    assert damage_free.mode == "anchor" and same_bits(own, chain(10))
+
+
+def test_a_missing_delta_with_an_anchor_behind_it_is_logged_and_overcome(store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = Publisher(store, PublishOptions(anchor_every=2))
+    for version in (1, 2, 3):
+        publisher.publish(chain(version), version)
+    reader, own = reader_at(store, 2)
+    file_of(store, 3, 2).unlink()
+    with caplog.at_level(logging.WARNING):
+        loaded = reader.load(3)
+    assert loaded.mode == "anchor" and "is missing" in loaded.reason and same_bits(own, chain(3))
+
+
+def test_weights_that_were_changed_by_something_else_are_not_built_upon(full: WeightStore) -> None:
+    """Where the delta touches them, at once; elsewhere when all words are compared."""
+    at = int((chain(5)["matrix"].view(torch.int16) != chain(6)["matrix"].view(torch.int16)).flatten().nonzero()[0])
+    reader, own = reader_at(full, 5)
+    own["matrix"].view(-1)[at] += 1
+    loaded = reader.load(6)
+    assert loaded.mode == "anchor" and "not its base, or were damaged" in loaded.reason and same_bits(own, chain(6))
+
+
+def test_scrubbing_finds_and_mends_what_deltas_do_not_touch(full: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
+    own = empty_like(chain(1))
+    reader = WeightReader(full, own, scrub_every=2)
+    assert reader.load(5).num_damaged is None
+    own["still"][3] = -1.0
+    assert reader.damaged() == ["still"]
+    loaded = reader.load(6)
+    assert loaded.num_damaged == 1 and loaded.mode == "anchor" and same_bits(own, chain(6)) and reader.damaged() == []
+    assert "1 tensors were not those of version 6 and are loaded anew: still" in caplog.text
+    assert loaded.metrics()["weights_damaged"] == 1
+
+
+def test_a_version_that_was_published_anew_is_recognised(store: WeightStore) -> None:
+    """The trainer went back to 2 and published another 3: a reader that holds the old 3 must not take the new delta to 4."""
+    publisher = Publisher(store)
+    for version in (1, 2, 3):
+        publisher.publish(chain(version), version)
+    reader, own = reader_at(store, 3)
+    store.rollback(2)
+    again = Publisher(store)
+    assert again.resume(chain(2), 2)
+    again.publish(chain(13), 3)
+    again.publish(chain(14), 4)
+    loaded = reader.load(4)
+    assert loaded.mode == "anchor" and "do not lead there" in loaded.reason
+    assert same_bits(own, chain(14))
+
+
+@pytest.mark.parametrize("kind", ["name", "dtype", "shape"])
+def test_another_model_is_refused_and_changes_nothing(full: WeightStore, kind: str) -> None:
+    own: dict[str, Tensor] = empty_like(chain(1))
+    own |= {
+        "name": {"extra": torch.zeros(1)},
+        "dtype": {"vector": torch.zeros(1000, dtype=torch.float16)},
+        "shape": {"vector": torch.zeros(999, dtype=torch.bfloat16)},
+    }[kind]
+    reader = WeightReader(full, own)
+    with pytest.raises(StoreError, match="version 3 holds another model than the one here: 1 tensors differ"):
+        reader.load(3)
+    assert reader.version is None and not any(t.any() for t in own.values())
+
+
+@pytest.mark.parametrize("kind", ["missing", "bit flip", "half"])
+def test_a_damaged_anchor_is_refused_and_changes_nothing(copy: WeightStore, kind: str) -> None:
+    path = copy.place(1) / copy.manifest(1).anchor_files[0].name
+    if kind == "missing":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data[: len(data) // 2] if kind == "half" else data)
+    own = empty_like(chain(1))
+    with pytest.raises(StoreError, match=r"missing|checksum|bytes, its manifest says"):
+        WeightReader(copy, own).load(7)
+    assert not any(t.any() for t in own.values())
+
+
+def test_an_anchor_with_another_digest_than_its_manifest_is_refused(copy: WeightStore) -> None:
+    path = copy.place(1) / copy.manifest(1).anchor_files[0].name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    manifest = copy.manifest(1)
+    text = manifest.to_json().replace(manifest.anchor_files[0].xxh3, seal(path).xxh3)
+    (copy.place(1) / "manifest.json").write_text(text)
+    with pytest.raises(StoreError, match="the anchor of version 1 is damaged at"):
+        pull(copy, 1)
+
+
+# ---- other numbers of ranks
+
+
+def test_a_chain_over_a_change_of_the_number_of_ranks(store: WeightStore) -> None:
+    """Pieces are then cut otherwise, so deltas are applied one after another."""
+    publish_together(store, 1, range(1, 4))
+    publish_together(store, 3, range(4, 7), resume=True)
+    publish_together(store, 2, range(7, 9), resume=True)
+    reader, own = reader_at(store, 2)
+    loaded = reader.load(8)
+    assert loaded.mode == "delta" and same_bits(own, chain(8)) and reader.damaged() == []
+    assert len(store.manifest(5).delta_files[4]) == 3
+    assert same_bits(pull(store, 8), chain(8))
