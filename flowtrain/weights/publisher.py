@@ -274,6 +274,7 @@ class Publisher:
         failures = [r["failure"] for r in reports if r["failure"]]
         if failures:
             self._on_main(lambda: self.store.abort(version))
+            self.ranks.gather_text("")  # no rank raises before the store is clean
             raise failure or OSError(failures[0])
         return [r["result"] for r in reports]
 

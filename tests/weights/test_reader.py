@@ -97,6 +97,22 @@ def test_a_first_load_and_a_return_to_an_older_version_use_anchors(full: WeightS
     assert same_bits(own, chain(4)) and reader.version == 4
 
 
+def test_deltas_longer_than_the_weights_give_way_to_an_anchor(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    found = {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    for version in range(1, 12):
+        rng = torch.Generator().manual_seed(version)
+        at = torch.randperm(20_000, generator=rng)[:2600]
+        found["w"].view(torch.int16)[at] = torch.randint(-(2**15), 2**15, (2600,), generator=rng, dtype=torch.int16)
+        publisher.publish(found, version)
+        if version == 3:
+            own = empty_like(found)
+            reader = WeightReader(store, own)
+            reader.load(3)
+    loaded = reader.load(11)
+    assert loaded.mode == "anchor" and "are longer than the weights" in loaded.reason and same_bits(own, found)
+
+
 def test_the_same_version_costs_nothing(full: WeightStore) -> None:
     reader, own = reader_at(full, 9)
     assert reader.load(9).mode == "none" and same_bits(own, chain(9))
