@@ -363,7 +363,8 @@ void find_changes(const u16* old_words, const u16* new_words, std::size_t num_wo
     kernels().diff(old_words, new_words, num_words, ws.bitmap);
     changes.n = kernels().positions(ws.bitmap, (num_words + 63) / 64, changes.positions, ahead_old, ahead_new);
     for (std::size_t i = 0; i < changes.n; ++i) {
-        changes.diffs[i] = u16(new_words[changes.positions[i]] - old_words[changes.positions[i]]);
+        ws.old_of_changes[i] = old_words[changes.positions[i]];
+        changes.diffs[i] = u16(new_words[changes.positions[i]] - ws.old_of_changes[i]);
     }
 }
 

@@ -19,9 +19,13 @@ struct Changes {
     std::uint16_t diffs[kBlockWords + kSlack];
 };
 
+// Words by the positions of some changes.
+using Gathered = std::uint16_t[kBlockWords];
+
 // What coding a block needs beside its input; too large for a stack.
 struct Workspace {
     Changes changes;
+    Gathered old_of_changes;
     std::uint16_t old_words[kBlockWords], new_words[kBlockWords];
     std::uint64_t bitmap[kBitmapWords];
     std::uint64_t classes[kClasses][kBitmapWords];
@@ -40,7 +44,7 @@ struct Coded {
 // Bytes that `encode_block` may touch behind `out` for a block of `num_words`.
 std::size_t block_room(std::size_t num_words);
 
-// Fill ws.changes with what differs; `ahead_*` as in Kernels::positions.
+// Fill ws.changes with what differs, and ws.old_of_changes; `ahead_*` as in Kernels::positions.
 void find_changes(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, Workspace& ws,
                   const void* ahead_old = nullptr, const void* ahead_new = nullptr);
 

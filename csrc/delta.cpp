@@ -285,14 +285,13 @@ class Applier {
     void write(const Step& step) {  // nothing in here can fail
         const u64 first = step.delta->header.first + u64(step.block) * kBlockWords;
         const std::size_t begin = stops_[written_], end = stops_[written_ + 1];
-        Digest sum;
+        Gathered& old_words = workspace().old_of_changes;
         for (std::size_t i = begin; i < end; ++i) {
             u16& word = step.words[positions_[i]];
-            const u16 old_word = word;
+            old_words[i - begin] = word;
             word = u16(word + diffs_[i]);
-            sum += digest_change(first + positions_[i], old_word, word);
         }
-        change[step.patch] += sum;
+        change[step.patch] += kernels().change(first, positions_.data() + begin, old_words, diffs_.data() + begin, end - begin);
         num_changed[step.patch] += end - begin;
         ++written_;
     }
@@ -350,11 +349,8 @@ Bytes encode(const u16* old_words, const u16* new_words, std::size_t num_words, 
             const std::size_t n = block_words(num_words, b);
             const bool ahead = b + 1 < end && block_words(num_words, b + 1) == kBlockWords;
             find_changes(from, to, n, ws, ahead ? from + n : nullptr, ahead ? to + n : nullptr);
-            const u64 first = options.first + u64(b) * kBlockWords;
-            for (std::size_t i = 0; i < ws.changes.n; ++i) {
-                const u16 at = ws.changes.positions[i];
-                part.change += digest_change(first + at, from[at], to[at]);
-            }
+            const Changes& changes = ws.changes;
+            part.change += kernels().change(options.first + u64(b) * kBlockWords, changes.positions, ws.old_of_changes, changes.diffs, changes.n);
             part.add_block(options.level == 2 ? from : nullptr, n, ws);
         }
     });
@@ -413,10 +409,10 @@ Info validate(View view, const u16* base, int num_threads) {
             delta.check_payload(b);
             read_block(delta, b, block_of(base, b), ws, ws.changes);
             num_changed[thread] += ws.changes.n;
-            for (std::size_t i = 0; base && i < ws.changes.n; ++i) {
-                const u16 at = ws.changes.positions[i], old_word = block_of(base, b)[at];
-                change[thread] += digest_change(h.first + u64(b) * kBlockWords + at, old_word, u16(old_word + ws.changes.diffs[i]));
-            }
+            if (!base) continue;
+            const Changes& changes = ws.changes;
+            for (std::size_t i = 0; i < changes.n; ++i) ws.old_of_changes[i] = block_of(base, b)[changes.positions[i]];
+            change[thread] += kernels().change(h.first + u64(b) * kBlockWords, changes.positions, ws.old_of_changes, changes.diffs, changes.n);
         }
     });
     Digest target = h.base;

@@ -77,7 +77,7 @@ INLINE unsigned class_of(u16 word, int top) {
     return unsigned(std::clamp(top - exponent, 0, kClasses - 1));
 }
 
-INLINE Digest digest_of(u16 word, u64 index) { return digest_change(index, 0, word); }
+INLINE Digest digest_of(u16 word, u64 index) { return word_change(index, 0, word); }
 
 // ---- any machine
 
@@ -128,8 +128,14 @@ Digest digest_scalar(const u16* words, std::size_t num_words, u64 first) {
     return sum;
 }
 
-constexpr Kernels kScalar{"scalar",     always,       diff_scalar,   positions_scalar, classes_scalar, prefix_counts_scalar,
-                          ranks_scalar, select_scalar, digest_scalar};
+Digest change_scalar(u64 first, const u16* positions, const u16* old_words, const u16* diffs, std::size_t n) {
+    Digest sum;
+    for (std::size_t i = 0; i < n; ++i) sum += word_change(first + positions[i], old_words[i], u16(old_words[i] + diffs[i]));
+    return sum;
+}
+
+constexpr Kernels kScalar{"scalar",     always,        diff_scalar,   positions_scalar, classes_scalar, prefix_counts_scalar,
+                          ranks_scalar, select_scalar, digest_scalar, change_scalar};
 
 #if defined(__x86_64__)
 
@@ -200,31 +206,64 @@ AVX2 void select_avx2(const u64* bitmap, const u32* counts, const u16* ranks, st
                 [](u64 bits, u32 rank) AVX2 { return unsigned(__builtin_ctzll(_pdep_u64(u64(1) << rank, bits))); });
 }
 
+constexpr u64 kStep = 0x9E3779B97F4A7C15, kFlipLow = 0x85EBCA6B, kFlipHigh = 0xC2B2AE35;  // of index_weights
+
+// Adds amount * weight of the index to both sums, for four 64-bit lanes of (index + 1) * kStep. _mm256_mul_epu32 multiplies the low halves
+// of its lanes, so nothing need be masked; an amount of more than 32 bits comes as two.
+struct Sums256 {
+    __m256i a, b;
+
+    AVX2 void add(__m256i x, __m256i amount) {
+        const __m256i one = _mm256_set1_epi64x(1);
+        __m256i r = _mm256_mul_epu32(_mm256_xor_si256(x, _mm256_set1_epi64x((long long)kFlipLow)),
+                                     _mm256_xor_si256(_mm256_srli_epi64(x, 32), _mm256_set1_epi64x((long long)kFlipHigh)));
+        r = _mm256_xor_si256(r, _mm256_srli_epi64(r, 32));
+        a = _mm256_add_epi64(a, _mm256_mul_epu32(amount, _mm256_or_si256(r, one)));
+        b = _mm256_add_epi64(b, _mm256_mul_epu32(amount, _mm256_or_si256(_mm256_srli_epi64(r, 32), one)));
+    }
+
+    AVX2 Digest total() const {
+        alignas(32) u64 of_a[4], of_b[4];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(of_a), a);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(of_b), b);
+        return {std::accumulate(of_a, of_a + 4, u64(0)), std::accumulate(of_b, of_b + 4, u64(0))};
+    }
+};
+
+AVX2 inline __m256i four_words(const u16* p) { return _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+
 AVX2 Digest digest_avx2(const u16* words, std::size_t num_words, u64 first) {
-    constexpr u64 kStep = 0x9E3779B97F4A7C15;
     const u64 x0 = (first + 1) * kStep;
     __m256i x = _mm256_set_epi64x((long long)(x0 + 3 * kStep), (long long)(x0 + 2 * kStep), (long long)(x0 + kStep), (long long)x0);
-    const __m256i step = _mm256_set1_epi64x((long long)(4 * kStep)), one = _mm256_set1_epi64x(1);
-    const __m256i flip_low = _mm256_set1_epi64x(0x85EBCA6B), flip_high = _mm256_set1_epi64x(0xC2B2AE35);
-    __m256i sum_a = _mm256_setzero_si256(), sum_b = sum_a;
+    const __m256i step = _mm256_set1_epi64x((long long)(4 * kStep));
+    Sums256 sums{_mm256_setzero_si256(), _mm256_setzero_si256()};
     std::size_t i = 0;
-    for (; i + 4 <= num_words; i += 4) {  // _mm256_mul_epu32 multiplies the low halves of its lanes: nothing need be masked
-        __m256i r = _mm256_mul_epu32(_mm256_xor_si256(x, flip_low), _mm256_xor_si256(_mm256_srli_epi64(x, 32), flip_high));
-        r = _mm256_xor_si256(r, _mm256_srli_epi64(r, 32));
-        const __m256i w = _mm256_cvtepu16_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(words + i)));
-        const __m256i square = _mm256_mul_epu32(w, w);
-        sum_a = _mm256_add_epi64(sum_a, _mm256_mul_epu32(square, _mm256_or_si256(r, one)));
-        sum_b = _mm256_add_epi64(sum_b, _mm256_mul_epu32(square, _mm256_or_si256(_mm256_srli_epi64(r, 32), one)));
+    for (; i + 4 <= num_words; i += 4) {
+        const __m256i w = four_words(words + i);
+        sums.add(x, _mm256_mul_epu32(w, w));
         x = _mm256_add_epi64(x, step);
     }
-    alignas(32) u64 a[4], b[4];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(a), sum_a);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(b), sum_b);
-    return Digest{std::accumulate(a, a + 4, u64(0)), std::accumulate(b, b + 4, u64(0))} + digest_scalar(words + i, num_words - i, first + i);
+    return sums.total() + digest_scalar(words + i, num_words - i, first + i);
+}
+
+AVX2 Digest change_avx2(u64 first, const u16* positions, const u16* old_words, const u16* diffs, std::size_t n) {
+    const __m256i x0 = _mm256_set1_epi64x((long long)((first + 1) * kStep)), word = _mm256_set1_epi64x(0xFFFF);
+    const __m256i step_low = _mm256_set1_epi64x((long long)(kStep & 0xFFFFFFFF)), step_high = _mm256_set1_epi64x((long long)(kStep >> 32));
+    Sums256 before{_mm256_setzero_si256(), _mm256_setzero_si256()}, after = before;
+    std::size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        const __m256i at = four_words(positions + i), from = four_words(old_words + i);
+        const __m256i to = _mm256_and_si256(_mm256_add_epi64(from, four_words(diffs + i)), word);
+        const __m256i high = _mm256_slli_epi64(_mm256_mul_epu32(at, step_high), 32);
+        const __m256i x = _mm256_add_epi64(x0, _mm256_add_epi64(_mm256_mul_epu32(at, step_low), high));
+        before.add(x, _mm256_mul_epu32(from, from));
+        after.add(x, _mm256_mul_epu32(to, to));
+    }
+    return after.total() - before.total() + change_scalar(first, positions + i, old_words + i, diffs + i, n - i);
 }
 
 constexpr Kernels kAvx2{"avx2",     has_avx2,    diff_avx2,  positions_avx2, classes_avx2, prefix_counts_avx2,
-                        ranks_avx2, select_avx2, digest_avx2};
+                        ranks_avx2, select_avx2, digest_avx2, change_avx2};
 
 // ---- AVX-512
 
@@ -263,32 +302,60 @@ AVX512 void classes_avx512(const u16* words, std::size_t num_words, int top, u64
     for (int c = 0; c < kClasses; ++c) std::fill(bitmaps[c] + (num_words + 63) / 64, bitmaps[c] + kBitmapWords, 0);
 }
 
+struct Sums512 {  // as Sums256
+    __m512i a, b;
+
+    AVX512 void add(__m512i x, __m512i amount) {
+        const __m512i one = _mm512_set1_epi64(1);
+        __m512i r = _mm512_mul_epu32(_mm512_xor_si512(x, _mm512_set1_epi64((long long)kFlipLow)),
+                                     _mm512_xor_si512(_mm512_srli_epi64(x, 32), _mm512_set1_epi64((long long)kFlipHigh)));
+        r = _mm512_xor_si512(r, _mm512_srli_epi64(r, 32));
+        a = _mm512_add_epi64(a, _mm512_mul_epu32(amount, _mm512_or_si512(r, one)));
+        b = _mm512_add_epi64(b, _mm512_mul_epu32(amount, _mm512_or_si512(_mm512_srli_epi64(r, 32), one)));
+    }
+
+    AVX512 Digest total() const {
+        alignas(64) u64 of_a[8], of_b[8];
+        _mm512_store_si512(of_a, a);
+        _mm512_store_si512(of_b, b);
+        return {std::accumulate(of_a, of_a + 8, u64(0)), std::accumulate(of_b, of_b + 8, u64(0))};
+    }
+};
+
+AVX512 inline __m512i eight_words(const u16* p) { return _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
 AVX512 Digest digest_avx512(const u16* words, std::size_t num_words, u64 first) {
-    constexpr u64 kStep = 0x9E3779B97F4A7C15;
     alignas(64) u64 starts[8];
     for (u64 j = 0; j < 8; ++j) starts[j] = (first + 1 + j) * kStep;
     __m512i x = _mm512_load_si512(starts);
-    const __m512i step = _mm512_set1_epi64((long long)(8 * kStep)), one = _mm512_set1_epi64(1);
-    const __m512i flip_low = _mm512_set1_epi64(0x85EBCA6B), flip_high = _mm512_set1_epi64(0xC2B2AE35);
-    __m512i sum_a = _mm512_setzero_si512(), sum_b = sum_a;
+    const __m512i step = _mm512_set1_epi64((long long)(8 * kStep));
+    Sums512 sums{_mm512_setzero_si512(), _mm512_setzero_si512()};
     std::size_t i = 0;
     for (; i + 8 <= num_words; i += 8) {
-        __m512i r = _mm512_mul_epu32(_mm512_xor_si512(x, flip_low), _mm512_xor_si512(_mm512_srli_epi64(x, 32), flip_high));
-        r = _mm512_xor_si512(r, _mm512_srli_epi64(r, 32));
-        const __m512i w = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words + i)));
-        const __m512i square = _mm512_mul_epu32(w, w);
-        sum_a = _mm512_add_epi64(sum_a, _mm512_mul_epu32(square, _mm512_or_si512(r, one)));
-        sum_b = _mm512_add_epi64(sum_b, _mm512_mul_epu32(square, _mm512_or_si512(_mm512_srli_epi64(r, 32), one)));
+        const __m512i w = eight_words(words + i);
+        sums.add(x, _mm512_mul_epu32(w, w));
         x = _mm512_add_epi64(x, step);
     }
-    alignas(64) u64 a[8], b[8];
-    _mm512_store_si512(a, sum_a);
-    _mm512_store_si512(b, sum_b);
-    return Digest{std::accumulate(a, a + 8, u64(0)), std::accumulate(b, b + 8, u64(0))} + digest_scalar(words + i, num_words - i, first + i);
+    return sums.total() + digest_scalar(words + i, num_words - i, first + i);
+}
+
+AVX512 Digest change_avx512(u64 first, const u16* positions, const u16* old_words, const u16* diffs, std::size_t n) {
+    const __m512i x0 = _mm512_set1_epi64((long long)((first + 1) * kStep)), step = _mm512_set1_epi64((long long)kStep);
+    const __m512i word = _mm512_set1_epi64(0xFFFF);
+    Sums512 before{_mm512_setzero_si512(), _mm512_setzero_si512()}, after = before;
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m512i from = eight_words(old_words + i);
+        const __m512i to = _mm512_and_si512(_mm512_add_epi64(from, eight_words(diffs + i)), word);
+        const __m512i x = _mm512_add_epi64(x0, _mm512_mullo_epi64(eight_words(positions + i), step));
+        before.add(x, _mm512_mul_epu32(from, from));
+        after.add(x, _mm512_mul_epu32(to, to));
+    }
+    return after.total() - before.total() + change_scalar(first, positions + i, old_words + i, diffs + i, n - i);
 }
 
 constexpr Kernels kAvx512{"avx512",   has_avx512,  diff_avx512,  positions_avx2, classes_avx512, prefix_counts_avx2,
-                          ranks_avx2, select_avx2, digest_avx512};
+                          ranks_avx2, select_avx2, digest_avx512, change_avx512};
 
 constexpr const Kernels* kAll[] = {&kAvx512, &kAvx2, &kScalar};
 #else

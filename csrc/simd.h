@@ -24,7 +24,7 @@ inline Weights index_weights(std::uint64_t index) {
 }
 
 // What changing a word adds to the digest. Words count by their squares, so that the sum tells which value they changed from.
-inline Digest digest_change(std::uint64_t index, std::uint64_t old_word, std::uint64_t new_word) {
+inline Digest word_change(std::uint64_t index, std::uint64_t old_word, std::uint64_t new_word) {
     const Weights w = index_weights(index);
     const std::uint64_t change = new_word * new_word - old_word * old_word;
     return {change * w.a, change * w.b};
@@ -48,6 +48,9 @@ struct Kernels {
     // The set bits of the given ascending ranks.
     void (*select)(const std::uint64_t* bitmap, const std::uint32_t* counts, const std::uint16_t* ranks, std::size_t n, std::uint16_t* out);
     Digest (*digest)(const std::uint16_t* words, std::size_t num_words, std::uint64_t first);
+    // Of n words, the one at first + positions[i] going from old_words[i] to old_words[i] + diffs[i]: how the digest changes.
+    Digest (*change)(std::uint64_t first, const std::uint16_t* positions, const std::uint16_t* old_words, const std::uint16_t* diffs,
+                     std::size_t n);
 };
 
 const Kernels& kernels();
