@@ -1,38 +1,65 @@
 """Attention over packed rows, for any Hugging Face decoder through its attention interface.
 
-A row of N tokens is a forest (see `tree.py`). Attention alone is computed on the trees side by side, in blocks of trees of similar length
-padded to the longest of the block, so that no N x N mask exists and hardly a FLOP is spent on padding or between trees; everything else
-in the model runs on the row as it is.
+A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a branch; the queries of a segment see the
+keys of its ancestors and, causally, its own. Attention alone is computed on segments side by side, in blocks of similar shape padded to
+the largest of the block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches; everything else in the
+model runs on the row as it is.
 
-S: trees of a block, L: tokens of its longest tree, H: heads, D: head size.
+S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from flowtrain.training.tree import tree_bounds
-
 NAME = "flowtrain_forest"
-_SIMILAR = 0.75
-"""A tree shorter than this share of a block's longest starts the next block: more blocks mean less padding and more calls."""
+_SIMILAR = 4 / 3
+"""Lengths in a block differ by less than this factor: more blocks mean less padding and more calls."""
+_SHORT = 16
+"""Queries up to this number count as alike: a block of its own would cost more than their padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens start to end - 1 of the row, each the only child of the one before it."""
+
+    start: int
+    end: int
+    ancestors: tuple[tuple[int, int], ...]
+    """Token ranges from the root of the tree to the parent."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_queries + sum(end - start for start, end in self.ancestors)
+
+    @property
+    def shape(self) -> tuple[bool, int, int]:
+        """Segments of one shape go into one block."""
+        return bool(self.ancestors), _size_class(max(self.num_queries, _SHORT)), _size_class(self.num_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Trees of similar length, side by side."""
+    """Segments of similar shape, side by side."""
 
-    token_SL: Tensor
-    """int64 [S * L], the token of the row in each slot; padding repeats the first token of its tree."""
-    mask_SLL: Tensor
-    """bool [S, 1, L, L]: query sees key. Padding sees and is seen by itself alone, so that no row of the softmax is empty."""
+    query_SQ: Tensor
+    """int64 [S * Q], the token of the row in each slot; padding repeats the segment's first token."""
+    key_SK: Tensor
+    """int64 [S * K]: ancestors, then the segment itself; padding as above."""
+    num_segments: int
+    mask_SQK: Tensor | None
+    """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last, so plain causal attention will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +68,63 @@ class Forest:
 
     blocks: tuple[Block, ...]
     slot_N: Tensor
-    """int64, where token i is among the slots of all blocks, one after another."""
+    """int64, where token i is among the query slots of all blocks, one after another."""
 
     @classmethod
     def of(cls, subtree_end_N: Tensor) -> Forest:
-        trees = sorted(pairwise(tree_bounds(subtree_end_N)), key=lambda tree: tree[0] - tree[1])
-        slot_N = torch.empty_like(subtree_end_N)
-        blocks, num_slots = [], 0
-        for members in _similar(trees):
-            block, is_token_SL = _block(members, subtree_end_N)
-            slots = torch.arange(num_slots, num_slots + len(is_token_SL), device=subtree_end_N.device)
-            slot_N[block.token_SL[is_token_SL]] = slots[is_token_SL]
-            num_slots += len(is_token_SL)
-            blocks.append(block)
-        return cls(tuple(blocks), slot_N)
+        device = subtree_end_N.device
+        alike: dict[tuple[bool, int, int], list[Segment]] = {}
+        for segment in segments(subtree_end_N.tolist()):
+            alike.setdefault(segment.shape, []).append(segment)
+        slots, blocks, num_slots = [0] * len(subtree_end_N), [], 0
+        for members in alike.values():
+            most = max(segment.num_queries for segment in members)
+            for index, segment in enumerate(members):
+                first = num_slots + index * most
+                slots[segment.start : segment.end] = range(first, first + segment.num_queries)
+            num_slots += len(members) * most
+            blocks.append(_block(members, device))
+        return cls(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=device))
 
 
-def _similar(trees: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut trees, longest first, into blocks."""
-    blocks: list[list[tuple[int, int]]] = []
-    longest = 0
-    for start, end in trees:
-        if end - start < _SIMILAR * longest or not blocks:
-            blocks.append([])
-            longest = end - start
-        blocks[-1].append((start, end))
-    return blocks
+def segments(subtree_end: Sequence[int]) -> list[Segment]:
+    """The runs of tokens without a branch, in order: within one, all subtrees end at the same place."""
+    found: list[Segment] = []
+    path: list[tuple[int, int]] = []
+    start = 0
+    for i in range(1, len(subtree_end) + 1):
+        if i < len(subtree_end) and subtree_end[i] == subtree_end[start]:
+            continue
+        while path and subtree_end[path[-1][0]] <= start:
+            path.pop()
+        found.append(Segment(start, i, tuple(path)))
+        path.append((start, i))
+        start = i
+    return found
 
 
-def _block(trees: Sequence[tuple[int, int]], subtree_end_N: Tensor) -> tuple[Block, Tensor]:
-    """The block of these trees, and which of its slots hold a token."""
-    bounds_S2 = torch.tensor(trees, device=subtree_end_N.device)
-    start_S1, size_S1 = bounds_S2[:, :1], bounds_S2.diff(dim=1)
-    place_L = torch.arange(int(size_S1.max()), device=subtree_end_N.device)
-    is_token_SL = place_L < size_S1
-    token_SL = start_S1 + torch.where(is_token_SL, place_L, 0)
-    # Padding "ends" right after itself, which makes it visible to itself alone.
-    end_SL = torch.where(is_token_SL, subtree_end_N[token_SL] - start_S1, place_L + 1)
-    mask_SLL = (place_L[:, None] >= place_L) & (place_L[:, None] < end_SL[:, None, :])
-    return Block(token_SL.flatten(), mask_SLL[:, None]), is_token_SL.flatten()
+def _size_class(length: int) -> int:
+    return math.ceil(math.log(length, _SIMILAR))
+
+
+def _block(members: Sequence[Segment], device: torch.device) -> Block:
+    most_queries, most_keys = max(s.num_queries for s in members), max(s.num_keys for s in members)
+    queries: list[int] = []
+    keys: list[int] = []
+    for segment in members:
+        own = range(segment.start, segment.end)
+        queries += [*own, *[segment.start] * (most_queries - segment.num_queries)]
+        for start, end in segment.ancestors:
+            keys += range(start, end)
+        keys += [*own, *[segment.start] * (most_keys - segment.num_keys)]
+    mask_SQK = None
+    if members[0].ancestors:
+        num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
+        place_Q, place_K = torch.arange(most_queries, device=device), torch.arange(most_keys, device=device)
+        # A query of the padding sees more than its segment has, which nobody reads; one of the segment never sees padding.
+        mask_SQK = (place_K <= (num_before_S[:, None] + place_Q)[..., None])[:, None]
+    query_SQ, key_SK = (torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys))
+    return Block(query_SQ, key_SK, len(members), mask_SQK)
 
 
 def forest_attention(
@@ -99,18 +144,25 @@ def forest_attention(
     query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
     outs = []
     for block in forest.blocks:
-        query, key, value = (_side_by_side(x, block) for x in (query_NHD, key_NHD, value_NHD))
-        out_SHLD = F.scaled_dot_product_attention(
-            query, key, value, block.mask_SLL, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query = _side_by_side(query_NHD, block.query_SQ, block)
+        key, value = (_side_by_side(x, block.key_SK, block) for x in (key_NHD, value_NHD))
+        out_SHQD = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            block.mask_SQK,
+            dropout_p=dropout,
+            is_causal=block.mask_SQK is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        outs.append(out_SHLD.transpose(1, 2).flatten(0, 1))
+        outs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, forest.slot_N).unsqueeze(0), None
 
 
-def _side_by_side(x_NHD: Tensor, block: Block) -> Tensor:
-    """[N, H, D] -> [S, H, L, D]"""
-    num_trees, _, length, _ = block.mask_SLL.shape
-    return x_NHD.index_select(0, block.token_SL).view(num_trees, length, *x_NHD.shape[1:]).transpose(1, 2)
+def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:
+    """[N, H, D] -> [S, H, Q or K, D]"""
+    return x_NHD.index_select(0, token).view(block.num_segments, -1, *x_NHD.shape[1:]).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, forest_attention)

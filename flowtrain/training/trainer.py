@@ -167,7 +167,7 @@ class Totals:
     def __init__(self) -> None:
         self.grad_norms: list[float] = []
         self._stats: list[dict[str, Tensor]] = []
-        self._num_packed = 0
+        self._num_packed = self._num_unshared = 0
 
     def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: Row) -> None:
         is_first_step = not self.grad_norms
@@ -175,17 +175,20 @@ class Totals:
         zeros = {name: torch.zeros_like(value) for name, value in first.items()}
         self._stats.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
         self._num_packed += len(row.input_ids_N)
+        self._num_unshared += row.num_unshared_tokens
 
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
         names = sorted(sums)
-        (num_packed, *summed), (ratio_max, negative_ratio_min) = world.reduce([self._num_packed, *(sums[name] for name in names)], maxima)
+        counts = [self._num_packed, self._num_unshared]
+        (num_packed, num_unshared, *summed), (ratio_max, negative_ratio_min) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
         totals = dict(zip(names, summed, strict=True))
         has_tokens = totals["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
         return {
             "num_tokens": totals["num_tokens_sum"],
             "num_packed_tokens": num_packed,
+            "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
             "num_optim_steps": len(self.grad_norms),
             "loss": totals["loss_sum"] / num_steps,
             "grad_norm": sum(self.grad_norms) / num_steps,

@@ -1,7 +1,8 @@
-"""Packed rows: many samples in one row of N tokens, without padding.
+"""Token trees: many samples in one row of N tokens, without padding, and what they have in common once.
 
-One int per token carries the structure: token j is visible to token i iff j <= i < subtree_end[j]. Packing is a forest of chains (every
-token's subtree ends where its sample ends); prefix sharing and branching are the same array with other numbers. The trained tokens are
+One int per token carries the structure: token j is visible to token i iff j <= i < subtree_end[j]. Samples whose inputs begin alike, as the
+turns and rollouts of a question do, share those tokens: a row is the trie of its samples, depth first. Each token's hidden state depends
+on the tokens before it in its own sample alone, so sharing changes nothing but the order of floating-point sums. The trained tokens are
 listed apart, so the head runs on them alone.
 
 Suffixes: N packed tokens, T target tokens, S samples.
@@ -21,16 +22,16 @@ from flowtrain.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed row. Example: two samples of 3 and 2 input tokens give subtree_end_N = [3, 3, 3, 5, 5]."""
+    """One packed row. Example: inputs (1, 2, 3), (1, 2, 4) and (5,) give input_ids_N = [1, 2, 3, 4, 5], subtree_end_N = [4, 4, 3, 4, 5]."""
 
     input_ids_N: Tensor
     """int64"""
     position_ids_N: Tensor
-    """int64, position within its own sample."""
+    """int64, position within its samples."""
     subtree_end_N: Tensor
     """int64, one past the last token that sees this one."""
     target_row_T: Tensor
-    """int64, the token whose hidden state predicts the target."""
+    """int64, the token whose hidden state predicts the target; samples that share it have it in common."""
     target_ids_T: Tensor
     """int64"""
     old_logprob_T: Tensor
@@ -43,12 +44,14 @@ class Row:
     """fp32, before division by the global sum."""
     cu_targets_S1: Tensor
     """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to cu_targets[s + 1] - 1."""
+    num_unshared_tokens: int
+    """What the samples would take without sharing."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
 
     def to(self, device: torch.device) -> Row:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items() if x is not None})
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 def pack(samples: Sequence[Sample], num_minibatches: int, token_budget: int) -> list[list[Row]]:
@@ -57,38 +60,41 @@ def pack(samples: Sequence[Sample], num_minibatches: int, token_budget: int) -> 
 
 
 def pack_rows(samples: Sequence[Sample], token_budget: int) -> list[Row]:
-    """Pack samples into rows of at most `token_budget` tokens, longest first, each into the fullest row that still takes it.
+    """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which puts beside each other what is alike.
 
     A sample longer than the budget gets a row of its own. The last response token is a target but never an input, so a sample takes
-    len(prompt) + len(response) - 1 tokens.
+    len(prompt) + len(response) - 1 tokens, less what it shares with the one before it.
     """
-    bins: list[list[Sample]] = []
-    room: list[int] = []
-    for sample in sorted(samples, key=_num_inputs, reverse=True):
-        size = _num_inputs(sample)
-        fitting = [i for i, free in enumerate(room) if free >= size]
-        if fitting:
-            best = min(fitting, key=room.__getitem__)
-            bins[best].append(sample)
-            room[best] -= size
-        else:
-            bins.append([sample])
-            room.append(token_budget - size)
-    return [pack_row(members) for members in bins]
+    rows: list[list[Sample]] = []
+    num_tokens = 0
+    previous: tuple[int, ...] = ()
+    for sample in sorted(samples, key=_inputs):
+        inputs = _inputs(sample)
+        num_new = len(inputs) - _num_shared(previous, inputs)
+        if not rows or num_tokens + num_new > token_budget:
+            rows.append([])
+            num_tokens, num_new = 0, len(inputs)
+        rows[-1].append(sample)
+        num_tokens, previous = num_tokens + num_new, inputs
+    return [pack_row(members) for members in rows]
 
 
 def pack_row(samples: Sequence[Sample]) -> Row:
-    """All samples one after another in one row."""
+    """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
+    inputs = [_inputs(sample) for sample in samples]
     input_ids: list[int] = []
     position_ids: list[int] = []
-    subtree_end: list[int] = []
-    target_row: list[int] = []
-    for sample in samples:
-        start, size, num_targets = len(input_ids), _num_inputs(sample), len(sample.response_ids)
-        input_ids += sample.prompt_ids + sample.response_ids[:-1]
-        position_ids += range(size)
-        subtree_end += [start + size] * size
-        target_row += range(start + size - num_targets, start + size)
+    rows_of: dict[int, list[int]] = {}
+    path: list[int] = []  # where the tokens of the sequence before are
+    previous: tuple[int, ...] = ()
+    for index in sorted(range(len(samples)), key=inputs.__getitem__):
+        sequence = inputs[index]
+        num_shared = _num_shared(previous, sequence)
+        path = [*path[:num_shared], *range(len(input_ids), len(input_ids) + len(sequence) - num_shared)]
+        input_ids += sequence[num_shared:]
+        position_ids += range(num_shared, len(sequence))
+        rows_of[index] = path[len(samples[index].prompt_ids) - 1 :]
+        previous = sequence
 
     def targets(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
@@ -97,14 +103,15 @@ def pack_row(samples: Sequence[Sample]) -> Row:
     return Row(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
-        subtree_end_N=torch.tensor(subtree_end, dtype=torch.int64),
-        target_row_T=torch.tensor(target_row, dtype=torch.int64),
+        subtree_end_N=torch.tensor(_subtree_ends(position_ids), dtype=torch.int64),
+        target_row_T=torch.tensor([row for index in range(len(samples)) for row in rows_of[index]], dtype=torch.int64),
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
         old_logprob_T=logprob_T,
         sampler_logprob_T=logprob_T,
         advantage_T=targets([s.advantage for s in samples for _ in s.response_ids]),
         weight_T=targets([x for s in samples for x in s.weights]),
         cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
+        num_unshared_tokens=sum(map(len, inputs)),
     )
 
 
@@ -136,5 +143,28 @@ def is_valid_tree(subtree_end_N: Tensor) -> bool:
     return all(a < b for a, b in pairwise(tree_bounds(subtree_end_N)))
 
 
-def _num_inputs(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids) - 1
+def _inputs(sample: Sample) -> tuple[int, ...]:
+    return sample.prompt_ids + sample.response_ids[:-1]
+
+
+def _num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Tokens that both begin with; by halving, because slices compare fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _subtree_ends(position_ids: Sequence[int]) -> list[int]:
+    """Depth first, a token's subtree ends at the next token that is not deeper than it."""
+    ends = [len(position_ids)] * len(position_ids)
+    still_open: list[int] = []
+    for i, depth in enumerate(position_ids):
+        while still_open and position_ids[still_open[-1]] >= depth:
+            ends[still_open.pop()] = i
+        still_open.append(i)
+    return ends

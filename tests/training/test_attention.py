@@ -93,7 +93,7 @@ def test_little_is_spent_on_padding(lengths: list[int]) -> None:
     """At most a third as many slots again as there are tokens, whatever the lengths of the trees."""
     ends = torch.tensor(lengths).cumsum(0)
     forest = Forest.of(torch.repeat_interleave(ends, torch.tensor(lengths)))
-    assert 0.75 * sum(len(block.token_SL) for block in forest.blocks) <= sum(lengths)
+    assert 0.75 * sum(len(block.query_SQ) for block in forest.blocks) <= sum(lengths)
 
 
 def test_trees_do_not_see_each_other() -> None:
