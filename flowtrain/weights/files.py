@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from flowtrain.weights.pieces import Layout, Piece, layout_hash
 Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A delta of one piece, as `_delta.encode` returns it."""
 _KEY = "flowtrain_delta"
+_HEAD = {"format": int, "layout": str, "base": int, "version": int}
 
 
 def write_anchor(path: Path, found: Sequence[Piece]) -> File:
@@ -59,31 +61,49 @@ def check(path: Path, expected: File) -> None:
 
 def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str, Blob]:
     """Raises StoreError when the file belongs to other weights or versions."""
+    head, blobs = open_delta(path)
+    if (head["base"], head["version"]) != (base, version):
+        raise StoreError(f"{path} leads from version {head['base']} to {head['version']}, not from {base} to {version}")
+    if head["layout"] != layout_hash(layout):
+        raise StoreError(f"{path} belongs to a model of another layout")
+    return blobs
+
+
+def open_delta(path: Path) -> tuple[dict[str, Any], dict[str, Blob]]:
+    """What a delta file says of itself (format, layout, base, version), and its deltas by tensor."""
     with _opened(path) as file:
-        text = (file.metadata() or {}).get(_KEY)
-        if text is None:
-            raise StoreError(f"{path} is not a delta of this store")
-        head = json.loads(text)
-        if head["format"] > FORMAT:
+        head = _json_object((file.metadata() or {}).get(_KEY, ""))
+        if isinstance(head.get("format"), int) and head["format"] > FORMAT:
             raise StoreError(f"{path} has format {head['format']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
-        if (head["base"], head["version"]) != (base, version):
-            raise StoreError(f"{path} leads from version {head['base']} to {head['version']}, not from {base} to {version}")
-        if head["layout"] != layout_hash(layout):
-            raise StoreError(f"{path} belongs to a model of another layout")
-        return {name: file.get_tensor(name).numpy() for name in sorted(file.keys())}
+        if not all(isinstance(head.get(key), kind) for key, kind in _HEAD.items()):
+            raise StoreError(f"{path} is not a delta of this store")
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        if odd := [name for name, tensor in tensors.items() if tensor.dtype != torch.uint8 or tensor.dim() != 1]:
+            raise StoreError(f"{path} holds {odd[0]!r} as {tensors[odd[0]].dtype}; a delta is a run of bytes")
+        return head, {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def read_anchor(path: Path, layout: Layout) -> list[Piece]:
     """The pieces of an anchor file, mapped from the disk. Raises StoreError when they are not of this layout."""
     with _opened(path) as file:
-        firsts = json.loads((file.metadata() or {}).get("first", "{}"))
+        firsts = _json_object((file.metadata() or {}).get("first", ""))
         found = []
         for name in sorted(file.keys()):
             local, spec = file.get_tensor(name), layout.get(name)
-            if spec is None or str(local.dtype) != f"torch.{spec.dtype}" or local.shape[1:] != spec.shape[1:] or name not in firsts:
+            is_ours = spec is not None and (str(local.dtype), local.shape[1:]) == (f"torch.{spec.dtype}", spec.shape[1:])
+            if spec is None or not is_ours or not isinstance(firsts.get(name), int):
                 raise StoreError(f"{path} holds {name!r} as {local.dtype} {tuple(local.shape)}, its manifest says {spec}")
-            found.append(Piece(name, spec, int(firsts[name]), local))
+            found.append(Piece(name, spec, firsts[name], local))
         return found
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Empty where the text is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _opened(path: Path) -> safe_open:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.weights.pieces import Digest, Layout, TensorSpec, layout_hash
 
 FORMAT = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 
 
 class StoreError(UserError):
@@ -90,12 +93,14 @@ class Manifest:
             if record["format"] > FORMAT:
                 raise StoreError(f"{place} has format {record['format']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
             manifest = cls._from_record(record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, StoreError):
                 raise
             raise StoreError(f"{place} is damaged: {type(error).__name__}: {error}") from error
         if (manifest.root, layout_hash(manifest.layout)) != (record.get("root"), record.get("layout")):
             raise StoreError(f"{place} is damaged: its root is not that of its tensors")
+        if not all(base < manifest.version for base in manifest.delta_files) or manifest.anchor > manifest.version:
+            raise StoreError(f"{place} is damaged: version {manifest.version} starts from a version that is not before it")
         return manifest
 
     @classmethod
@@ -103,7 +108,7 @@ class Manifest:
         tensors = record["tensors"]
         return cls(
             version=int(record["version"]),
-            layout={name: TensorSpec(str(t["dtype"]), tuple(int(n) for n in t["shape"])) for name, t in tensors.items()},
+            layout={name: _spec(t) for name, t in tensors.items()},
             digests={name: (int(t["digest"][:16], 16), int(t["digest"][16:], 16)) for name, t in tensors.items()},
             anchor=int(record["anchor"]),
             anchor_files=tuple(_file(f) for f in record["anchor_files"]),
@@ -117,8 +122,15 @@ def _file_record(file: File) -> dict[str, Any]:
     return {"name": file.name, "num_bytes": file.num_bytes, "xxh3": file.xxh3}
 
 
+def _spec(record: Mapping[str, Any]) -> TensorSpec:
+    spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
+    if any(n < 0 for n in spec.shape) or prod(spec.shape) * spec.torch_dtype.itemsize % 2:
+        raise ValueError(f"{spec} is no tensor of 16-bit words")
+    return spec
+
+
 def _file(record: Mapping[str, Any]) -> File:
-    name = str(record["name"])
-    if "/" in name or "\\" in name or name.startswith("."):
-        raise StoreError(f"a manifest names the file {name!r}, which is outside its folder")
-    return File(name, int(record["num_bytes"]), str(record["xxh3"]))
+    file = File(str(record["name"]), int(record["num_bytes"]), str(record["xxh3"]))
+    if not _FILE_NAME.fullmatch(file.name):
+        raise StoreError(f"a manifest names the file {file.name!r}, which is outside its folder or no safetensors file")
+    return file

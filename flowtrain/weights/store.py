@@ -51,7 +51,7 @@ class WeightStore:
         path = self.root / "HEAD"
         if not path.exists():
             return None
-        text = path.read_text().strip()
+        text = path.read_text(errors="replace").strip()
         if not text.isdecimal():
             raise StoreError(f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder v… into it")
         return int(text)
@@ -59,14 +59,17 @@ class WeightStore:
     def versions(self) -> list[int]:
         """Versions up to HEAD, in order; a folder beyond it was never published."""
         head = self.head()
-        found = (int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.suffix == "")
+        found = (int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.name[1:].isdecimal())
         return sorted(version for version in found if head is not None and version <= head)
 
     def manifest(self, version: int) -> Manifest:
         path = self.place(version) / "manifest.json"
         if version not in self.versions() or not path.exists():
             raise StoreError(f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}")
-        return Manifest.from_json(path.read_text(), str(path))
+        manifest = Manifest.from_json(path.read_text(errors="replace"), str(path))
+        if manifest.version != version:
+            raise StoreError(f"{path} describes version {manifest.version}; somebody moved it")
+        return manifest
 
     def fetch(self, version: int, file: File) -> Path:
         path = self.place(version) / file.name
@@ -117,14 +120,20 @@ class WeightStore:
         for newer in versions[len(older) :]:
             shutil.rmtree(self.place(newer))
 
-    def collect_garbage(self, keep: int) -> list[int]:
-        """Delete versions that neither the newest `keep` nor a leased one needs: all before the anchor of the oldest of those."""
+    def garbage(self, keep: int) -> list[int]:
+        """Versions that neither the newest `keep` nor a leased one needs: all before the anchor of the oldest of those."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead somewhere")
         versions = self.versions()
         wanted = set(versions[-keep:]) | (set(self.leases().values()) & set(versions))
         if not wanted:
             return []
         needed = self.manifest(min(wanted)).anchor
-        garbage = [version for version in versions if version < needed]
+        return [version for version in versions if version < needed]
+
+    def collect_garbage(self, keep: int) -> list[int]:
+        """Delete them and say which they were."""
+        garbage = self.garbage(keep)
         for version in garbage:
             shutil.rmtree(self.place(version))
         return garbage
