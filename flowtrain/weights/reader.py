@@ -116,7 +116,10 @@ class WeightReader:
             # The publisher's choice is no surprise; anything else is.
             level = logging.WARNING if target.delta_files else logging.INFO
             _log.log(level, "version %d is loaded from an anchor: %s", target.version, reason)
-        num_bytes, num_steps = self._load_anchor(target)
+        try:
+            num_bytes, num_steps = self._load_anchor(target)
+        except _delta.DeltaError as error:
+            raise StoreError(f"version {target.version} cannot be reached from the anchor of {target.anchor}: {error}") from error
         return Loaded(target.version, "anchor", reason if target.delta_files else target.reason, num_bytes, num_steps, None, 0.0)
 
     def _copy_to_device(self) -> None:
@@ -194,10 +197,7 @@ class WeightReader:
             self._words(piece.name)[piece.first : piece.first + len(words)] = words
         self._written |= self._tensors.keys()
         self._manifest = anchor
-        try:
-            self._take(steps, target)
-        except _delta.DeltaError as error:
-            raise StoreError(f"version {target.version} cannot be reached from the anchor of {anchor.version}: {error}") from error
+        self._take(steps, target)
         return num_bytes + sum(file.num_bytes for file in anchor.anchor_files), len(steps)
 
     def _check_anchor(self, anchor: Manifest, found: list[Piece]) -> None:
