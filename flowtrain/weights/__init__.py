@@ -3,6 +3,19 @@
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.publisher import Published, Publisher, PublishOptions
 from flowtrain.weights.reader import Loaded, WeightReader, pull
+from flowtrain.weights.remote import HttpStore, open_source
 from flowtrain.weights.store import Source, WeightStore
 
-__all__ = ["Loaded", "PublishOptions", "Published", "Publisher", "Source", "StoreError", "WeightReader", "WeightStore", "pull"]
+__all__ = [
+    "HttpStore",
+    "Loaded",
+    "PublishOptions",
+    "Published",
+    "Publisher",
+    "Source",
+    "StoreError",
+    "WeightReader",
+    "WeightStore",
+    "open_source",
+    "pull",
+]
