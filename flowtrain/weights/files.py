@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.manifest import FORMAT, File, StoreError
@@ -26,8 +27,21 @@ _HEAD = {"format": int, "layout": str, "base": int, "version": int}
 def write_anchor(path: Path, found: Sequence[Piece]) -> File:
     """The pieces as tensors of their rows; with one rank this is the model as any safetensors reader loads it."""
     metadata = {"format": "pt", "first": json.dumps({piece.name: piece.first for piece in found})}
-    save_file({piece.name: piece.rows().cpu() for piece in found}, path, metadata=metadata)
+    save_file(_apart({piece.name: piece.rows().cpu() for piece in found}), path, metadata=metadata)
     return seal(path)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied weights each in memory of their own, as safetensors wants it."""
+    seen: set[int] = set()
+    return {name: tensor if _is_new(tensor, seen) else tensor.clone() for name, tensor in tensors.items()}
+
+
+def _is_new(tensor: Tensor, seen: set[int]) -> bool:
+    place = tensor.untyped_storage().data_ptr()
+    is_new = place not in seen
+    seen.add(place)
+    return is_new
 
 
 def write_delta(path: Path, blobs: Mapping[str, Blob], layout: Layout, base: int, version: int) -> File:
@@ -66,6 +80,8 @@ def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str,
         raise StoreError(f"{path} leads from version {head['base']} to {head['version']}, not from {base} to {version}")
     if head["layout"] != layout_hash(layout):
         raise StoreError(f"{path} belongs to a model of another layout")
+    if foreign := sorted(blobs.keys() - layout.keys()):
+        raise StoreError(f"{path} holds a delta of {foreign[0]!r}, a tensor that the model does not have")
     return blobs
 
 
