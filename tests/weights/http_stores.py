@@ -1,0 +1,273 @@
+"""Small stores to look at, over HTTP and on the command line, or to damage; and a server that misbehaves as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights.__main__ import main
+from flowtrain.weights.files import seal, write_anchor
+from flowtrain.weights.manifest import File
+from flowtrain.weights.pieces import pieces
+from flowtrain.weights.serve import address, make_server
+
+TOKEN = "a-token-of-the-tests"
+LAST = 5
+
+
+def weights_at(version: int) -> dict[str, Tensor]:
+    """All versions differ, and the later ones in a few words only."""
+    rng = torch.Generator().manual_seed(0)
+    weights = {"layer.weight": torch.randn(64, 96, generator=rng).bfloat16(), "norm": torch.ones(7), "step": torch.tensor(float(version))}
+    for step in range(1, version + 1):
+        weights["layer.weight"].view(-1)[torch.randint(0, 64 * 96, (40,), generator=rng)] += step
+    return weights
+
+
+def fill(root: Path, level: int = 1) -> WeightStore:
+    """Versions 0 to 5: an anchor, then deltas, at 4 also one from 0."""
+    store = WeightStore(root)
+    publisher = Publisher(store, PublishOptions(level=level))
+    for version in range(LAST + 1):
+        publisher.publish(weights_at(version), version)
+    return store
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@contextlib.contextmanager
+def serving(store: WeightStore, token: str = TOKEN) -> Iterator[str]:
+    """The URL of a real server; it runs in a thread, connections wait from the first moment on."""
+    server, listener = make_server(store, token)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield address(listener)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
+
+
+Answer = Callable[["Handler"], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Honest about byte ranges, unless the server has another answer for the file."""
+
+    protocol_version = "HTTP/1.1"
+    server: Misbehaving
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        self.server.seen.append((name, self.headers.get("Range"), self.headers.get("Authorization")))
+        answers = self.server.answers.get(name, [])
+        (answers.pop(0) if answers else honest)(self)
+
+    def data(self) -> bytes | None:
+        path = self.server.root / self.path[1:]
+        return path.read_bytes() if path.is_file() else None
+
+    def start(self) -> int:
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(asked[1]) if asked else 0
+
+    def reply(self, status: int, body: bytes = b"", **headers: object) -> None:
+        self.send_response(status)
+        for key, value in {"Content_Length": len(body), **headers}.items():
+            if value is not None:
+                self.send_header(key.replace("_", "-"), str(value))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the reader may have heard enough
+            self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Misbehaving(ThreadingHTTPServer):
+    """`answers`: by file name, what to do with the next requests for it; after them the server is honest. `seen`: every request."""
+
+    daemon_threads = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root = root
+        self.answers: dict[str, list[Answer]] = {}
+        self.seen: list[tuple[str, str | None, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def ranges(self, name: str) -> list[str | None]:
+        return [asked for seen, asked, _ in self.seen if seen == name]
+
+
+@contextlib.contextmanager
+def misbehaving(root: Path) -> Iterator[Misbehaving]:
+    with Misbehaving(root) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(20)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """Takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield address(listener)
+
+
+# ---- answers
+
+
+def honest(handler: Handler) -> None:
+    data, start = handler.data(), handler.start()
+    if data is None:
+        handler.reply(404)
+    elif start >= len(data) > 0 and handler.headers.get("Range"):
+        handler.reply(416, Content_Range=f"bytes */{len(data)}")
+    elif handler.headers.get("Range"):
+        handler.reply(206, data[start:], Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}")
+    else:
+        handler.reply(200, data)
+
+
+def cut_after(num_bytes: int, has_length: bool = True) -> Answer:
+    """The right answer up to a byte of the body, then the connection ends."""
+
+    def answer(handler: Handler) -> None:
+        data, start = handler.data() or b"", handler.start()
+        announced = len(data) - start if has_length else None
+        extra = {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if handler.headers.get("Range") else {}
+        handler.reply(206 if extra else 200, data[start : start + num_bytes], Content_Length=announced, **extra)
+
+    return answer
+
+
+def without_ranges(handler: Handler) -> None:
+    handler.reply(200, handler.data() or b"")
+
+
+def another_range(handler: Handler) -> None:
+    """As long as the one that was asked for, a byte earlier."""
+    data, start = handler.data() or b"", handler.start() - 1
+    handler.reply(206, data[start:-1], Content_Range=f"bytes {start}-{len(data) - 2}/{len(data)}")
+
+
+def with_status(status: int, **headers: object) -> Answer:
+    return lambda handler: handler.reply(status, **headers)
+
+
+def flipped(handler: Handler) -> None:
+    data = bytearray(handler.data() or b"")
+    data[len(data) // 2] ^= 1
+    handler.reply(200, bytes(data))
+
+
+def longer(handler: Handler) -> None:
+    handler.reply(200, (handler.data() or b"") + b"more")
+
+
+def longer_unannounced(handler: Handler) -> None:
+    handler.reply(200, (handler.data() or b"") + b"more", Content_Length=None)
+
+
+def shorter(handler: Handler) -> None:
+    handler.reply(200, (handler.data() or b"")[:-1])
+
+
+def endless(handler: Handler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        while True:
+            handler.wfile.write(b" " * 65536)
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    """To be read only."""
+    return fill(tmp_path_factory.mktemp("store") / "weights")
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy between us and ourselves, and no token."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.delenv("FLOWTRAIN_TOKEN", raising=False)
+
+
+# ---- the command line, and stores to damage
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The exit code, what was printed, and what was complained about."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def copied(filled: WeightStore, tmp_path: Path) -> WeightStore:
+    """One to damage."""
+    shutil.copytree(filled.root, tmp_path / "weights")
+    return WeightStore(tmp_path / "weights")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def delta_path(store: WeightStore, base: int, version: int) -> Path:
+    return store.place(version) / f"delta-{base:08d}-r0.safetensors"
+
+
+def rewrite(store: WeightStore, version: int, **changes: Any) -> None:
+    """A manifest that is in itself all right, and says something else."""
+    manifest = replace(store.manifest(version), **changes)
+    (store.place(version) / "manifest.json").write_text(manifest.to_json())
+
+
+def reseal(store: WeightStore, base: int, version: int) -> None:
+    """The manifest takes a delta file as it is now."""
+    manifest = store.manifest(version)
+    rewrite(store, version, delta_files=manifest.delta_files | {base: (seal(delta_path(store, base, version)),)})
+
+
+def add_anchor(store: WeightStore, version: int) -> File:
+    return write_anchor(store.place(version) / "anchor-r0.safetensors", pieces(weights_at(version), None, 0, 1))

@@ -1,0 +1,328 @@
+"""A store over HTTP: whatever the server does, what is fetched is the file of the manifest, or there is an error that says what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowtrain.types import UserError
+from flowtrain.weights import HttpStore, StoreError, WeightReader, WeightStore, open_source, pull, remote
+from flowtrain.weights.manifest import File
+
+pytest.register_assert_rewrite("http_stores")
+import http_stores as hs  # noqa: E402
+from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at  # noqa: E402
+
+pytest_plugins = ("http_stores",)
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+
+@pytest.fixture
+def server(filled: WeightStore) -> Iterator[Misbehaving]:
+    with hs.misbehaving(filled.root) as running:
+        yield running
+
+
+def store_at(url: str, cache: Path, retries: int = 3, timeout_s: float = 20.0, token: str = "") -> HttpStore:
+    return HttpStore(url, cache, token, timeout_s, retries, backoff_s=0.0)
+
+
+def anchor_of(filled: WeightStore) -> File:
+    return filled.manifest(0).anchor_files[0]
+
+
+# ---- the real server
+
+
+def test_a_reader_follows_a_store_over_http(filled: WeightStore, tmp_path: Path) -> None:
+    with hs.serving(filled) as url:
+        source = open_source(url, tmp_path / "cache", TOKEN)
+        assert isinstance(source, HttpStore) and str(source) == url and source.head() == LAST
+        tensors = {name: torch.empty_like(tensor) for name, tensor in weights_at(0).items()}
+        reader = WeightReader(source, tensors)
+        for version, mode, num_steps in ((0, "anchor", 0), (1, "delta", 1), (LAST, "delta", 4)):
+            loaded = reader.load(version)
+            assert (loaded.mode, loaded.num_steps) == (mode, num_steps)
+            assert same(tensors, weights_at(version))
+        for version in range(LAST + 1):
+            assert same(pull(source, version), weights_at(version))
+            assert source.manifest(version) == filled.manifest(version)
+
+
+def test_what_was_loaded_leaves_the_cache(filled: WeightStore, tmp_path: Path) -> None:
+    with hs.serving(filled) as url:
+        source = store_at(url, tmp_path, token=TOKEN)
+        for version in (0, 1, 2):
+            for file in (*filled.manifest(version).anchor_files, *(f for fs in filled.manifest(version).delta_files.values() for f in fs)):
+                source.fetch(version, file)
+    (tmp_path / "v00000001.keep").mkdir()
+    source.loaded(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001.keep", "v00000002"]
+
+
+def test_a_path_is_a_store_and_a_url_one_over_http(tmp_path: Path) -> None:
+    assert isinstance(open_source(tmp_path, tmp_path), WeightStore)
+    assert isinstance(open_source("https://host/weights/", tmp_path), HttpStore)
+
+
+# ---- downloads that are cut
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("offset", [0, 1, 7, 4096, -1])
+def test_a_cut_download_goes_on_where_it_was(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, offset: int, has_length: bool
+) -> None:
+    file = anchor_of(filled)
+    at = offset % file.num_bytes
+    server.answers[file.name] = [hs.cut_after(at, has_length), hs.cut_after(3, has_length)]
+    path = store_at(server.url, tmp_path).fetch(0, file)
+    assert path.read_bytes() == (filled.place(0) / file.name).read_bytes()
+    expected = [None, f"bytes={at}-" if at else None, f"bytes={at + 3}-"]
+    assert server.ranges(file.name) == expected[: 2 if at + 3 >= file.num_bytes else 3]
+    assert [p.name for p in path.parent.iterdir()] == [file.name], "no part is left"
+
+
+def test_another_process_goes_on_where_one_was_cut(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    file = anchor_of(filled)
+    server.answers[file.name] = [hs.cut_after(5000)]
+    with pytest.raises(StoreError, match=rf"anchor-r0.safetensors: the connection was cut after 5000 of {file.num_bytes} bytes, 1 times"):
+        store_at(server.url, tmp_path, retries=0).fetch(0, file)
+    part = tmp_path / "v00000000" / f"{file.name}.part"
+    assert part.read_bytes() == (filled.place(0) / file.name).read_bytes()[:5000]
+    assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert server.ranges(file.name) == [None, "bytes=5000-"]
+
+
+def test_a_whole_part_is_taken_without_a_request(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    """The process ended between the last byte and the renaming; and what is whole is not fetched again."""
+    file = anchor_of(filled)
+    part = tmp_path / "v00000000" / f"{file.name}.part"
+    part.parent.mkdir()
+    part.write_bytes((filled.place(0) / file.name).read_bytes())
+    source = store_at(server.url, tmp_path)
+    assert source.fetch(0, file) == source.fetch(0, file) == part.with_name(file.name)
+    assert server.seen == []
+
+
+@pytest.mark.parametrize("answer", [hs.without_ranges, hs.another_range, hs.with_status(416)])
+def test_a_server_without_ranges_starts_anew(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, answer: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = anchor_of(filled)
+    server.answers[file.name] = [hs.cut_after(5000), answer]
+    assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert server.ranges(file.name)[:2] == [None, "bytes=5000-"]
+    assert server.ranges(file.name)[2:] == ([] if answer is hs.without_ranges else [None])
+    assert "damaged" not in caplog.text, "no wrong byte was written"
+
+
+def test_gains_renew_the_patience(filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long download over a poor line ends; one that gains a few bytes each time does not go on for ever."""
+    file = anchor_of(filled)
+    for chunk, is_enough in ((1000, True), (1001, False)):
+        monkeypatch.setattr(remote, "_CHUNK", chunk - 1 if is_enough else chunk)
+        with hs.misbehaving(filled.root) as server:
+            server.answers[file.name] = [hs.cut_after(1000)] * 10
+            source = store_at(server.url, tmp_path / str(chunk), retries=2)
+            if is_enough:
+                assert source.fetch(0, file).exists() and len(server.seen) == 11
+            else:
+                with pytest.raises(StoreError, match=r"cut after 3000 of .* 3 times"):
+                    source.fetch(0, file)
+
+
+# ---- files that are not those of the manifest
+
+DAMAGE = {
+    "flipped": (hs.flipped, "does not have the checksum"),
+    "longer": (hs.longer, "the server has 12[0-9]{3} bytes, the manifest says"),
+    "longer, unannounced": (hs.longer_unannounced, "more bytes than"),
+    "shorter": (hs.shorter, "the server has 12[0-9]{3} bytes, the manifest says"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_fetched_once_more(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, (answer, message) = anchor_of(filled), DAMAGE[kind]
+    server.answers[file.name] = [answer]
+    with caplog.at_level(logging.WARNING):
+        assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert "came damaged" in caplog.text and len(server.seen) == 2
+
+    server.answers[file.name] = [answer, answer]
+    with pytest.raises(StoreError, match=f"{server.url}/v00000000/{file.name} came damaged twice: .*{message}.*publish an anchor"):
+        store_at(server.url, tmp_path / "other").fetch(0, file)
+    assert list((tmp_path / "other" / "v00000000").iterdir()) == [], "nothing of it is left"
+
+
+def test_never_more_bytes_than_the_manifest_says(filled: WeightStore, tmp_path: Path) -> None:
+    file = anchor_of(filled)
+    with hs.misbehaving(filled.root) as server:
+        server.answers[file.name] = [hs.endless, hs.endless]
+        with pytest.raises(StoreError, match="more bytes than"):
+            store_at(server.url, tmp_path).fetch(0, file)
+
+
+@pytest.mark.parametrize("where", ["cached", "part", "long part"])
+def test_what_was_damaged_in_the_cache_is_fetched_again(server: Misbehaving, filled: WeightStore, tmp_path: Path, where: str) -> None:
+    """Also what is left of another version of that number, from before a rollback."""
+    file = anchor_of(filled)
+    path = tmp_path / "v00000000" / file.name
+    path.parent.mkdir()
+    data = bytearray((filled.place(0) / file.name).read_bytes())
+    data[100] ^= 1
+    left_over = {"cached": data, "part": data[:9000], "long part": data + b"more"}[where]
+    (path if where == "cached" else path.with_name(f"{file.name}.part")).write_bytes(left_over)
+    assert store_at(server.url, tmp_path).fetch(0, file) == path
+    assert path.read_bytes() == (filled.place(0) / file.name).read_bytes()
+
+
+def test_a_full_disk_is_not_taken_for_the_network(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    file = anchor_of(filled)
+    (tmp_path / "v00000000").mkdir()
+    (tmp_path / "v00000000" / f"{file.name}.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        store_at(server.url, tmp_path).fetch(0, file)
+    assert not isinstance(caught.value, StoreError) and len(server.seen) == 1
+
+
+# ---- refusals
+
+
+def test_a_token_is_asked_for(filled: WeightStore, tmp_path: Path) -> None:
+    with hs.serving(filled) as url:
+        with pytest.raises(StoreError, match=rf"{url}/HEAD: the server wants a token \(401\); set FLOWTRAIN_TOKEN"):
+            store_at(url, tmp_path).head()
+        with pytest.raises(StoreError, match=r"the server refuses the token \(401\)") as caught:
+            store_at(url, tmp_path, token="guessed").fetch(0, anchor_of(filled))
+        assert "guessed" not in str(caught.value)
+
+
+def test_what_is_not_there(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    source = store_at(server.url, tmp_path)
+    with pytest.raises(StoreError, match=rf"version 77 is not at {server.url}; the newest there is {LAST}"):
+        source.manifest(77)
+    with pytest.raises(StoreError, match=r"v00000003/none.safetensors is not there \(404\)"):
+        source.fetch(3, File("none.safetensors", 5, "0" * 16))
+    assert len(server.seen) == 2, "neither is tried again"
+    empty = store_at(f"{server.url}/v00000001", tmp_path)
+    assert empty.head() is None
+    with pytest.raises(StoreError, match="the newest there is none"):
+        empty.manifest(0)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429])
+def test_a_server_in_trouble_is_asked_again(server: Misbehaving, filled: WeightStore, tmp_path: Path, status: int) -> None:
+    file, trouble = anchor_of(filled), [hs.with_status(status), hs.with_status(status)]
+    server.answers = {"HEAD": [*trouble, hs.cut_after(0)], file.name: [*trouble]}
+    source = store_at(server.url, tmp_path)
+    assert source.head() == LAST and source.fetch(0, file).exists()
+    server.answers["HEAD"] = trouble * 2
+    with pytest.raises(StoreError, match=rf"{server.url}/HEAD: the server answered {status} .*, 4 times; check the address"):
+        source.head()
+    assert server.answers["HEAD"] == []
+
+
+def test_pauses_grow(server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    server.answers["HEAD"] = [hs.with_status(500)] * 7
+    assert HttpStore(server.url, tmp_path, retries=7).head() == LAST
+    assert pauses == [0.5, 1, 2, 4, 8, 10, 10]
+
+
+def test_redirects_are_refused(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    """Nobody but the server that was meant sees the token."""
+    with hs.misbehaving(filled.root) as elsewhere:
+        for status in (301, 302, 303, 307, 308):
+            server.answers["HEAD"] = [hs.with_status(status, Location=f"{elsewhere.url}/HEAD")]
+            with pytest.raises(StoreError, match=rf"redirects to '{elsewhere.url}/HEAD' \({status}\); .*give the final address"):
+                store_at(server.url, tmp_path, token=TOKEN).head()
+        assert elsewhere.seen == []
+    assert {token for _, _, token in server.seen} == {f"Bearer {TOKEN}"}
+
+
+def test_endless_texts_are_cut_off(server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_MAX_MANIFEST", 1 << 20)
+    server.answers = {"manifest.json": [hs.endless]}
+    source = store_at(server.url, tmp_path)
+    with pytest.raises(StoreError, match=r"v00000003/manifest.json is longer than 1048576 bytes"):
+        source.manifest(3)
+    server.answers = {"HEAD": [hs.endless]}
+    with pytest.raises(StoreError, match=r"/HEAD is longer than 64 bytes; is this the address of a weight store\?"):
+        source.head()
+
+
+@pytest.mark.parametrize("text", [b"<html>hello</html>", b"-3\n", b"", b"\xff\xfe", b"3 4\n"])
+def test_a_head_that_is_no_version(server: Misbehaving, tmp_path: Path, text: bytes) -> None:
+    server.answers["HEAD"] = [lambda handler: handler.reply(200, text)]
+    with pytest.raises(StoreError, match=r"/HEAD holds .*, not a version"):
+        store_at(server.url, tmp_path).head()
+
+
+def test_a_manifest_of_another_version_or_of_nothing(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    other = (filled.place(2) / "manifest.json").read_bytes()
+    texts = [other, b"{}", b"[" * 100_000, other[:-20], b"\xff" * 20]
+    for text, message in zip(texts, ("describes version 2", "no manifest", "damaged", "damaged", "damaged"), strict=True):
+        server.answers["manifest.json"] = [lambda handler, text=text: handler.reply(200, text)]
+        with pytest.raises(StoreError, match=f"{server.url}/v00000003/manifest.json .*{message}"):
+            store_at(server.url, tmp_path).manifest(3)
+
+
+def test_a_reader_falls_back_to_the_anchor(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    tensors = weights_at(2)
+    source = store_at(server.url, tmp_path)
+    reader = WeightReader(source, tensors)
+    reader.load(2)
+    delta = filled.manifest(3).delta_files[2][0]
+    server.answers[delta.name] = [hs.flipped, hs.flipped]
+    loaded = reader.load(3)
+    assert loaded.mode == "anchor" and "came damaged twice" in loaded.reason and same(tensors, weights_at(3))
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with hs.silent() as url, pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(timed out\), 2 times"):
+        store_at(url, tmp_path, retries=1, timeout_s=0.05).head()
+    with pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(.*refused.*\), 2 times; check the address and that the server runs"):
+        store_at(url, tmp_path, retries=1).head()
+
+
+def test_a_trickle_is_not_waited_for(server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpStore, "_deadline", lambda self, num_bytes: 0.0)
+    with pytest.raises(StoreError, match="slower than 64 KiB per second, 4 times"):
+        store_at(server.url, tmp_path).fetch(0, anchor_of(filled))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/x",
+        "file:///etc",
+        "http://",
+        "http://[x",
+        "http://h:99999",
+        "http://me:pw@h/",
+        "http://h/?a",
+        "http://h/#a",
+        "http://h/ b",
+    ],
+)
+def test_urls_that_are_none(tmp_path: Path, url: str) -> None:
+    with pytest.raises(UserError, match="url must be"):
+        HttpStore(url, tmp_path)
+
+
+@pytest.mark.parametrize("token", ["two words", "line\nX-Header: 1", "tökén"])
+def test_tokens_that_do_not_fit_a_header(tmp_path: Path, token: str) -> None:
+    with pytest.raises(UserError, match="printable ASCII") as caught:
+        HttpStore("http://host", tmp_path, token)
+    assert token not in str(caught.value)

@@ -1,0 +1,209 @@
+"""The server of a store shows published versions to who has the token, and nothing else to anybody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from flowtrain.types import UserError
+from flowtrain.weights import WeightStore
+from flowtrain.weights.serve import address, make_app, make_server
+
+pytest.register_assert_rewrite("http_stores")
+import http_stores as hs  # noqa: E402
+from http_stores import LAST, TOKEN  # noqa: E402
+
+pytest_plugins = ("http_stores",)
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+ANCHOR = "/v00000000/anchor-r0.safetensors"
+
+
+@pytest.fixture(scope="module")
+def store(filled: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    """With things beside it and in it that are nobody's business."""
+    root = tmp_path_factory.mktemp("served") / "weights"
+    shutil.copytree(filled.root, root)
+    secret = root.parent / "secret.safetensors"
+    secret.write_text("secret")
+    (root.parent / "HEAD").write_text("secret")
+    (root / "leases").mkdir()
+    (root / "leases" / "engine.json").write_text("{}")
+    (root / "notes.txt").write_text("secret")
+    shutil.copytree(root / "v00000001", root / "v00000006.writing")
+    shutil.copytree(root / "v00000001", root / f"v{LAST + 1:08d}")
+    here = root / "v00000001"
+    (here / "out.safetensors").symlink_to(secret)
+    (here / "folder.safetensors").mkdir()
+    (here / "loop.safetensors").symlink_to(here / "loop.safetensors")
+    (here / "in.safetensors").symlink_to(root / "v00000000" / "anchor-r0.safetensors")
+    (here / ".hidden.safetensors").write_text("secret")
+    (here / "notes.json").write_text("secret")
+    (root / "v00000009").symlink_to(root.parent)
+    return WeightStore(root)
+
+
+@pytest.fixture(scope="module")
+def connection(store: WeightStore) -> Iterator[HTTPConnection]:
+    with hs.serving(store) as url:
+        client = HTTPConnection(url.removeprefix("http://"), timeout=20)
+        yield client
+        client.close()
+
+
+def ask(
+    client: HTTPConnection, path: str, method: str = "GET", token: str | None = TOKEN, **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    client.request(method, path, headers=headers)
+    response = client.getresponse()
+    return response.status, response.read(), {key.lower(): value for key, value in response.getheaders()}
+
+
+# ---- what is served
+
+
+def test_the_files_of_published_versions(connection: HTTPConnection, store: WeightStore) -> None:
+    assert ask(connection, "/HEAD")[:2] == (200, f"{LAST}\n".encode())
+    for path in ("/v00000003/manifest.json", ANCHOR, "/v00000004/delta-00000000-r0.safetensors", "/v00000001/in.safetensors"):
+        status, body, headers = ask(connection, path)
+        assert status == 200 and body == (store.root / path[1:]).read_bytes()
+        assert headers["cache-control"] == "no-cache" and "server" not in headers
+        status, nothing, head = ask(connection, path, "HEAD")
+        assert (status, nothing, head["content-length"]) == (200, b"", str(len(body)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "cut"), [("5-", slice(5, None)), ("0-0", slice(0, 1)), ("100-199", slice(100, 200)), ("-10", slice(-10, None))]
+)
+def test_ranges(connection: HTTPConnection, store: WeightStore, asked: str, cut: slice) -> None:
+    whole = (store.root / ANCHOR[1:]).read_bytes()
+    status, body, headers = ask(connection, ANCHOR, Range=f"bytes={asked}")
+    start, stop, _ = cut.indices(len(whole))
+    assert (status, body) == (206, whole[cut])
+    assert headers["content-range"] == f"bytes {start}-{stop - 1}/{len(whole)}"
+
+
+def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -> None:
+    size = (store.root / ANCHOR[1:]).stat().st_size
+    status, _, headers = ask(connection, ANCHOR, Range=f"bytes={size}-")
+    assert (status, headers["content-range"]) in [(416, f"bytes */{size}"), (416, f"*/{size}")]
+
+
+# ---- what is not
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
+@pytest.mark.parametrize("path", ["/HEAD", ANCHOR, "/nothing", "/../HEAD"])
+def test_without_the_token_everything_looks_alike(connection: HTTPConnection, token: str | None, path: str) -> None:
+    for method in ("GET", "HEAD", "POST"):
+        status, body, headers = ask(connection, path, method, token)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        assert TOKEN.encode() not in body
+
+
+def test_the_scheme_must_be_bearer(connection: HTTPConnection) -> None:
+    for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 401), ("", 401)):
+        assert ask(connection, "/HEAD", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
+    assert ask(connection, f"/HEAD?token={TOKEN}", token=None)[0] == 401
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND"])
+def test_nothing_but_reading(connection: HTTPConnection, store: WeightStore, method: str) -> None:
+    status, _, headers = ask(connection, "/HEAD", method)
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert store.head() == LAST
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "//", "/v00000001", "/v00000001/", "/leases", "/leases/", "/leases/engine.json", "/notes.txt", "/HEAD/", "/HEAD.writing"),
+        *("/../HEAD", "/%2e%2e/HEAD", "/..%2fHEAD", "/v00000001/../../HEAD", "/v00000001/%2e%2e/%2e%2e/secret.safetensors", "/./HEAD"),
+        *(
+            "/v00000001/..%2f..%2fsecret.safetensors",
+            "/v00000001/..%5c..%5csecret.safetensors",
+            "//etc/passwd",
+            "/%2fetc/passwd",
+            "/etc/passwd",
+        ),
+        *(
+            "/HEAD%00",
+            "/HEAD%0a",
+            "/HEAD%0d%0aX:y",
+            "/v00000001/manifest.json%00.safetensors",
+            "/v00000001/%00.safetensors",
+            "/%ff",
+            "/head",
+        ),
+        *("/v00000001/out.safetensors", "/v00000001/loop.safetensors", "/v00000001/folder.safetensors", "/v00000001/.hidden.safetensors"),
+        *("/v00000001/notes.json", "/v00000009/secret.safetensors", "/v1/manifest.json", "/v000000001/manifest.json"),
+        *(f"/v{LAST + 1:08d}/manifest.json", "/v00000006.writing/manifest.json", "/v99999999/manifest.json", f"/v{'9' * 40}/manifest.json"),
+        "/v\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661/manifest.json".encode().decode("latin-1"),
+    ],
+)
+def test_no_other_path_leads_anywhere(connection: HTTPConnection, path: str) -> None:
+    answer = ask_raw(connection, path)
+    assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), answer[:100]
+    assert b"secret" not in answer and b"engine" not in answer
+    assert ask_raw(connection, "/HEAD").startswith(b"HTTP/1.1 200")
+
+
+def ask_raw(connection: HTTPConnection, path: str) -> bytes:
+    """A client would tidy the path up."""
+    with socket.create_connection((connection.host, connection.port), timeout=20) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode("latin-1"))
+        return raw.makefile("rb").read()
+
+
+def test_a_damaged_head_publishes_nothing(filled: WeightStore, tmp_path: Path) -> None:
+    root = tmp_path / "weights"
+    shutil.copytree(filled.root, root)
+    with hs.serving(WeightStore(root)) as url:
+        client = HTTPConnection(url.removeprefix("http://"), timeout=20)
+        (root / "HEAD").write_text("a lot")
+        assert ask(client, ANCHOR)[0] == 404
+        assert ask(client, "/HEAD")[:2] == (200, b"a lot"), "so that the reader can say what is wrong"
+        (root / "HEAD").unlink()
+        assert ask(client, ANCHOR)[0] == 404 and ask(client, "/HEAD")[0] == 404
+        client.close()
+
+
+# ---- starting it
+
+
+def test_it_listens_on_loopback_unless_told(filled: WeightStore) -> None:
+    _, listener = make_server(filled, TOKEN)
+    with listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1" and port > 0 and address(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1 port {port}: .*in use"):
+            make_server(filled, TOKEN, port=port)
+    with pytest.raises(UserError, match=r"cannot listen at 203.0.113.1"):
+        make_server(filled, TOKEN, host="203.0.113.1")
+
+
+@pytest.mark.parametrize("missing", ["starlette.requests", "uvicorn"])
+def test_the_extra_is_named_when_it_is_missing(filled: WeightStore, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UserError, match=rf"{missing}: pip install 'flowtrain\[serve\]'"):
+        make_server(filled, TOKEN)
+
+
+def test_there_is_no_server_without_a_token(filled: WeightStore) -> None:
+    for token in ("", "two words"):
+        with pytest.raises(UserError, match="token must be"):
+            make_app(filled, token)
+
+
+def test_importing_the_store_needs_no_server() -> None:
+    code = "import sys, flowtrain.weights, flowtrain.weights.serve; assert not {'starlette', 'uvicorn'} & set(sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
