@@ -217,7 +217,10 @@ class WeightReader:
 def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor]:
     """The whole weights of a version, as new tensors on the CPU."""
     layout = source.manifest(version).layout
-    tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()}
+    try:
+        tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()}
+    except RuntimeError as error:  # torch's word for shapes that no machine holds
+        raise StoreError(f"version {version} of {source} has tensors that do not fit into memory: {error}") from error
     WeightReader(source, tensors, num_threads).load(version)
     return tensors
 

@@ -150,9 +150,13 @@ class WeightStore:
         """Leases that have not run out, by reader."""
         found = {}
         for path in sorted((self.root / "leases").glob("*.json")):
-            record = json.loads(path.read_text())
-            if record["expires"] > time.time():
-                found[path.stem] = int(record["version"])
+            try:
+                record = json.loads(path.read_text())
+                version, expires = int(record["version"]), float(record["expires"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise StoreError(f"{path} is no lease ({type(error).__name__}: {error}); delete it if no reader needs it") from error
+            if expires > time.time():
+                found[path.stem] = version
         return found
 
     def place(self, version: int) -> Path:

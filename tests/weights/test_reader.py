@@ -15,7 +15,7 @@ from flowtrain import _delta
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
 from flowtrain.weights.files import seal, write_delta
 from flowtrain.weights.manifest import File
-from flowtrain.weights.pieces import words_of
+from flowtrain.weights.pieces import TensorSpec, words_of
 from flowtrain.weights.reader import find_path
 
 pytest.register_assert_rewrite("weight_samples")
@@ -284,6 +284,15 @@ def test_an_anchor_with_another_digest_than_its_manifest_is_refused(copy: Weight
     (copy.place(1) / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match="the anchor of version 1 is damaged at"):
         pull(copy, 1)
+
+
+def test_shapes_that_no_machine_holds_are_refused(store: WeightStore) -> None:
+    Publisher(store).publish(chain(1), 1)
+    manifest = store.manifest(1)
+    manifest.layout["vector"] = TensorSpec("bfloat16", (2**40, 2**20))
+    (store.place(1) / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(StoreError, match="version 1 .* has tensors that do not fit into memory"):
+        pull(store, 1)
 
 
 # ---- other numbers of ranks

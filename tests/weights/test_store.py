@@ -181,6 +181,15 @@ def test_a_lease_keeps_a_version_until_it_runs_out(store: WeightStore) -> None:
             store.lease(reader, 4, 1)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 1, "expires": "soon"}'])
+def test_a_damaged_lease_is_named(store: WeightStore, text: str) -> None:
+    publish(store, 1)
+    store.lease("node", 1, seconds=3600)
+    (store.root / "leases" / "node.json").write_text(text)
+    with pytest.raises(StoreError, match=r"node.json is no lease .*; delete it if no reader needs it"):
+        store.collect_garbage(keep=1)
+
+
 # ---- manifests
 
 
