@@ -45,6 +45,7 @@ typecheck: setup
 	$(BIN)/mypy
 
 bench: setup
+	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.losses
 	$(BIN)/python -m bench.aot

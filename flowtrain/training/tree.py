@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,9 @@ class Row:
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
 
     def to(self, device: torch.device) -> Row:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items() if isinstance(x, Tensor)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def pack(samples: Sequence[Sample], num_minibatches: int, token_budget: int) -> list[list[Row]]:
@@ -59,27 +61,27 @@ def pack(samples: Sequence[Sample], num_minibatches: int, token_budget: int) -> 
     return [pack_rows([s for s in samples if s.minibatch == index], token_budget) for index in range(num_minibatches)]
 
 
-def pack_rows(samples: Sequence[Sample], token_budget: int) -> list[Row]:
+def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) -> list[Row]:
     """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which puts beside each other what is alike.
 
     A sample longer than the budget gets a row of its own. The last response token is a target but never an input, so a sample takes
-    len(prompt) + len(response) - 1 tokens, less what it shares with the one before it.
+    len(prompt) + len(response) - 1 tokens, less what it shares with the one before it. `share=False` is for comparison.
     """
     rows: list[list[Sample]] = []
     num_tokens = 0
     previous: tuple[int, ...] = ()
     for sample in sorted(samples, key=_inputs):
         inputs = _inputs(sample)
-        num_new = len(inputs) - _num_shared(previous, inputs)
+        num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
         if not rows or num_tokens + num_new > token_budget:
             rows.append([])
             num_tokens, num_new = 0, len(inputs)
         rows[-1].append(sample)
         num_tokens, previous = num_tokens + num_new, inputs
-    return [pack_row(members) for members in rows]
+    return [pack_row(members, share) for members in rows]
 
 
-def pack_row(samples: Sequence[Sample]) -> Row:
+def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
     """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
     inputs = [_inputs(sample) for sample in samples]
     input_ids: list[int] = []
@@ -89,7 +91,7 @@ def pack_row(samples: Sequence[Sample]) -> Row:
     previous: tuple[int, ...] = ()
     for index in sorted(range(len(samples)), key=inputs.__getitem__):
         sequence = inputs[index]
-        num_shared = _num_shared(previous, sequence)
+        num_shared = _num_shared(previous, sequence) if share else 0
         path = [*path[:num_shared], *range(len(input_ids), len(input_ids) + len(sequence) - num_shared)]
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))

@@ -111,6 +111,16 @@ def test_the_example_of_a_row() -> None:
     assert row.weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
 
+@settings(derandomize=True, deadline=None)
+@given(sample_lists(), st.integers(1, 40))
+def test_without_sharing_each_sample_is_a_tree_of_its_own(samples: list[Sample], budget: int) -> None:
+    rows = pack_rows(samples, budget, share=False)
+    assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(key(s) for s in samples)
+    for row in rows:
+        num_samples = len(row.cu_targets_S1) - 1
+        assert len(tree_bounds(row.subtree_end_N)) == num_samples + 1 and len(row.input_ids_N) == row.num_unshared_tokens
+
+
 def test_no_samples_make_no_rows() -> None:
     assert pack_rows([], 10) == []
     assert pack([], 3, 10) == [[], [], []]

@@ -291,7 +291,7 @@ def test_shapes_that_no_machine_holds_are_refused(store: WeightStore) -> None:
     manifest = store.manifest(1)
     manifest.layout["vector"] = TensorSpec("bfloat16", (2**40, 2**20))
     (store.place(1) / "manifest.json").write_text(manifest.to_json())
-    with pytest.raises(StoreError, match="version 1 .* has tensors that do not fit into memory"):
+    with pytest.raises(StoreError, match=r"version 1 .* has tensors that do not fit into memory"):
         pull(store, 1)
 
 
