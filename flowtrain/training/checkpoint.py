@@ -2,18 +2,20 @@
 
     checkpoints/step_00000050/     config.json, tokenizer.json, model.safetensors   a Hugging Face model
                                    optimizer.safetensors                            "<parameter>/exp_avg" and so on, whole tensors
-                                   state.json                                       step, version, cursor; written last
+                                   state.json                                       step, version, cursor; checksums of the others
 
-The folder is written under another name and renamed, so one that exists is whole.
+The folder is written under another name and renamed, so one that exists was whole; the checksums tell whether it still is.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -26,9 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain import _delta
 from flowtrain.training import model as models
 from flowtrain.training.world import World
 from flowtrain.types import UserError
+from flowtrain.weights.files import check, seal
+from flowtrain.weights.manifest import File, StoreError
+
+_log = logging.getLogger(__name__)
 
 
 def save(
@@ -45,32 +52,69 @@ def save(
     weights = models.full_weights(model)
     moments = _moments(model, optimizer)
     if world.is_main:
-        place = root / f"step_{step:08d}"
-        scratch = place.with_suffix(".writing")
+        target = place(root, step)
+        scratch = target.with_suffix(".writing")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
-            (scratch / "state.json").write_text(json.dumps({"step": step, **state}))
+            sealed = {path.name: seal(path) for path in sorted(scratch.iterdir())}
+            files = {name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3} for name, file in sealed.items()}
+            whole = {"step": step, **state, "files": files}
+            (scratch / "state.json").write_text(json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1))
+            seal(scratch / "state.json")
         except (OSError, SafetensorError):  # safetensors has its own error for a full disk
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        shutil.rmtree(place, ignore_errors=True)
-        scratch.rename(place)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.rename(target)
         for old in sorted(root.glob("step_????????"))[:-keep]:
             shutil.rmtree(old)
     world.barrier()
 
 
+def place(root: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`."""
+    return root / f"step_{step:08d}"
+
+
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint."""
-    return max(root.glob("step_????????"), default=None)
+    """The newest checkpoint that is whole; damaged ones are passed over with a warning. Reads all of it."""
+    for path in sorted(root.glob("step_????????"), reverse=True):
+        try:
+            _check(path)
+            return path
+        except (StoreError, OSError) as error:
+            _log.warning("checkpoint %s is passed over: %s", path, error)
+    return None
 
 
 def load_state(path: Path) -> dict[str, int]:
     """The state of the loop that was saved in `path`."""
-    state: dict[str, int] = json.loads((path / "state.json").read_text())
+    state = _read_state(path)
+    del state["files"]
     return state
+
+
+def _check(path: Path) -> None:
+    for name, file in _read_state(path)["files"].items():
+        check(path / name, File(name, file["num_bytes"], file["xxh3"]))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Raises StoreError when the text is not what was written."""
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
+        xxh3 = state.pop("xxh3")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{path / 'state.json'} is damaged: {type(error).__name__}: {error}") from error
+    if xxh3 != _checksum_of(state):
+        raise StoreError(f"{path / 'state.json'} does not have the checksum that it names")
+    return state
+
+
+def _checksum_of(state: dict[str, Any]) -> str:
+    return f"{_delta.xxh3(np.frombuffer(json.dumps(state).encode(), np.uint8)):016x}"
 
 
 def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

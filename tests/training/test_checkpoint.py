@@ -229,3 +229,46 @@ def test_a_tied_head_is_written_once(setup: Setup) -> None:
     path = setup.save(1)
     assert "lm_head.weight" not in checkpoint.load_file(path / "model.safetensors")
     assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+# ---- damage
+
+
+def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    """Every file, cut at its ends and at some places between."""
+    setup.trainer.step(setup.rows(0))
+    before = setup.save(1)
+    newest = setup.save(2)
+    assert checkpoint.latest(setup.root) == newest and not caplog.records
+    cuts = 0
+    for path in sorted(newest.iterdir()):
+        data = path.read_bytes()
+        for size in {0, 1, len(data) // 3, len(data) // 2, len(data) - 1}:
+            path.write_bytes(data[:size])
+            assert checkpoint.latest(setup.root) == before, (path.name, size)
+            cuts += 1
+        path.unlink()
+        assert checkpoint.latest(setup.root) == before, path.name
+        path.write_bytes(data)
+    assert cuts >= 20 and checkpoint.latest(setup.root) == newest
+    assert all(f"{newest} is passed over" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"])
+def test_a_flipped_bit_anywhere_is_seen(setup: Setup, name: str) -> None:
+    setup.trainer.step(setup.rows(0))
+    before, newest = setup.save(1), setup.save(2, cursor=7)
+    data = bytearray((newest / name).read_bytes())
+    for at in range(0, len(data), max(1, len(data) // 25)):
+        data[at] ^= 1
+        (newest / name).write_bytes(data)
+        assert checkpoint.latest(setup.root) == before, at
+        data[at] ^= 1
+    (newest / name).write_bytes(data)
+    assert checkpoint.latest(setup.root) == newest and checkpoint.load_state(newest) == {"step": 2, "cursor": 7}
+
+
+def test_with_every_checkpoint_damaged_there_is_none(setup: Setup) -> None:
+    for step in (1, 2):
+        (setup.save(step) / "model.safetensors").unlink()
+    assert checkpoint.latest(setup.root) is None
