@@ -23,6 +23,16 @@ using GilFree = py::gil_scoped_release;
 Digest to_digest(Sums sums) { return {sums.first, sums.second}; }
 Sums to_sums(Digest digest) { return {digest.a, digest.b}; }
 
+const Words& aligned(const Words& words) {  // as an array over an odd offset of a file is not
+    if (reinterpret_cast<std::uintptr_t>(words.data()) % alignof(std::uint16_t)) throw py::value_error("words must lie at an even address");
+    return words;
+}
+
+int at_least_one(int num_threads) {
+    if (num_threads < 1) throw py::value_error("num_threads must be at least 1, not " + std::to_string(num_threads));
+    return num_threads;
+}
+
 View view(const Octets& bytes) { return {bytes.data(), std::size_t(bytes.size())}; }
 
 const std::uint16_t* base_of(const std::optional<Words>& base, View delta) {
@@ -32,7 +42,7 @@ const std::uint16_t* base_of(const std::optional<Words>& base, View delta) {
         throw Error(Fault::kWrongLayout,
                     "the delta is for " + std::to_string(wanted) + " words, base has " + std::to_string(base->size()));
     }
-    return base->data();
+    return aligned(*base).data();
 }
 
 Octets to_array(Bytes bytes) {
@@ -52,10 +62,12 @@ Octets encode_words(const Words& old_words, const Words& new_words, std::uint64_
     if (old_words.size() != new_words.size()) {
         throw Error(Fault::kWrongLayout, "old has " + std::to_string(old_words.size()) + " words, new has " + std::to_string(new_words.size()));
     }
+    const std::uint16_t *const from = aligned(old_words).data(), *const to = aligned(new_words).data();
+    const EncodeOptions options{first, level, to_digest(base_digest), at_least_one(num_threads)};
     Bytes out;
     {
         GilFree free;
-        out = encode(old_words.data(), new_words.data(), std::size_t(new_words.size()), {first, level, to_digest(base_digest), num_threads});
+        out = encode(from, to, std::size_t(new_words.size()), options);
     }
     return to_array(std::move(out));
 }
@@ -66,11 +78,13 @@ Octets encode_found(const py::array_t<std::uint32_t, py::array::c_style>& counts
         throw py::value_error("counts must have one number per block of 65,536 words");
     }
     if (positions.size() != diffs.size()) throw py::value_error("positions and diffs differ in length");
+    const EncodeOptions options{first, 1, to_digest(base_digest), at_least_one(num_threads)};
+    if (reinterpret_cast<std::uintptr_t>(counts.data()) % alignof(std::uint32_t)) throw py::value_error("counts must be aligned");
+    const std::uint16_t *const at = aligned(positions).data(), *const by = aligned(diffs).data();
     Bytes out;
     {
         GilFree free;
-        out = encode_pairs(counts.data(), positions.data(), diffs.data(), std::size_t(diffs.size()), num_words, to_digest(change),
-                           {first, 1, to_digest(base_digest), num_threads});
+        out = encode_pairs(counts.data(), at, by, std::size_t(diffs.size()), num_words, to_digest(change), options);
     }
     return to_array(std::move(out));
 }
@@ -85,8 +99,10 @@ py::dict to_dict(const Info& info) {
 
 void apply_all(const std::vector<Octets>& deltas, std::vector<Words> words, int num_threads) {
     if (deltas.size() != words.size()) throw py::value_error("deltas and words differ in length");
+    at_least_one(num_threads);
     std::vector<Patch> patches;
     for (std::size_t i = 0; i < deltas.size(); ++i) {
+        aligned(words[i]);
         patches.push_back({view(deltas[i]), words[i].mutable_data(), std::size_t(words[i].size())});  // raises when read-only
     }
     GilFree free;
@@ -94,6 +110,7 @@ void apply_all(const std::vector<Octets>& deltas, std::vector<Words> words, int 
 }
 
 Octets compose_all(const std::vector<Octets>& deltas, const std::optional<Words>& base, int level, int num_threads) {
+    at_least_one(num_threads);
     std::vector<View> views;
     for (const Octets& delta : deltas) views.push_back(view(delta));
     const std::uint16_t* const words = deltas.empty() ? nullptr : base_of(base, views[0]);
@@ -119,7 +136,7 @@ PYBIND11_MODULE(_delta, m) {
         {"NewerFormat", "The delta was written by a later version."},
         {"CorruptDelta", "The delta is truncated, or a checksum or field of it is wrong."},
         {"WrongBase", "The weights are not those that the delta starts from."},
-        {"WrongLayout", "Delta and weights differ in size."},
+        {"WrongLayout", "Delta and weights differ in size, or weights overlap."},
     };
     for (int i = 0; i < 5; ++i) {
         const std::string full = std::string("flowtrain._delta.") + names[i].first;
@@ -146,6 +163,7 @@ PYBIND11_MODULE(_delta, m) {
     m.def("info", [](const Octets& delta) { return to_dict(info(view(delta))); }, "delta"_a.noconvert(), "What the checked header says.");
     m.def("validate",
           [](const Octets& delta, const std::optional<Words>& base, int num_threads) {
+              at_least_one(num_threads);
               const std::uint16_t* const words = base_of(base, view(delta));
               Info result;
               {
@@ -173,6 +191,7 @@ PYBIND11_MODULE(_delta, m) {
           "One delta for several that follow each other.");
     m.def("invert",
           [](const Octets& delta, const std::optional<Words>& base, int level, int num_threads) {
+              at_least_one(num_threads);
               const std::uint16_t* const words = base_of(base, view(delta));
               Bytes out;
               {
@@ -185,14 +204,21 @@ PYBIND11_MODULE(_delta, m) {
           "The delta that undoes this one.");
     m.def("digest",
           [](const Words& words, std::uint64_t first, int num_threads) {
+              at_least_one(num_threads);
+              const std::uint16_t* const data = aligned(words).data();
               GilFree free;
-              return to_sums(digest(words.data(), std::size_t(words.size()), first, num_threads));
+              return to_sums(digest(data, std::size_t(words.size()), first, num_threads));
           },
           "words"_a.noconvert(), py::kw_only(), "first"_a = 0, "num_threads"_a = 1,
           "Two sums mod 2^64 over the words; additive over the pieces of a tensor.");
     m.def("worst_case_size", &worst_case_size, "num_words"_a, "Bytes that no delta of so many words exceeds.");
-    m.def("xxh3", [](const Octets& bytes) { return xxh3(bytes.data(), std::size_t(bytes.size())); }, "bytes"_a.noconvert(),
-          "XXH3, 64 bits.");
+    m.def("xxh3",
+          [](const Octets& bytes) {
+              const View all = view(bytes);
+              GilFree free;
+              return xxh3(all.data, all.size);
+          },
+          "bytes"_a.noconvert(), "XXH3, 64 bits.");
     m.def("isa", &isa, "The instruction set in use: scalar, avx2 or avx512.");
     m.def("use_isa", &use_isa, "name"_a, "Choose it, or \"best\"; False when the machine lacks it. The bytes are the same.");
     m.attr("BLOCK_WORDS") = kBlockWords;

@@ -263,6 +263,7 @@ const u8* read_positions(const Layout& layout, const std::size_t* limits, const 
         beyond |= u64(next >= limits[c]);
         *out++ = u16(next++);
     });
+    if (beyond && layout.num_classes > 1) throw Error(Fault::kWrongBase, "a level 2 delta does not fit these weights: they are not its base");
     if (beyond) corrupt("a block's changes lie beyond its words");
     return in;
 }

@@ -52,7 +52,8 @@ void find_changes(const std::uint16_t* old_words, const std::uint16_t* new_words
 Coded encode_block(const std::uint16_t* old_words, std::size_t num_words, Workspace& ws, std::uint8_t* out);
 
 // Read a payload. Throws Error(kCorrupt) when it is not what `encode_block` writes for some block of `num_words`; `old_words` may be null
-// unless the codec is kClassRice. Positions are ascending but for kClassRice, where they ascend within each class.
+// unless the codec is kClassRice, where other words than the encoder's may throw Error(kWrongBase). Positions are ascending but for
+// kClassRice, where they ascend within each class.
 void decode_block(Codec codec, View payload, const std::uint16_t* old_words, std::size_t num_words, Workspace& ws, Changes& out);
 
 }  // namespace flowtrain

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <system_error>
 #include <thread>
 
 #include "block.h"
@@ -114,21 +115,31 @@ Parsed parse(View view) {
 
 // ---- threads
 
-// Run task(thread, begin, end) on contiguous shares of `count` items; the first exception is thrown when all have ended.
+// Shares that `count` items are cut into: never more than there are items, whatever was asked for.
+std::size_t shares_of(int num_threads, std::size_t count) {
+    return std::clamp<std::size_t>(std::size_t(std::max(num_threads, 1)), 1, std::max<std::size_t>(count, 1));
+}
+
+// Run task(share, begin, end) on contiguous shares of `count` items; the first exception is thrown when all have ended.
 template <class Task>
-void parallel(int num_threads, std::size_t count, Task task) {
-    const std::size_t threads = std::clamp<std::size_t>(std::size_t(std::max(num_threads, 1)), 1, std::max<std::size_t>(count, 1));
-    if (threads == 1) return task(std::size_t(0), std::size_t(0), count);
-    std::vector<std::exception_ptr> errors(threads);
+void parallel(std::size_t shares, std::size_t count, Task task) {
+    if (shares == 1) return task(std::size_t(0), std::size_t(0), count);
+    std::vector<std::exception_ptr> errors(shares);
     std::vector<std::thread> running;
-    for (std::size_t t = 0; t < threads; ++t) {
-        running.emplace_back([&, t] {
+    running.reserve(shares);
+    for (std::size_t t = 0; t < shares; ++t) {
+        const auto run = [&, t] {
             try {
-                task(t, count * t / threads, count * (t + 1) / threads);
+                task(t, count * t / shares, count * (t + 1) / shares);
             } catch (...) {
                 errors[t] = std::current_exception();
             }
-        });
+        };
+        try {
+            running.emplace_back(run);
+        } catch (const std::system_error&) {
+            run();  // no more threads to be had: this one does it
+        }
     }
     for (std::thread& thread : running) thread.join();
     for (const std::exception_ptr& error : errors) {
@@ -302,11 +313,23 @@ class Applier {
     std::size_t written_ = 0;
 };
 
+// Two patches of one word would race, and could not be taken back.
+void require_apart(const std::vector<Patch>& patches) {
+    std::vector<std::pair<const u16*, const u16*>> ranges;
+    for (const Patch& patch : patches) {
+        if (patch.num_words) ranges.emplace_back(patch.words, patch.words + patch.num_words);
+    }
+    std::sort(ranges.begin(), ranges.end());
+    for (std::size_t i = 1; i < ranges.size(); ++i) {
+        if (ranges[i].first < ranges[i - 1].second) throw Error(Fault::kWrongLayout, "two patches have words in common: compose their deltas first");
+    }
+}
+
 // What compose and invert share: add the deltas to each block of the base (or to zeros), then encode the way there, or back.
 Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, const EncodeOptions& options) {
     const std::size_t num_words = deltas[0].header.num_words;
-    std::vector<Part> parts(std::size_t(std::max(options.num_threads, 1)));
-    parallel(options.num_threads, deltas[0].num_blocks(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
+    std::vector<Part> parts(shares_of(options.num_threads, deltas[0].num_blocks()));
+    parallel(parts.size(), deltas[0].num_blocks(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
         std::unique_ptr<Changes> changes(new Changes);
         for (std::size_t b = begin; b < end; ++b) {
@@ -324,10 +347,20 @@ Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, cons
             }
             const u16* const from = back ? ws.new_words : ws.old_words;
             find_changes(from, back ? ws.old_words : ws.new_words, n, ws);
+            const Changes& found = ws.changes;
+            if (base) {
+                const u64 first = options.first + u64(b) * kBlockWords;
+                parts[thread].change += kernels().change(first, found.positions, ws.old_of_changes, found.diffs, found.n);
+            }
             parts[thread].add_block(options.level == 2 ? from : nullptr, n, ws);
         }
     });
-    parts[0].change = back ? deltas.front().header.base - deltas.back().header.target : deltas.back().header.target - deltas.front().header.base;
+    const Digest there = deltas.back().header.target - deltas.front().header.base;
+    const Digest change = back ? Digest{} - there : there;
+    Digest found;
+    for (const Part& part : parts) found += part.change;
+    if (base && !(found == change)) wrong_base();
+    if (!base) parts[0].change = change;
     return assemble(parts, num_words, options);
 }
 
@@ -340,8 +373,8 @@ std::size_t worst_case_size(std::size_t num_words) {
 Bytes encode(const u16* old_words, const u16* new_words, std::size_t num_words, const EncodeOptions& options) {
     check_level(options.level);
     const std::size_t num_blocks = blocks_of(num_words);
-    std::vector<Part> parts(std::size_t(std::max(options.num_threads, 1)));
-    parallel(options.num_threads, num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
+    std::vector<Part> parts(shares_of(options.num_threads, num_blocks));
+    parallel(parts.size(), num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
         Part& part = parts[thread];
         for (std::size_t b = begin; b < end; ++b) {
@@ -367,8 +400,8 @@ Bytes encode_pairs(const u32* counts, const u16* positions, const u16* diffs, st
         starts[b + 1] = starts[b] + counts[b];
     }
     if (starts[num_blocks] != num_pairs) throw std::invalid_argument("counts do not add up to the number of pairs");
-    std::vector<Part> parts(std::size_t(std::max(options.num_threads, 1)));
-    parallel(options.num_threads, num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
+    std::vector<Part> parts(shares_of(options.num_threads, num_blocks));
+    parallel(parts.size(), num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
         for (std::size_t b = begin; b < end; ++b) {
             const std::size_t n = counts[b], limit = block_words(num_words, b);
@@ -401,9 +434,9 @@ Info validate(View view, const u16* base, int num_threads) {
     const Header& h = delta.header;
     require_base(delta, base);
     if (base && !(digest(base, h.num_words, h.first, num_threads) == h.base)) wrong_base();
-    std::vector<Digest> change(std::size_t(std::max(num_threads, 1)));
+    std::vector<Digest> change(shares_of(num_threads, delta.num_blocks()));
     std::vector<u64> num_changed(change.size());
-    parallel(num_threads, delta.num_blocks(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
+    parallel(change.size(), delta.num_blocks(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
         for (std::size_t b = begin; b < end; ++b) {
             delta.check_payload(b);
@@ -425,6 +458,7 @@ Info validate(View view, const u16* base, int num_threads) {
 }
 
 void apply(const std::vector<Patch>& patches, int num_threads) {
+    require_apart(patches);
     std::vector<Parsed> deltas;
     std::vector<Step> steps;
     u64 num_changed = 0;
@@ -443,12 +477,13 @@ void apply(const std::vector<Patch>& patches, int num_threads) {
         }
     }
     // Damage in transit shows here, before a word is written; the undo below is for deltas that were made wrong or meet another base.
-    parallel(num_threads, steps.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
+    const std::size_t shares = shares_of(num_threads, steps.size());
+    parallel(shares, steps.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
         for (std::size_t s = begin; s < end; ++s) steps[s].delta->check_payload(steps[s].block);
     });
-    std::vector<std::unique_ptr<Applier>> appliers(std::size_t(std::max(num_threads, 1)));
+    std::vector<std::unique_ptr<Applier>> appliers(shares);
     try {
-        parallel(num_threads, steps.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
+        parallel(shares, steps.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
             // The header's number is a hint; should it lie, it still cannot exceed the words that there are.
             const std::size_t expected = std::size_t(num_changed) / appliers.size();
             appliers[thread].reset(new Applier(steps.data() + begin, steps.data() + end, patches.size(), expected));
@@ -531,8 +566,8 @@ Bytes invert(View view, const u16* base, int level, int num_threads) {
 
 Digest digest(const u16* words, std::size_t num_words, u64 first, int num_threads) {
     const std::size_t num_blocks = blocks_of(num_words);
-    std::vector<Digest> sums(std::size_t(std::max(num_threads, 1)));
-    parallel(num_threads, num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
+    std::vector<Digest> sums(shares_of(num_threads, num_blocks));
+    parallel(sums.size(), num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
         const std::size_t start = begin * kBlockWords, stop = std::min(num_words, end * kBlockWords);
         if (start < stop) sums[thread] = kernels().digest(words + start, stop - start, first + start);
     });

@@ -36,7 +36,7 @@ enum class Fault {
     kNewerFormat,  // written by a later version of this code
     kCorrupt,      // truncated, or a checksum or a field is wrong
     kWrongBase,    // the weights are not those that the delta starts from
-    kWrongLayout,  // sizes of delta and weights differ
+    kWrongLayout,  // sizes of delta and weights differ, or weights overlap
 };
 
 struct Error : std::runtime_error {
@@ -97,13 +97,14 @@ Info info(View delta);
 // Check everything that can be checked without the target: checksums, structure, and with `base` (required at level 2) the digest.
 Info validate(View delta, const std::uint16_t* base, int num_threads);
 
-// Add the deltas to the words in place: all of them, or none when any is refused.
+// Add the deltas to the words in place: all of them, or none when any is refused. No two patches may have words in common.
 void apply(const std::vector<Patch>& patches, int num_threads);
 
 // Positions and wrap differences. `base` is needed at level 2.
 Pairs decode(View delta, const std::uint16_t* base);
 
-// One delta that does what the given ones do one after another. With `base`, the words before the first, level 2 can be read and written.
+// One delta that does what the given ones do one after another. With `base`, the words before the first, level 2 can be read and written,
+// and a base that is not theirs is refused.
 Bytes compose(const std::vector<View>& deltas, const std::uint16_t* base, int level, int num_threads);
 
 // The delta that undoes this one. `base` as in `compose`.
