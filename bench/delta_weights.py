@@ -1,0 +1,169 @@
+"""16-bit weights before and after an optimizer step, made to a wanted density or from real training, and their entropy bounds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from flowtrain.training import model as models
+
+Words = NDArray[np.uint16]
+_CHUNK = 1 << 24
+_ROW = 4096
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step did to each tensor."""
+
+    name: str
+    old: list[Words]
+    new: list[Words]
+
+
+# ---- synthetic
+
+
+def synthetic(num_bytes: int, density: float) -> Step:
+    """One tensor of normal(0, 0.02) weights in rows of 4,096 whose scales are log-normal (sigma 0.5), fp32 masters.
+
+    Every master moves by lr times a clipped Adam ratio, normal(0, 0.5) within +-1; the lr is solved so that this share of the bf16 words
+    changes.
+    """
+    num_words = num_bytes // 2
+    lr = _solve_lr(density)
+    old, new = np.empty(num_words, np.uint16), np.empty(num_words, np.uint16)
+    for seed, start in enumerate(tqdm(range(0, num_words, _CHUNK), desc=f"weights, {100 * density:g} %", disable=None)):
+        master, ratio = _masters(min(_CHUNK, num_words - start), seed)
+        old[start : start + _CHUNK] = _bf16(master)
+        new[start : start + _CHUNK] = _bf16(master - np.float32(lr) * ratio)
+    return Step(f"synthetic, lr {lr:.2g}", [old], [new])
+
+
+def _masters(num_words: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rng = np.random.default_rng(seed)
+    scale = 0.02 * np.exp(0.5 * rng.standard_normal(-(-num_words // _ROW), dtype=np.float32))
+    master = rng.standard_normal(num_words, dtype=np.float32)
+    master *= np.repeat(scale, _ROW)[:num_words]
+    ratio = rng.standard_normal(num_words, dtype=np.float32)
+    ratio *= np.float32(0.5)
+    return master, np.clip(ratio, -1, 1, out=ratio)
+
+
+def _solve_lr(density: float) -> float:
+    master, ratio = _masters(1 << 21, seed=0)
+    old, low, high = _bf16(master), 1e-9, 1e-1
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        if (_bf16(master - np.float32(middle) * ratio) != old).mean() < density:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _bf16(values: NDArray[np.float32]) -> Words:
+    """Rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+# ---- real
+
+
+def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[Step]:
+    """A byte-level Qwen3 of 3.3 M parameters learns the text of this repository for `num_steps` at lr 1e-3.
+
+    That makes the weights those of a trained model rather than fresh noise. Then, from the same point for each lr, AdamW takes 20 steps
+    that settle its moments at that lr, and the bf16 view is compared before and after the 21st.
+    """
+    torch.manual_seed(0)
+    tokenizer = models.new_tokenizer(["text"], vocab_size=258)
+    model = models.new_model(tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128)
+    model.set_attn_implementation("sdpa")
+    folder = Path(__file__).resolve().parents[1]
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("flowtrain/**/*.py")))
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    loss = _train(model, ids, 1e-3, num_steps)
+    for lr in lrs:
+        one = copy.deepcopy(model)
+        optimizer = _optimizer(one, lr)
+        _train(one, ids, lr, 20, optimizer)
+        old = _view(one)
+        _train(one, ids, lr, 1, optimizer)
+        yield Step(f"AdamW, lr {lr:g}, loss {loss:.2f}", old, _view(one))
+
+
+def _optimizer(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+def _train(model: PreTrainedModel, ids: Tensor, lr: float, num_steps: int, optimizer: torch.optim.AdamW | None = None) -> float:
+    optimizer = optimizer or _optimizer(model, lr)
+    loss = torch.zeros(())
+    for _ in tqdm(range(num_steps), desc=f"training, lr {lr:g}", disable=None):
+        starts = torch.randint(len(ids) - 128, (8,))
+        batch = torch.stack([ids[start : start + 128] for start in starts.tolist()])
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return float(loss.detach())
+
+
+def _view(model: PreTrainedModel) -> list[Words]:
+    return [p.detach().bfloat16().view(torch.int16).flatten().numpy().view(np.uint16).copy() for p in model.parameters()]
+
+
+# ---- bounds
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes per changed word that no code can beat that treats words alike; and the same where the old exponent is known."""
+
+    num_changed: int
+    density: float
+    plain: float
+    conditioned: float
+
+
+def bounds(step: Step) -> Bounds:
+    """h(d)/d bits for where, the entropy of the wrap differences for what; conditioned, each exponent has its own density and values."""
+    words, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    values = np.zeros((256, 65536), np.int64)
+    for old, new in zip(step.old, step.new, strict=True):
+        for start in range(0, len(old), _CHUNK):
+            was, now = old[start : start + _CHUNK], new[start : start + _CHUNK]
+            words += np.bincount((was >> 7) & 0xFF, minlength=256)
+            where = np.flatnonzero(was != now)
+            exponent, diff = (was[where] >> 7) & 0xFF, now[where] - was[where]
+            changed += np.bincount(exponent, minlength=256)
+            for one in np.unique(exponent).tolist():
+                values[one] += np.bincount(diff[exponent == one], minlength=65536)
+    total = int(changed.sum())
+    plain = _bits(words.sum(), total) + _value_bits(values.sum(axis=0))
+    conditioned = sum(_bits(words[e], changed[e]) + _value_bits(values[e]) for e in range(256))
+    return Bounds(total, total / float(words.sum()), plain / 8 / total, conditioned / 8 / total)
+
+
+def _bits(num_words: int, num_changed: int) -> float:
+    if num_changed in (0, num_words):
+        return 0.0
+    d = num_changed / num_words
+    return float(-num_words * (d * np.log2(d) + (1 - d) * np.log2(1 - d)))
+
+
+def _value_bits(counts: NDArray[np.int64]) -> float:
+    there = counts[counts > 0]
+    return float(-(there * np.log2(there / there.sum())).sum())
