@@ -282,26 +282,6 @@ AVX512 void diff_avx512(const u16* a, const u16* b, std::size_t num_words, u64* 
     if (i < num_words) diff_scalar(a + i, b + i, num_words - i, bitmap + i / 64);
 }
 
-AVX512 void classes_avx512(const u16* words, std::size_t num_words, int top, u64 (*bitmaps)[kBitmapWords]) {
-    const __m512i exponents = _mm512_set1_epi16(0xFF), tops = _mm512_set1_epi16(short(top)), last = _mm512_set1_epi16(kClasses - 1);
-    for (std::size_t i = 0; i < num_words; i += 64) {
-        const std::size_t left = num_words - i;
-        const u64 inside = left < 64 ? (u64(1) << left) - 1 : ~u64(0);
-        __m512i classes[2];
-        for (int half = 0; half < 2; ++half) {
-            const __m512i x = _mm512_maskz_loadu_epi16(__mmask32(inside >> (32 * half)), words + i + 32 * half);
-            const __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(x, 7), exponents);
-            classes[half] = _mm512_min_epu16(_mm512_subs_epu16(tops, exponent), last);
-        }
-        for (int c = 0; c < kClasses; ++c) {
-            const __m512i id = _mm512_set1_epi16(short(c));
-            const u64 low = _mm512_cmpeq_epi16_mask(classes[0], id), high = _mm512_cmpeq_epi16_mask(classes[1], id);
-            bitmaps[c][i / 64] = (high << 32 | low) & inside;
-        }
-    }
-    for (int c = 0; c < kClasses; ++c) std::fill(bitmaps[c] + (num_words + 63) / 64, bitmaps[c] + kBitmapWords, 0);
-}
-
 struct Sums512 {  // as Sums256
     __m512i a, b;
 
@@ -354,7 +334,7 @@ AVX512 Digest change_avx512(u64 first, const u16* positions, const u16* old_word
     return after.total() - before.total() + change_scalar(first, positions + i, old_words + i, diffs + i, n - i);
 }
 
-constexpr Kernels kAvx512{"avx512",   has_avx512,  diff_avx512,  positions_avx2, classes_avx512, prefix_counts_avx2,
+constexpr Kernels kAvx512{"avx512",   has_avx512,  diff_avx512,   positions_avx2, classes_avx2, prefix_counts_avx2,
                           ranks_avx2, select_avx2, digest_avx512, change_avx512};
 
 constexpr const Kernels* kAll[] = {&kAvx512, &kAvx2, &kScalar};
