@@ -45,6 +45,35 @@ class BitWriter {
         put(std::uint64_t(1) << zeros, unsigned(zeros) + 1);
     }
 
+    // The low k bits of each value. As many as fit go out at once: a put waits for the one before it, gathering does not.
+    void put_low(const std::uint16_t* values, std::size_t n, unsigned k) {
+        if (k == 0) return;
+        const unsigned at_once = 56 / k;
+        const std::uint64_t mask = (std::uint64_t(1) << k) - 1;
+        std::size_t i = 0;
+        for (; i + at_once <= n; i += at_once) {
+            std::uint64_t bits = 0;
+            for (unsigned j = 0; j < at_once; ++j) bits |= (values[i + j] & mask) << (j * k);
+            put(bits, at_once * k);
+        }
+        for (; i < n; ++i) put(values[i] & mask, k);
+    }
+
+    // The upper bits of each value in unary, four at once where they are short.
+    void put_high(const std::uint16_t* values, std::size_t n, unsigned k) {
+        std::size_t i = 0;
+        for (; i + 4 <= n; i += 4) {
+            const unsigned a = values[i] >> k, b = a + 1 + (values[i + 1] >> k), c = b + 1 + (values[i + 2] >> k),
+                           d = c + 1 + (values[i + 3] >> k);
+            if (d < 56) {
+                put(std::uint64_t(1) << a | std::uint64_t(1) << b | std::uint64_t(1) << c | std::uint64_t(1) << d, d + 1);
+            } else {
+                for (std::size_t j = i; j < i + 4; ++j) put_unary(values[j] >> k);
+            }
+        }
+        for (; i < n; ++i) put_unary(values[i] >> k);
+    }
+
     std::uint8_t* finish() const { return out_ + (fill_ > 0); }  // to the next whole byte
 
   private:

@@ -116,17 +116,15 @@ u8* write_rice(const Layout& layout, RiceCost Class::* stream, std::size_t Class
     BitWriter low(out);
     const u16* v = values;
     for (int c = 0; c < layout.num_classes; ++c) {
-        const unsigned k = (layout.classes[c].*stream).k;
-        const std::size_t n = layout.classes[c].*number;
-        for (std::size_t i = 0; k && i < n; ++i) low.put(v[i] & ((1u << k) - 1), k);
-        v += n;
+        const Class& one = layout.classes[c];
+        low.put_low(v, one.*number, (one.*stream).k);
+        v += one.*number;
     }
     BitWriter unary(low.finish());
     for (int c = 0; c < layout.num_classes; ++c) {
-        const unsigned k = (layout.classes[c].*stream).k;
-        const std::size_t n = layout.classes[c].*number;
-        for (std::size_t i = 0; i < n; ++i) unary.put_unary(values[i] >> k);
-        values += n;
+        const Class& one = layout.classes[c];
+        unary.put_high(values, one.*number, (one.*stream).k);
+        values += one.*number;
     }
     return unary.finish();
 }
@@ -205,6 +203,17 @@ u8* write_bitmap(const Changes& changes, std::size_t num_words, u8* out) {
     return out + bytes_of(num_words);
 }
 
+// Eight sign bits as +1 and -1.
+struct Signed {
+    u16 ones[256][8];
+    constexpr Signed() : ones() {
+        for (int byte = 0; byte < 256; ++byte) {
+            for (int bit = 0; bit < 8; ++bit) ones[byte][bit] = (byte >> bit) & 1 ? 0xFFFF : 1;
+        }
+    }
+};
+constexpr Signed kSigned;
+
 [[noreturn]] void corrupt(const char* what) { throw Error(Fault::kCorrupt, what); }
 
 // ---- reading: `in` is a copy of the payload with zeros behind it
@@ -255,12 +264,14 @@ const u8* read_rice(const Layout& layout, RiceCost Class::* stream, std::size_t 
     return unary.finish();
 }
 
-// Gaps to positions or ranks, which must stay below the number of words of their class.
-const u8* read_positions(const Layout& layout, const std::size_t* limits, const u8* in, const u8* end, u16* out) {
+// Gaps to positions or ranks, which must stay below the number of words of their class. The words at those places of `ahead` are asked
+// for meanwhile, so that they are there when the changes are added: decoding takes about as long as they do.
+const u8* read_positions(const Layout& layout, const std::size_t* limits, const u8* in, const u8* end, u16* out, const u16* ahead) {
     u64 next = 0, beyond = 0;
     in = read_rice(layout, &Class::gaps, &Class::n, in, end, [&](int c, std::size_t i, u64 gap) {
         next = (i ? next : 0) + gap;
         beyond |= u64(next >= limits[c]);
+        __builtin_prefetch(ahead + u16(next), 1);
         *out++ = u16(next++);
     });
     if (beyond && layout.num_classes > 1) throw Error(Fault::kWrongBase, "a level 2 delta does not fit these weights: they are not its base");
@@ -271,10 +282,7 @@ const u8* read_positions(const Layout& layout, const std::size_t* limits, const 
 const u8* read_values(const Layout& layout, const u8* in, const u8* end, Workspace& ws, u16* diffs) {
     const std::size_t n = layout.n();
     if (bytes_of(n) > std::size_t(end - in)) corrupt("a block ends within its signs");
-    for (std::size_t i = 0; i < n; i += 64) {
-        u64 bits = load64(in + i / 8);
-        for (std::size_t j = i; j < std::min(n, i + 64); ++j, bits >>= 1) diffs[j] = u16(1 - 2 * int(bits & 1));
-    }
+    for (std::size_t i = 0; i < n; i += 8) std::memcpy(diffs + i, kSigned.ones[in[i / 8]], sizeof kSigned.ones[0]);  // into the slack
     in += bytes_of(n);
     u16* excess = ws.excess;
     const u8* excess_stream = nullptr;
@@ -342,7 +350,7 @@ const u8* read_classes(const Layout& layout, const u8* in, const u8* end, const 
         limits[c] = 0;
         for (const u64 bits : ws.classes[c]) limits[c] += std::size_t(__builtin_popcountll(bits));
     }
-    in = read_positions(layout, limits, in, end, ws.gaps);
+    in = read_positions(layout, limits, in, end, ws.gaps, old_words);
     std::size_t start = 0;
     for (int c = 0; c < kClasses; ++c) {
         if (layout.classes[c].n == 0) continue;
@@ -429,7 +437,7 @@ void decode_block(Codec codec, View payload, const u16* old_words, std::size_t n
         if (in > end) corrupt("a block ends within its header");
         out.n = layout.n();
         if (codec == kBitmap) in = read_bitmap(in, num_words, end, ws, out);
-        if (codec == kRice) in = read_positions(layout, &num_words, in, end, out.positions);
+        if (codec == kRice) in = read_positions(layout, &num_words, in, end, out.positions, old_words ? old_words : ws.old_words);
         if (codec == kClassRice) in = read_classes(layout, in, end, old_words, num_words, ws, out);
         if (out.n != layout.n()) corrupt("a block's bitmap has another number of changes than its header");
         in = read_values(layout, in, end, ws, out.diffs);

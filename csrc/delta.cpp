@@ -287,7 +287,6 @@ class Applier {
     void decode(const Step& step) {
         Changes& changes = workspace().changes;
         read_block(*step.delta, step.block, step.words, workspace(), changes);
-        for (std::size_t i = 0; i < changes.n; ++i) __builtin_prefetch(step.words + changes.positions[i], 1, 3);
         positions_.insert(positions_.end(), changes.positions, changes.positions + changes.n);
         diffs_.insert(diffs_.end(), changes.diffs, changes.diffs + changes.n);
         stops_.push_back(positions_.size());

@@ -191,9 +191,8 @@ class Session:
         for trajectory in shown[: self._config.log.num_rollouts]:
             print(report.rollout_text(trajectory))
         print(report.comparison_table(self._warm, trained))
-        print(
-            f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)}"
-        )
+        model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
+        print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
         return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)
