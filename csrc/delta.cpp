@@ -102,7 +102,8 @@ Parsed parse(View view) {
     for (std::size_t b = 0; b < num_blocks; ++b) {
         parsed.offsets[b] = offset;
         const Entry e = parsed.entry(b);
-        if (e.codec >= kNumCodecs || (e.codec == kEmpty) != (e.size == 0) || e.size > 2 * block_words(header.num_words, b)) {
+        const bool unknown = e.codec >= kNumCodecs || (e.codec == kClassRice && header.level != 2);
+        if (unknown || (e.codec == kEmpty) != (e.size == 0) || e.size > 2 * block_words(header.num_words, b)) {
             throw Error(Fault::kCorrupt, "the delta's directory is contradictory at block " + std::to_string(b));
         }
         offset += e.size;

@@ -75,6 +75,8 @@ class Tasks(Section):
 class Agent(Section):
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
+    prompt_order: Literal["shared", "paper"] = "shared"
+    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost less; paper has AgentFlow's order"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
     """tools the planner may name"""
     max_turns: PositiveInt = 3

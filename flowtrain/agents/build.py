@@ -47,7 +47,7 @@ def make_prompt(config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTo
         raise UserError(
             f"model.path={config.model.path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'"
         )
-    return FullPrompt(list(tools.values()), tokenizer)
+    return FullPrompt(list(tools.values()), tokenizer, config.agent.prompt_order)
 
 
 def make_planner(config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float) -> PolicyPlanner:

@@ -61,12 +61,16 @@ class FullPrompt:
 
     prefix = ""
 
-    def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared") -> None:
+        """`order`: "shared" puts the memory last, so that the turns of a rollout share all before it; "paper" puts the rules last."""
+        self._template = {"shared": _FULL, "paper": _PAPER}[order]
         self._tools = "\n".join(f"- {tool.name}: {tool.description}" for tool in tools)
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
-        message = _FULL.format(question=question, tools=self._tools, memory=json.dumps(memory.as_dict(), indent=1, ensure_ascii=False))
+        message = self._template.format(
+            question=question, tools=self._tools, memory=json.dumps(memory.as_dict(), indent=1, ensure_ascii=False)
+        )
         return self._tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
 
     def write(self, action: Action) -> str:
@@ -74,23 +78,26 @@ class FullPrompt:
         return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
 
 
-_FULL = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and the tool for it.
+_TASK = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and its tool.
 
 Question: {question}
 
 Tools:
-{tools}
+{tools}"""
 
-Rules:
+_RULES = """Rules:
 - One sub-goal and one tool per step. The tool sees nothing but the sub-goal and the context: put every name and number that it needs there.
-- Use what the steps below have found; do not repeat a step that has worked.
+- Use what the steps so far have found; do not repeat a step that has worked.
 - The tool name must be one of the list.
 
 Answer with these four fields, in this order, and nothing after them:
 Justification: why this step and this tool
 Context: what the tool must know from the steps so far
 Sub-Goal: what the tool is to do
-Tool Name: name of the tool
+Tool Name: name of the tool"""
 
-Steps so far:
+_MEMORY = """Steps so far:
 {memory}"""
+
+_FULL = "\n\n".join([_TASK, _RULES, _MEMORY])
+_PAPER = "\n\n".join([_TASK, _MEMORY, _RULES])

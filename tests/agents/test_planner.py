@@ -315,3 +315,17 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
     with pytest.raises(PromptTooLong):
         asyncio.run(policy(too_long).plan(TASK, Memory(), 0, 0, 5.0))
     assert not too_long.asked
+
+
+def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
+    """With the memory last a turn's prompt goes on where the one before it stopped, but for the brackets that close the memory."""
+    texts = {}
+    for order in ("shared", "paper"):
+        prompt = FullPrompt([], FakeTokenizer(), order)
+        texts[order] = [prompt.render("What is {x} of Chad?", Memory(STEPS[:number])) for number in range(len(STEPS) + 1)]
+    for shared, paper in zip(texts["shared"], texts["paper"], strict=True):
+        assert sorted(shared) == sorted(paper), "the same parts"
+        assert shared.index("Rules:") < shared.index("Steps so far:") and paper.index("Steps so far:") < paper.index("Rules:")
+    same = {order: [a == b for a, b in zip(*both[-2:], strict=False)] for order, both in texts.items()}
+    share = {order: found.index(False) / len(found) for order, found in same.items()}
+    assert share["shared"] > 0.95 and share["paper"] < 0.6, share
