@@ -95,7 +95,7 @@ class Job:
         if loss.kl_coef > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
             reference = models.shard(frozen, self.world, dtype)
-        model = models.shard(self.model, self.world, dtype)
+        model = models.shard(self.model, self.world, dtype, self.config.train.recompute)
         return Trainer(model, self.world, loss, optim, self.config.rollout.temperature, reference)
 
     def close(self) -> None:

@@ -96,9 +96,16 @@ def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: 
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
-def shard(model: PreTrainedModel, world: World, dtype: torch.dtype) -> PreTrainedModel:
-    """FSDP2: fp32 master weights sharded over the ranks, `dtype` in the forward and backward pass. One rank in fp32 stays as it is."""
+def shard(model: PreTrainedModel, world: World, dtype: torch.dtype, recompute: bool = False) -> PreTrainedModel:
+    """FSDP2: fp32 master weights sharded over the ranks, `dtype` in the forward and backward pass. One rank in fp32 stays as it is.
+
+    `recompute`: keep the inputs of layers alone for the backward pass.
+    """
     head.equip(model)
+    if recompute:
+        # The name changed within transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.to(world.device)
     if world.size == 1 and dtype == torch.float32:
         return model

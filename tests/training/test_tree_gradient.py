@@ -97,3 +97,17 @@ def test_in_bf16_sharing_is_no_worse_than_not_sharing(tiny_path: str, alone: Wor
         trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, grad_clip=0.0))
         errors.append(distance({n: g.double() for n, g in gradient_of(trainer, rows).items()}, truth))
     assert errors[0] <= 1.5 * errors[1] + 1e-3, errors
+
+
+def test_recomputing_the_layers_changes_nothing_but_the_memory(tiny_path: str, alone: World) -> None:
+    samples = make_samples(GROUPS["turns that extend each other"])
+    grads, calls = [], []
+    for recompute in (False, True):
+        model = models.shard(models.load_model(tiny_path, torch.float32), alone, torch.float32, recompute)
+        trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, grad_clip=0.0))
+        seen: list[int] = []
+        model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(0))
+        grads.append(gradient_of(trainer, [pack_row(samples)]))
+        calls.append(len(seen))
+    assert calls == [1, 2], "forward, and once more for the backward pass"
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())

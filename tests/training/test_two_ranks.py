@@ -30,6 +30,7 @@ CASES = {
     "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
     "by_layer": (LossSpec(), {"rescore": True}),
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
+    "by_layer_recompute": (LossSpec(), {}),
 }
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
@@ -61,7 +62,9 @@ def rows_of(step: int, rank: int, size: int) -> list[list[Row]]:
     return pack(mine, 2, token_budget=12)
 
 
-def make_trainer(path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> Trainer:
+def make_trainer(
+    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, recompute: bool = False
+) -> Trainer:
     reference = None
     if loss.kl_coef:
         frozen = models.load_model(path, torch.float32).requires_grad_(False).eval()
@@ -69,7 +72,7 @@ def make_trainer(path: str, world: World, loss: LossSpec, options: dict[str, Any
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
         reference = models.shard(frozen, world, dtype)
-    model = models.shard(models.load_model(path, torch.float32), world, dtype)
+    model = models.shard(models.load_model(path, torch.float32), world, dtype, recompute)
     trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1e-3  # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
@@ -83,7 +86,7 @@ def run(path: str, out: Path) -> None:
     tokenizer = models.load_tokenizer(path)
     for name, (loss, options) in CASES.items():
         models._SMALL = 50_000_000 if name == "whole" else 0
-        trainer = make_trainer(path, world, loss, options)
+        trainer = make_trainer(path, world, loss, options, recompute=name.endswith("recompute"))
         stats = []
         for step in range(len(GROUPS)):
             if step == len(GROUPS) - 1:
