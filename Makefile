@@ -49,3 +49,4 @@ bench: setup
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.losses
 	$(BIN)/python -m bench.aot
+	$(BIN)/python -m bench.delta
