@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,33 +20,12 @@ from flowtrain.weights.baseline import Copy, make_copy
 from flowtrain.weights.files import Blob, write_anchor, write_delta
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.pieces import Digest, Layout, Piece, add, pieces, spec_of
+from flowtrain.weights.ranks import Alone, Ranks
 from flowtrain.weights.store import WeightStore
 
 _SKIP = 4
 """Every fourth delta also comes composed with the three before it, every sixteenth with the fifteen, every 64th with the 63."""
 _NUM_TIERS = 3
-
-
-class Ranks(Protocol):
-    """The processes that publish together."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """One process."""
-
-    rank: int = 0
-    size: int = 1
-
-    def gather_text(self, text: str) -> list[str]:
-        return [text]
 
 
 @dataclass(frozen=True, slots=True)
