@@ -13,7 +13,7 @@ from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
 from flowkernels.rows import KeptSet
 from flowkernels.shards import VocabShard
-from flowkernels.sparse_delta import WordDiff, diff_words, digest_words, scatter_words_
+from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
 from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
 from flowkernels.token_weights import token_weights
 
@@ -32,6 +32,7 @@ __all__ = [
     "branching_score",
     "correct_for_sampler",
     "diff_words",
+    "digest_at",
     "digest_words",
     "discounted_reverse_scan",
     "linear_logprobs",

@@ -116,6 +116,26 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
     return digest
 
 
+def digest_at(words: Tensor, index: Tensor) -> Tensor:
+    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum of this over any partition of them.
+
+    Args:
+        words: int16, any shape.
+        index: int64, same shape and device: of each word, from the start of the tensor that the digest is of.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    if words.dtype != torch.int16 or index.dtype != torch.int64 or (words.shape, words.device) != (index.shape, index.device):
+        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index)).replace("torch.", "")
+        raise ValueError(f"words must be int16 and index int64 of the same shape and device, got {given}")
+    flat, at = words.reshape(-1), index.reshape(-1)
+    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for part in _chunks(len(flat)):
+        digest += _weighted(_squares(flat[part]), at[part])
+    return digest
+
+
 def _as_words(name: str, tensor: Tensor) -> Tensor:
     """int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flowkernels import WordDiff, diff_words, digest_words, scatter_words_, sparse_delta
+from flowkernels import WordDiff, diff_words, digest_at, digest_words, scatter_words_, sparse_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_truth import IMPLS, device_of
@@ -232,6 +232,17 @@ _COUNTS, _SHORT = torch.tensor([2], dtype=torch.int32), torch.tensor([3, 7], dty
 
 def _scatter(counts: Tensor = _COUNTS, positions: Tensor = _SHORT, diffs: Tensor = _SHORT, words: Tensor = _W, **options: Any) -> Any:
     return scatter_words_(words.clone() if words.is_contiguous() else words, counts, positions, diffs, **options)
+
+
+def test_the_digest_of_scattered_words_is_that_of_the_piece_they_make_up() -> None:
+    words, _ = random_change(70_001, 0.0)
+    order = torch.from_numpy(np.random.default_rng(3).permutation(70_001))
+    flat = torch.from_numpy(words.view(np.int16))
+    parts = [digest(digest_at(flat[at].view(1, -1), (at + 11).view(1, -1))) for at in order.split(30_000)]
+    assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == digest(digest_words(flat, 11))
+    for wrong in ((flat, order[:5]), (flat.int(), order), (flat, order.int())):
+        with pytest.raises(ValueError, match="words must be int16 and index int64 of the same shape and device, got"):
+            digest_at(*wrong)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
