@@ -1,0 +1,225 @@
+"""vLLM takes sparse deltas in place: a weight transfer engine named "sparse_delta", found through the entry point `vllm.general_plugins`.
+
+    WeightTransferConfig(backend="sparse_delta")
+    init_weight_transfer_engine(WeightTransferInitRequest({"location": "runs/7/weights", "scrub_every": 0}))       once
+    start_weight_update()
+    update_weights(WeightTransferUpdateRequest({"version": 8, "stage": True}))      if at all: fetches in the background
+    pause_generation(mode="keep", clear_cache=False)
+    update_weights(WeightTransferUpdateRequest({"version": 8}))
+    finish_weight_update(weight_version="8")
+    resume_generation()
+
+When `update_weights` raises, the weights are those of the version before, and `resume_generation` alone goes on; only a full load that
+broke off in the middle leaves the version of `held_weights` at None, and then nothing may be resumed before another update. Never update an
+engine that sleeps: its weights are not in memory.
+
+What requests that go on have in the KV cache is of the old weights, as it should be. New prompts must not find it: `clear_cache=False`
+keeps it, so give each prompt a `cache_salt` that names the version. `clear_cache=True` forgets cached prefixes, but preempts what runs,
+too: its prompts and responses are computed anew, with the new weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import vllm
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from flowtrain.types import UserError
+from flowtrain.weights.boxes import BoxTarget, Plan
+from flowtrain.weights.pieces import Digest, add
+from flowtrain.weights.ranks import Alone, Ranks, together
+from flowtrain.weights.reader import Loaded, WeightReader
+from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights.target import HostTensors, Target
+from flowtrain.weights.vllm_plan import make_plan, prove
+
+BACKEND = "sparse_delta"
+PATCHED = range(25, 33)
+"""Minor versions of vLLM 0.x whose way of packing linear weights on a CPU was read."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Quantisation methods that leave a parameter as the loader wrote it."""
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes, perhaps more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SparseDeltaEngine)
+        if vllm.platforms.current_platform.is_cpu():
+            keep_linear_weights_plain()
+
+
+def keep_linear_weights_plain() -> None:
+    """The one patch of vLLM, and only on a CPU: there it packs linear weights after loading, and empties the parameters.
+
+    Engines that do not use this backend pack as before. No option of vLLM does the same.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        transfer = get_current_vllm_config().weight_transfer_config
+        if transfer is None or transfer.backend != BACKEND or layer.weight.dim() != 2:
+            pack(layer, remove_weight)
+            return
+        if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
+            known = f"0.{PATCHED[0]} to 0.{PATCHED[-1]}"
+            raise RuntimeError(f"vLLM {vllm.__version__} on a CPU is not known to flowtrain ({known}): how does it pack linear weights?")
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Of `init_weight_transfer_engine`."""
+
+    location: str
+    """Folder of the store."""
+    scrub_every: int = 0
+    """Updates between two comparisons of all words with the digests of the version; 0: never."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Of `update_weights`."""
+
+    version: int
+    stage: bool = False
+    """Fetch and check it in the background, and change nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRanks:
+    """The workers that hold one model between them; see `Ranks`."""
+
+    rank: int
+    size: int
+
+    def gather_text(self, text: str) -> list[str]:
+        texts = [text]
+        for group in (get_tp_group(), get_pp_group()):
+            said: list[Any] = [None] * group.world_size
+            dist.all_gather_object(said, texts, group=group.cpu_group)
+            texts = [each for part in said for each in part]
+        return texts
+
+
+class SparseDeltaEngine(WeightTransferEngine):
+    """Keeps the model of one worker at a version of a store."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Find out where the model has the store's tensors, and prove it.
+
+        Raises:
+            UserError: the store is empty, or this model cannot be updated in place; the text names the tensor or the option.
+        """
+        source = open_location(init_info.location)
+        refuse_unsupported(self.model, self.vllm_config)
+        tp, pp = get_tp_group(), get_pp_group()
+        size = tp.world_size * pp.world_size
+        ranks: Ranks = Alone() if size == 1 else WorkerRanks(pp.rank_in_group * tp.world_size + tp.rank_in_group, size)
+        head = together(ranks, source.head)
+        if head is None:
+            raise UserError(f"the weight store {init_info.location} is empty; publish a version before vLLM is told of it")
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        plan = make_plan(source.manifest(head).layout, self.model.load_weights, tensors, ranks)
+        prove(plan, self.model.load_weights, tensors, ranks)
+        for name, why in plan.dense.items():
+            _log.warning("%r is loaded whole at every update, through the model's loader, and kept on the host: %s", name, why)
+        self.reader = WeightReader(source, self._target(plan, ranks), torch.get_num_threads(), init_info.scrub_every)
+        self.loaded: Loaded | None = None
+
+    def _target(self, plan: Plan, ranks: Ranks) -> Target:
+        """Where every tensor is one run of CPU memory, those are the reader's own tensors; else through boxes."""
+        self.boxes = BoxTarget(plan, ranks, lambda found: self.model.load_weights(found.items()), torch.get_num_threads())
+        views = {}
+        for name, found in plan.boxes.items():
+            spec = plan.layout[name]
+            if len(found) == 1 and found[0].is_run and found[0].num_words == spec.num_words and found[0].words.device.type == "cpu":
+                views[name] = found[0].live().view(spec.torch_dtype).view(spec.shape)
+        return HostTensors(views, torch.get_num_threads()) if ranks.size == 1 and views.keys() == plan.layout.keys() else self.boxes
+
+    def start_weight_update(self) -> None:
+        if not hasattr(self, "reader"):
+            raise UserError("init_weight_transfer_engine must be called before start_weight_update: it says where the weight store is")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # where vLLM's own would fail
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises StoreError, and the weights are as before."""
+        if update_info.stage:
+            self.reader.stage(update_info.version)
+        else:
+            self.loaded = self.reader.load(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """The update has taken effect already."""
+
+    def digests(self) -> dict[str, Digest]:
+        """Of the weights as they are now, by the names of the store, from all words of all workers."""
+        return self.boxes.digests()
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.25 asks for it. Trainers publish to the store."""
+        raise NotImplementedError("the trainer publishes to the weight store; vLLM pulls from there")
+
+
+class WeightReports:
+    """Methods of a worker for `collective_rpc`: pass `worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports"`."""
+
+    weight_transfer_engine: Any
+
+    def held_weights(self) -> dict[str, Any]:
+        """The version that the weights are, None when unknown; and what the last update did."""
+        reader = getattr(self.weight_transfer_engine, "reader", None)
+        loaded = getattr(self.weight_transfer_engine, "loaded", None)
+        report = {} if loaded is None else {"mode": loaded.mode, "reason": loaded.reason, "seconds": loaded.seconds, **loaded.metrics()}
+        return {"version": reader.version if reader else None, **report}
+
+    def digest_weights(self) -> dict[str, str]:
+        """The digests of all tensors as they are now, in 32 hex digits each, as manifests write them."""
+        return {name: "".join(f"{part:016x}" for part in add(digest)) for name, digest in self.weight_transfer_engine.digests().items()}
+
+
+def open_location(location: str) -> Source:
+    """Raises UserError for what is no store."""
+    folder = Path(location)
+    if "://" in location or not folder.is_dir():
+        raise UserError(f"location={location!r} must be the folder of a weight store")
+    return WeightStore(folder)
+
+
+def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
+    """Raises UserError where what the model computes with is not what its loader writes: that, no probe of the loader can see."""
+    if getattr(config.model_config, "use_mla", False):
+        raise UserError("sparse_delta does not support models with latent attention (MLA): vLLM derives further weights from theirs")
+    if getattr(config, "lora_config", None) is not None:
+        raise UserError("sparse_delta does not support enable_lora: the adapters wrap the weights that it updates")
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        weight = getattr(module, "weight", None)
+        packed = vllm.platforms.current_platform.is_cpu() and isinstance(weight, torch.Tensor) and weight.dim() > 2
+        if method is not None and (type(method).__name__ not in _PLAIN or packed):
+            raise UserError(f"sparse_delta does not support {name!r}: {type(method).__name__} may rearrange its weights after loading")
