@@ -169,7 +169,7 @@ class BoxTarget:
             return part_of(name, words_of(self._dense[name]), first, num_words)
         whole, boxes = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16), self.plan.boxes[name]
         if sum(box.num_words for box in boxes) != len(whole):
-            raise StoreError(f"a delta of {name!r} is at level 2, but no rank has that tensor whole; publish at level 1")
+            raise _delta.DeltaError(f"a delta of {name!r} is at level 2, but no rank has that tensor whole; publish at level 1")
         for box in boxes:
             box.within(whole).copy_(box.live())
         return part_of(name, words_of(whole), first, num_words)

@@ -28,7 +28,7 @@ class Target(Protocol):
         """Raises StoreError when the version is of another model."""
 
     def base(self, name: str, first: int, num_words: int) -> Words:
-        """Words of a tensor as they are; deltas at level 2 cannot be read without. Raises StoreError."""
+        """Words of a tensor as they are; deltas at level 2 cannot be read without. Raises StoreError or DeltaError."""
 
     def apply(self, step: Step) -> None:
         """All of the deltas, or none.
