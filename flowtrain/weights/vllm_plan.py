@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowtrain.weights.boxes import Box, Plan, sum_regions, to_digest
-from flowtrain.weights.pieces import Digest, Layout, TensorSpec
+from flowtrain.weights.pieces import Digest, Layout
 from flowtrain.weights.ranks import Ranks, together
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """`load_weights` of a model."""
 _CHUNK = 1 << 22
+_REFUSALS = (ValueError, KeyError, AssertionError, RuntimeError, IndexError, AttributeError, TypeError)
 
 
 class Watch(TorchDispatchMode):
@@ -83,7 +84,7 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
 
     def watch_all() -> dict[str, Watch]:
         kept = [tensor.data for tensor in found]
-        watches = {name: _watched(name, spec, load, memories) for name, spec in layout.items()}
+        watches = {name: _watched(name, layout, load, memories) for name in layout}
         for tensor, data in zip(found, kept, strict=True):
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
@@ -134,10 +135,12 @@ def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> No
     def try_all() -> None:
         for name, boxes in plan.boxes.items():
             spec = plan.layout[name]
-            watch = _watched(name, spec, load, memories)  # what it fills with constants has to be put back, too
-            saved = {at: memories[at].clone() for at in watch.touched}
             flat = pattern(spec.num_words, zlib.crc32(name.encode()), boxes[0].words.device if boxes else torch.device("cpu"))
             whole[name] = to_digest(digest_words(flat))
+            if not boxes:
+                continue
+            watch = _watched(name, plan.layout, load, memories)  # what it fills with constants has to be put back, too
+            saved = {at: memories[at].clone() for at in watch.touched}
             try:
                 load([(name, flat.view(spec.torch_dtype).view(spec.shape))])
                 own[name] = [(box.region, box.digest(1)) for box in boxes]
@@ -185,16 +188,25 @@ def box_of(flat: Tensor, box: Box) -> Tensor:
     return flat.as_strided(box.sizes, box.to_strides, box.to_first)
 
 
-def _watched(name: str, spec: TensorSpec, load: Load, memories: Mapping[int, Tensor]) -> Watch:
-    stand_in = torch.empty(spec.shape, dtype=spec.torch_dtype)  # its pages are never touched
-    watch = Watch(stand_in, memories)
+def _watched(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> Watch:
+    """What happens to one tensor, alone; or, where the loader does not take it alone, to it among all."""
     try:
-        with torch.no_grad(), watch:
-            load([(name, stand_in)])
-    except (ValueError, KeyError, AssertionError, RuntimeError, IndexError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"the model's loader does not take {name!r} ({spec.dtype} {spec.shape}): {type(error).__name__}: {error}"
-        ) from error
+        return _watch_among(name, {name: layout[name]}, load, memories)
+    except _REFUSALS as error:
+        try:
+            return _watch_among(name, layout, load, memories)
+        except _REFUSALS:
+            spec = layout[name]
+            text = f"the model's loader does not take {name!r} ({spec.dtype} {spec.shape}): {type(error).__name__}: {error}"
+            raise ValueError(text) from error
+
+
+def _watch_among(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> Watch:
+    # The pages of a stand-in are never touched.
+    stand_ins = [(each, torch.empty(spec.shape, dtype=spec.torch_dtype)) for each, spec in layout.items()]
+    watch = Watch(dict(stand_ins)[name], memories)
+    with torch.no_grad(), watch:
+        load(stand_ins)
     return watch
 
 

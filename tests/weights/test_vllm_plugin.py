@@ -1,0 +1,545 @@
+"""Sparse deltas in real vLLM on a CPU: words and greedy outputs after each update, failures, requests in flight, plans for TP 2 and 4."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from many_ranks import Meeting, ThreadRank
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how")
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from flowtrain import _delta  # noqa: E402
+from flowtrain.types import UserError  # noqa: E402
+from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
+from flowtrain.weights.boxes import BoxTarget  # noqa: E402
+from flowtrain.weights.target import HostTensors  # noqa: E402
+from flowtrain.weights.vllm_plan import make_plan, prove  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ([1, 2, 3, 4, 5], [200, 17, 60], [9] * 20)
+NUM_TOKENS = 8
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.2}
+FAMILIES = {
+    "Qwen3, tied head, query and key norms": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}, torch.bfloat16),
+    "Qwen2, biases": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False, "hidden_size": 128}, torch.bfloat16),
+    "Llama, own head, fp32": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}, torch.float32),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_process() -> Iterator[None]:
+    """vLLM in this process, with a small cache, and the plugin registered as its entry point would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_PLUGINS", "")
+        from flowtrain.weights.vllm_plugin import register
+
+        register()
+        register()
+        yield
+
+
+def new_model(family: str) -> PreTrainedModel:
+    config, model, options, dtype = FAMILIES[family]
+    torch.manual_seed(0)
+    made = model(config(**{**SMALL, **options})).to(dtype)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 1:  # biases of 0 and norms of 1 would hide where they go
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            assert parameter.abs().sum() > 0, name
+    return made
+
+
+def change(model: PreTrainedModel, seed: int) -> None:
+    """Another value for one parameter in a hundred."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            at = torch.randint(0, len(flat), (1 + len(flat) // 100,), generator=rng)
+            flat[at] = flat[at.flip(0)] + (torch.randn(len(at), generator=rng) * 0.1).to(flat.dtype)
+
+
+class Engine:
+    """vLLM on a model in a folder, in this process."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self.llm: Any = LLM(
+            str(path),
+            dtype=str(dtype).removeprefix("torch."),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=8,
+            weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
+            worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports",
+        )
+
+    def connect(self, store: WeightStore, **options: Any) -> None:
+        self.rpc("init_weight_transfer_engine", init_info={"location": str(store.root), **options})
+
+    def rpc(self, method: str, **arguments: Any) -> Any:
+        (answer,) = self.llm.collective_rpc(method, kwargs=arguments)
+        return answer
+
+    def update(self, version: int, stage: bool = False) -> None:
+        self.rpc("start_weight_update")
+        if stage:
+            self.rpc("update_weights", update_info={"version": version, "stage": True})
+        self.rpc("update_weights", update_info={"version": version})
+        self.rpc("finish_weight_update")
+
+    def holds(self, store: WeightStore, version: int) -> bool:
+        """Its words are those of the manifest, all of them."""
+        wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
+        return bool(self.rpc("digest_weights") == wanted and self.rpc("held_weights")["version"] == version)
+
+    def greedy(self, version: int) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
+        return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+    @property
+    def transfer(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Any]:
+    """Engines that are closed at the end."""
+    engines: list[Engine] = []
+
+    def make(path: Path, dtype: torch.dtype) -> Engine:
+        while engines:
+            engines.pop().close()
+        engines.append(Engine(path, dtype))
+        return engines[-1]
+
+    yield make
+    while engines:
+        engines.pop().close()
+
+
+@torch.inference_mode()
+def greedy_of(model: PreTrainedModel) -> list[list[int]]:
+    options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
+    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in PROMPTS]
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_updates_leave_words_and_outputs_of_each_version(store: WeightStore, tmp_path: Path, open_engine: Any, family: str) -> None:
+    model, publisher = new_model(family), Publisher(store)
+    model.save_pretrained(tmp_path / "0")
+    publisher.publish(weights_of(model), 0)
+    engine = open_engine(tmp_path / "0", model.dtype)
+    before = engine.rpc("compute_weight_checksums")
+    engine.connect(store, scrub_every=7)
+    assert engine.rpc("compute_weight_checksums") == before, "what proved the plan was put back"
+    assert isinstance(engine.transfer.reader._target, HostTensors), "in place, without a copy"
+    assert engine.transfer.boxes.plan.dense == {}
+    outputs = {}
+    for version in range(1, 21):
+        change(model, version)
+        publisher.publish(weights_of(model), version)
+        engine.update(version, stage=version % 2 == 0)
+        assert engine.rpc("held_weights")["mode"] == ("anchor" if version == 1 else "delta")
+        assert engine.holds(store, version)
+        outputs[version] = engine.greedy(version)
+        if model.dtype == torch.float32:
+            assert outputs[version] == greedy_of(model), version
+        elif version in (11, 20):
+            model.save_pretrained(tmp_path / str(version))
+    assert len({str(found) for found in outputs.values()}) > 10, "or equal outputs would say little"
+    for version in (11, 20) if model.dtype != torch.float32 else ():
+        assert open_engine(tmp_path / str(version), model.dtype).greedy(version) == outputs[version]
+
+
+@pytest.fixture(scope="module")
+def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
+    """An engine that was updated once; each test takes it from HEAD to the next version and leaves it there."""
+    path = tmp_path_factory.mktemp("at_work")
+    model, store = new_model("Qwen3, tied head, query and key norms"), WeightStore(path / "weights")
+    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    model.save_pretrained(path / "0")
+    publisher.publish(weights_of(model), 1)
+    engine = Engine(path / "0", model.dtype)
+    engine.connect(store)
+    engine.update(1)
+    yield engine, store, publisher, model
+    engine.close()
+
+
+def test_another_name_of_the_tied_head_is_taken_for_what_it_is(at_work: Any, tmp_path: Path) -> None:
+    """vLLM does not load it, and complains when it comes alone."""
+    engine, own_store, _, model = at_work
+    connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
+    publisher = Publisher(store)
+    for version in (1, 2):
+        change(model, version)
+        publisher.publish({**weights_of(model), "lm_head.weight": model.lm_head.weight.clone()}, version)
+    engine.connect(store)
+    for version in (1, 2):
+        engine.update(version)
+        wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
+        assert engine.rpc("digest_weights").items() == wanted.items() - {("lm_head.weight", wanted["lm_head.weight"])}
+    assert engine.rpc("held_weights")["mode"] == "delta"
+    engine.transfer.__dict__.update(connected)
+    engine.transfer.reader._manifest = None  # what it holds is of another store
+    engine.update(int(own_store.head()))
+
+
+def publish_next(at_work: Any) -> int:
+    _, store, publisher, model = at_work
+    version = int(store.head()) + 1
+    change(model, 1000 + version)
+    publisher.publish(weights_of(model), version)
+    return version
+
+
+def file_of(store: WeightStore, version: int) -> Path:
+    (file,) = store.manifest(version).delta_files[version - 1]
+    return store.place(version) / file.name
+
+
+def test_a_corrupted_delta_is_refused_and_the_engine_goes_on(at_work: Any) -> None:
+    engine, store, _, _ = at_work
+    version = publish_next(at_work)
+    path = file_of(store, version)
+    good = path.read_bytes()
+    path.write_bytes(good[:200] + bytes([good[200] ^ 1]) + good[201:])
+    before = engine.greedy(version - 1)
+    with pytest.raises(StoreError, match="does not have the checksum of its manifest"):
+        engine.update(version, stage=True)
+    assert engine.holds(store, version - 1) and engine.greedy(version - 1) == before
+    path.write_bytes(good)
+    engine.update(version)
+    assert engine.holds(store, version)
+
+
+def test_weights_that_something_else_changed_are_loaded_anew(at_work: Any) -> None:
+    engine, store, _, _ = at_work
+    old = pull(store, int(store.head()))
+    version = publish_next(at_work)
+    new, name = pull(store, version), "model.layers.1.mlp.down_proj.weight"
+    at = int((old[name] != new[name]).flatten().nonzero()[0])
+    engine.transfer.boxes.plan.boxes[name][0].live()[at] += 1
+    assert not engine.holds(store, version - 1)
+    engine.update(version)
+    report = engine.rpc("held_weights")
+    assert report["mode"] == "anchor" and "not its base, or were damaged" in report["reason"] and engine.holds(store, version)
+
+
+def test_an_exception_in_the_middle_leaves_the_old_version(at_work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, store, _, _ = at_work
+    version = publish_next(at_work)
+    before = engine.greedy(version - 1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory for the update")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_delta, "apply", fail)
+        with pytest.raises(MemoryError, match="no memory for the update"):
+            engine.update(version)
+    assert engine.holds(store, version - 1) and engine.greedy(version - 1) == before
+    engine.update(version)
+    assert engine.holds(store, version)
+
+
+def test_boxes_do_what_the_reader_does_in_place(at_work: Any) -> None:
+    """As a device or several ranks would have it."""
+    engine, store, _, _ = at_work
+    transfer, version = engine.transfer, int(store.head())
+    direct = transfer.reader
+    transfer.reader = WeightReader(store, transfer.boxes)
+    engine.update(version)
+    for _ in range(3):
+        version = publish_next(at_work)
+        engine.update(version)
+        assert engine.rpc("held_weights")["mode"] == "delta" and engine.holds(store, version)
+    transfer.reader = direct
+    version = publish_next(at_work)
+    engine.update(version)  # it believes in the version before those three, so its deltas do not fit
+    assert engine.rpc("held_weights")["mode"] == "anchor" and engine.holds(store, version)
+
+
+def test_wrong_calls_name_their_cure(at_work: Any, tmp_path: Path) -> None:
+    engine, store, _, _ = at_work
+    with pytest.raises(StoreError, match="version 999 is not in"):
+        engine.update(999)
+    assert engine.holds(store, int(store.head()))
+    connected = engine.transfer.__dict__.copy()
+    for location, message in ((tmp_path / "nowhere", "must be the folder of a weight store"), (tmp_path, "is empty; publish a version")):
+        with pytest.raises(UserError, match=message):
+            engine.rpc("init_weight_transfer_engine", init_info={"location": str(location)})
+    with pytest.raises(ValueError, match="Invalid init_info for SparseDeltaEngine"):
+        engine.rpc("init_weight_transfer_engine", init_info={"folder": "x"})
+    del engine.transfer.reader
+    with pytest.raises(UserError, match="init_weight_transfer_engine must be called before start_weight_update"):
+        engine.update(1)
+    engine.transfer.__dict__.update(connected)
+
+
+def test_a_parameter_that_is_no_plain_copy_is_named(at_work: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, store, _, model = at_work
+    name, transfer, connected = "model.norm.weight", engine.transfer, engine.transfer.__dict__.copy()
+    norm = transfer.model.model.norm.weight
+
+    def half(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.data[:32].copy_(loaded[:32])
+
+    def doubled(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.data.copy_(loaded * 2)
+
+    norm.weight_loader = half
+    with pytest.raises(ValueError, match=f"{name}': the ranks together do not hold each of its words once"):
+        engine.connect(store)
+    norm.weight_loader = doubled
+    with caplog.at_level("WARNING", logger="flowtrain"):
+        engine.connect(store)
+    assert f"'{name}' is loaded whole at every update, through the model's loader" in caplog.text
+    assert transfer.boxes.plan.dense.keys() == {name} and isinstance(transfer.reader._target, BoxTarget)
+    for _ in range(3):
+        version = publish_next(at_work)
+        engine.update(version)
+        assert engine.holds(store, version) and torch.equal(norm.data, weights_of(model)[name] * 2)
+    assert engine.rpc("held_weights")["mode"] == "delta"
+    del norm.weight_loader
+    transfer.__dict__.update(connected)
+
+
+def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path) -> None:
+    engine, _, _, _ = at_work
+    connected = engine.transfer.__dict__.copy()
+    other = WeightStore(tmp_path / "weights")
+    Publisher(other).publish(weights_of(new_model("Qwen2, biases")), 1)
+    with pytest.raises(ValueError, match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)"):
+        engine.connect(other)
+    for attribute, message in (("use_mla", "latent attention"), ("lora_config", "enable_lora")):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=attribute == "use_mla"), lora_config=attribute == "lora_config" or None
+        )
+        from flowtrain.weights.vllm_plugin import refuse_unsupported
+
+        with pytest.raises(UserError, match=message):
+            refuse_unsupported(engine.transfer.model, config)
+    assert engine.transfer.__dict__ == connected
+
+
+def test_another_version_of_vllm_is_named_before_it_packs(at_work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import utils
+
+    engine, _, _, _ = at_work
+    monkeypatch.setattr(vllm, "__version_tuple__", (0, 99, 0))
+    with set_current_vllm_config(engine.transfer.vllm_config), pytest.raises(RuntimeError, match="on a CPU is not known to flowtrain"):
+        utils.dispatch_cpu_unquantized_gemm(torch.nn.Linear(32, 32), remove_weight=True)
+
+
+# ---- requests in flight, in vLLM's own processes
+
+
+@pytest.fixture
+def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installed flowtrain has it, for the processes that vLLM starts."""
+    info = tmp_path / "site" / "flowtrain_entry-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flowtrain-entry\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nflowtrain = flowtrain.weights.vllm_plugin:register\n")
+    paths = [str(tmp_path / "site"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.syspath_prepend(paths[0])  # a spawned process gets this one's path
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.delenv("VLLM_PLUGINS")
+
+
+def test_the_entry_point_is_declared() -> None:
+    import tomllib
+
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    assert points == {"flowtrain": "flowtrain.weights.vllm_plugin:register"}
+
+
+def test_a_request_in_flight_goes_on_across_updates_and_failures(store: WeightStore, tmp_path: Path, entry_point: None) -> None:
+    model, publisher = new_model("Qwen3, tied head, query and key norms"), Publisher(store)
+    model.save_pretrained(tmp_path / "0")
+    publisher.publish(weights_of(model), 1)
+    versions = asyncio.run(_serve(store, tmp_path / "0", model, publisher))
+    assert versions == ["default", "2", "3"]
+
+
+async def _serve(store: WeightStore, path: Path, model: PreTrainedModel, publisher: Publisher) -> list[str]:
+    """The versions of the spans of a request that ran across two updates, one of which failed at first."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16"}
+    transfer = WeightTransferConfig(backend="sparse_delta")
+    extension = "flowtrain.weights.vllm_plugin.WeightReports"
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(path), weight_transfer_config=transfer, worker_extension_cls=extension, **options))
+    try:
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest({"location": str(store.root)}))
+        arrived, last = [], None
+        reached = {40: asyncio.Event(), 120: asyncio.Event()}
+
+        async def run() -> None:
+            nonlocal last
+            sampling = SamplingParams(max_tokens=240, temperature=0, ignore_eos=True, detokenize=False)
+            async for last in llm.generate({"prompt_token_ids": [1, 2, 3], "cache_salt": "1"}, sampling, "one"):
+                arrived.append(len(last.outputs[0].token_ids))
+                for number, event in reached.items():
+                    if arrived[-1] >= number:
+                        event.set()
+
+        async def update(version: int) -> None:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest({"version": version, "stage": True}))
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+                await llm.finish_weight_update(weight_version=str(version))
+            finally:
+                await llm.resume_generation()
+
+        request = asyncio.create_task(run())
+        for version, number in ((2, 40), (3, 120)):
+            change(model, version)
+            publisher.publish(weights_of(model), version)
+            await asyncio.wait_for(reached[number].wait(), 60)
+            if version == 3:
+                file_of(store, 3).rename(tmp := path / "away")
+                with pytest.raises(Exception, match="is missing, though the manifest names it"):
+                    await update(3)
+                (held,) = await llm.collective_rpc("held_weights")
+                assert held["version"] == 2 and await llm.get_weight_version() == "2"
+                tmp.rename(file_of_missing := store.place(3) / store.manifest(3).delta_files[2][0].name)
+                assert file_of_missing.exists()
+            await update(version)
+            (digests,) = await llm.collective_rpc("digest_weights")
+            wanted = store.manifest(version).digests
+            assert digests == {name: "".join(f"{part:016x}" for part in digest) for name, digest in wanted.items()}
+        await asyncio.wait_for(request, 60)
+        assert last is not None and len(last.outputs[0].token_ids) == 240
+        return [span.version for span in last.outputs[0].weight_versions]
+    finally:
+        llm.shutdown()
+
+
+# ---- tensor parallel plans against vLLM's own sharding code, all ranks in this process
+
+
+class FakeGroup:
+    """What vLLM's layers ask their tensor parallel group for, on the rank of the asking thread."""
+
+    def __init__(self, size: int) -> None:
+        self.world_size, self.here = size, threading.local()
+
+    @property
+    def rank_in_group(self) -> int:
+        return int(getattr(self.here, "rank", 0))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, size: int
+) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+        parallel_state,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    trained, publisher = new_model(family), Publisher(store)
+    trained.save_pretrained(tmp_path / "hf")
+    loaded: dict[int, dict[str, Tensor]] = {}
+    for version in range(1, 5):
+        change(trained, version)
+        publisher.publish(weights_of(trained), version)
+        loaded[version] = {name: tensor.detach().clone() for name, tensor in weights_of(trained).items()}
+    dtype = str(trained.dtype).removeprefix("torch.")
+    config = EngineArgs(str(tmp_path / "hf"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    group, meeting = FakeGroup(size), Meeting(size)
+
+    def build(rank: int) -> Any:
+        group.here.rank = rank
+        config.compilation_config.static_forward_context.clear()
+        return initialize_model(config)
+
+    def run(rank: int, model: Any, rival: Any) -> list[str]:
+        group.here.rank = rank
+        ranks, tensors = ThreadRank(rank, meeting), [*model.parameters(), *model.buffers()]
+        model.load_weights(loaded[1].items())
+        plan = make_plan(store.manifest(1).layout, model.load_weights, tensors, ranks)
+        prove(plan, model.load_weights, tensors, ranks)
+        assert not plan.dense
+        reader, modes = WeightReader(store, BoxTarget(plan, ranks, lambda found: model.load_weights(found.items()))), []
+        for version in range(1, 5):
+            modes.append(reader.load(version).mode)
+            rival.load_weights(loaded[version].items())
+            theirs = dict(rival.named_parameters())
+            assert all(torch.equal(ours, theirs[name]) for name, ours in model.named_parameters()), f"rank {rank}, version {version}"
+            assert reader.damaged() == []
+        return modes
+
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{tmp_path / 'meet'}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        monkeypatch.setattr(parallel_state, "_TP", group)
+        monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", size)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(trained.dtype)
+        try:
+            models = [(build(rank), build(rank)) for rank in range(size)]
+        finally:
+            torch.set_default_dtype(before)
+        for pair in models:
+            for model in pair:
+                for parameter in model.parameters():
+                    parameter.data.zero_()  # padding of one is that of the other
+        with ThreadPoolExecutor(size) as pool:
+            waiting = [pool.submit(run, rank, *pair) for rank, pair in enumerate(models)]
+            assert [done.result() for done in waiting] == [["anchor", "delta", "delta", "delta"]] * size
+    monkeypatch.undo()
+    cleanup_dist_env_and_memory()
