@@ -21,8 +21,9 @@ too: its prompts and responses are computed anew, with the new weights.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from flowtrain.weights.boxes import BoxTarget, Plan
 from flowtrain.weights.pieces import Digest, add
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader
-from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights.remote import open_source
 from flowtrain.weights.target import HostTensors, Target
 from flowtrain.weights.vllm_plan import make_plan, prove
 
@@ -85,9 +86,11 @@ class InitInfo(WeightTransferInitInfo):
     """Of `init_weight_transfer_engine`."""
 
     location: str
-    """Folder of the store."""
+    """Folder of the store, or its URL."""
     scrub_every: int = 0
     """Updates between two comparisons of all words with the digests of the version; 0: never."""
+    token: str = field(default="", repr=False)
+    """For a URL that asks for one."""
 
 
 @dataclass
@@ -122,13 +125,19 @@ class SparseDeltaEngine(WeightTransferEngine):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
+    loaded: Loaded | None
+    """What the last update did."""
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Find out where the model has the store's tensors, and prove it.
 
         Raises:
             UserError: the store is empty, or this model cannot be updated in place; the text names the tensor or the option.
         """
-        source = open_location(init_info.location)
+        if "://" not in init_info.location and not Path(init_info.location).is_dir():
+            raise UserError(f"location={init_info.location!r} must be the folder or the URL of a weight store")
+        cache = TemporaryDirectory(prefix="flowtrain-weights-")
+        source = open_source(init_info.location, Path(cache.name), init_info.token)
         refuse_unsupported(self.model, self.vllm_config)
         tp, pp = get_tp_group(), get_pp_group()
         size = tp.world_size * pp.world_size
@@ -142,7 +151,7 @@ class SparseDeltaEngine(WeightTransferEngine):
         for name, why in plan.dense.items():
             _log.warning("%r is loaded whole at every update, through the model's loader, and kept on the host: %s", name, why)
         self.reader = WeightReader(source, self._target(plan, ranks), torch.get_num_threads(), init_info.scrub_every)
-        self.loaded: Loaded | None = None
+        self.cache, self.loaded = cache, None
 
     def _target(self, plan: Plan, ranks: Ranks) -> Target:
         """Where every tensor is one run of CPU memory, those are the reader's own tensors; else through boxes."""
@@ -178,7 +187,8 @@ class SparseDeltaEngine(WeightTransferEngine):
         return self.boxes.digests()
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        if hasattr(self, "cache"):
+            self.cache.cleanup()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -201,14 +211,6 @@ class WeightReports:
     def digest_weights(self) -> dict[str, str]:
         """The digests of all tensors as they are now, in 32 hex digits each, as manifests write them."""
         return {name: "".join(f"{part:016x}" for part in add(digest)) for name, digest in self.weight_transfer_engine.digests().items()}
-
-
-def open_location(location: str) -> Source:
-    """Raises UserError for what is no store."""
-    folder = Path(location)
-    if "://" in location or not folder.is_dir():
-        raise UserError(f"location={location!r} must be the folder of a weight store")
-    return WeightStore(folder)
 
 
 def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,13 +299,36 @@ def test_boxes_do_what_the_reader_does_in_place(at_work: Any) -> None:
     assert engine.rpc("held_weights")["mode"] == "anchor" and engine.holds(store, version)
 
 
+def test_a_store_behind_a_url_is_fetched_from_while_the_engine_serves(at_work: Any) -> None:
+    engine, store, _, _ = at_work
+    connected = engine.transfer.__dict__.copy()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(store.root))
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine.rpc("init_weight_transfer_engine", init_info={"location": f"http://127.0.0.1:{server.server_port}"})
+        engine.update(int(store.head()))
+        for _ in range(2):
+            version = publish_next(at_work)
+            engine.update(version, stage=True)
+            assert engine.rpc("held_weights")["mode"] == "delta" and engine.holds(store, version)
+        server.shutdown()
+    engine.transfer.shutdown()
+    engine.transfer.__dict__.update(connected)
+    engine.transfer.reader._manifest = None
+    engine.update(version)
+
+
 def test_wrong_calls_name_their_cure(at_work: Any, tmp_path: Path) -> None:
     engine, store, _, _ = at_work
     with pytest.raises(StoreError, match="version 999 is not in"):
         engine.update(999)
     assert engine.holds(store, int(store.head()))
     connected = engine.transfer.__dict__.copy()
-    for location, message in ((tmp_path / "nowhere", "must be the folder of a weight store"), (tmp_path, "is empty; publish a version")):
+    for location, message in (
+        (tmp_path / "nowhere", "must be the folder or the URL of a weight store"),
+        (tmp_path, "is empty; publish a version"),
+    ):
         with pytest.raises(UserError, match=message):
             engine.rpc("init_weight_transfer_engine", init_info={"location": str(location)})
     with pytest.raises(ValueError, match="Invalid init_info for SparseDeltaEngine"):
