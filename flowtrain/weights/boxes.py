@@ -100,11 +100,7 @@ class Box:
     def digest(self, num_threads: int) -> Digest:
         """Of the words as they are, at their places in the tensor."""
         if self.is_run:
-            run = self.live()
-            if run.device.type == "cpu":
-                digest: Digest = _delta.digest(words_of(run), first=self.first, num_threads=num_threads)
-                return digest
-            return to_digest(digest_words(run, self.first))
+            return digest_of(self.live(), self.first, num_threads)
         inner = torch.zeros(self.sizes[1:], dtype=torch.int64)
         for axis, (n, stride) in enumerate(zip(self.sizes[1:], self.strides[1:], strict=True)):
             inner += (torch.arange(n) * stride).view(-1, *[1] * (inner.dim() - axis - 1))
@@ -115,6 +111,14 @@ class Box:
             outer = torch.arange(start, start + len(part), device=live.device) * self.strides[0] + self.first
             total = add(total, to_digest(digest_at(part, outer.view(-1, *[1] * inner.dim()) + inner)))
         return total
+
+
+def digest_of(run: Tensor, first: int = 0, num_threads: int = 1) -> Digest:
+    """Of contiguous words, wherever they are."""
+    if run.device.type == "cpu":
+        digest: Digest = _delta.digest(words_of(run), first=first, num_threads=num_threads)
+        return digest
+    return to_digest(digest_words(run, first))
 
 
 def to_digest(pair: Tensor) -> Digest:

@@ -90,6 +90,11 @@ class WeightReader:
         self._staging = version, self._manifest, pool.submit(self._find_way, version)
         pool.shutdown(wait=False)
 
+    @property
+    def is_staged(self) -> bool:
+        """What `stage` began is done, or nothing was begun."""
+        return self._staging is None or self._staging[2].done()
+
     def load(self, version: int) -> Loaded:
         """Bring the tensors to `version`.
 

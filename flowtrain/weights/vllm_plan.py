@@ -18,12 +18,11 @@ from math import prod
 from typing import Any
 
 import torch
-from flowkernels import digest_words
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowtrain.weights.boxes import Box, Plan, sum_regions, to_digest
+from flowtrain.weights.boxes import Box, Plan, digest_of, sum_regions
 from flowtrain.weights.pieces import Digest, Layout
 from flowtrain.weights.ranks import Ranks, together
 
@@ -136,7 +135,7 @@ def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> No
         for name, boxes in plan.boxes.items():
             spec = plan.layout[name]
             flat = pattern(spec.num_words, zlib.crc32(name.encode()), boxes[0].words.device if boxes else torch.device("cpu"))
-            whole[name] = to_digest(digest_words(flat))
+            whole[name] = digest_of(flat)
             if not boxes:
                 continue
             watch = _watched(name, plan.layout, load, memories)  # what it fills with constants has to be put back, too

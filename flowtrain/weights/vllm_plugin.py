@@ -208,6 +208,10 @@ class WeightReports:
         report = {} if loaded is None else {"mode": loaded.mode, "reason": loaded.reason, "seconds": loaded.seconds, **loaded.metrics()}
         return {"version": reader.version if reader else None, **report}
 
+    def staged_weights(self) -> bool:
+        """Nothing is being staged any more."""
+        return bool(self.weight_transfer_engine.reader.is_staged)
+
     def digest_weights(self) -> dict[str, str]:
         """The digests of all tensors as they are now, in 32 hex digits each, as manifests write them."""
         return {name: "".join(f"{part:016x}" for part in add(digest)) for name, digest in self.weight_transfer_engine.digests().items()}

@@ -1,0 +1,153 @@
+"""The pause of a live vLLM:  python -m bench.weights [--shape 0.5b] [--density 0.01] [--json F]
+
+One engine serves random weights of a Qwen2.5 shape. In turn it takes a sparse update, staged while it serves and applied within a pause,
+and a full reload of the same version from a checkpoint: vLLM's own `reload_weights`, within the same kind of pause, from the page cache.
+After each, the digests of all its words are compared with the manifest's. Needs vLLM, and an installed flowtrain, which vLLM finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bench.measure import median_ratio, print_table, write_json
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
+
+SHAPES = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="F", help="write the rows to this file")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="of Qwen2.5 (default: 0.5b)")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the words that a version changes (default: 0.01)")
+    parser.add_argument("--repeats", type=int, default=5, help="versions that are timed (default: 5)")
+    args = parser.parse_args()
+    with TemporaryDirectory(prefix="flowtrain-bench-") as folder:
+        rows = asyncio.run(_measure(Path(folder), args.shape, args.density, args.repeats))
+    print_table(rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+async def _measure(folder: Path, shape: str, density: float, repeats: int) -> list[dict[str, Any]]:
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    weights = _new_weights(folder, shape)
+    store = WeightStore(folder / "weights")
+    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    publisher.publish(weights, 0)
+    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16"}
+    plugged = {"weight_transfer_config": WeightTransferConfig(backend="sparse_delta")}
+    extension = "flowtrain.weights.vllm_plugin.WeightReports"
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), worker_extension_cls=extension, **plugged, **options))
+    try:
+        started = time.perf_counter()
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest({"location": str(store.root)}))
+        connect_s = time.perf_counter() - started
+        await _update(llm, 0)
+        times: dict[str, list[float]] = {"sparse update": [], "full reload": []}
+        found: dict[str, list[float]] = {"bytes": [], "staged": [], "applied": [], "changed": []}
+        for version in range(1, repeats + 2):
+            _change(weights, density, version)
+            published = publisher.publish(weights, version)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            stage_s, pause_s = await _update(llm, version)
+            await _check(llm, store, version)
+            reload_s = await _paused(llm, lambda: llm.collective_rpc("reload_weights"))
+            await _check(llm, store, version)
+            if version > 1:  # the first warms up
+                times["sparse update"].append(pause_s)
+                times["full reload"].append(reload_s)
+                (held,) = await llm.collective_rpc("held_weights")
+                for key, value in zip(found, (published.delta_bytes, stage_s, held["seconds"], published.num_changed), strict=True):
+                    found[key].append(value)
+    finally:
+        llm.shutdown()
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    num_words = sum(tensor.numel() for tensor in weights.values())
+    common = {"shape": shape, "words": num_words, "density": medians["changed"] / num_words}
+    ours = {"pause_s": statistics.median(times["sparse update"]), "applied_s": medians["applied"], "staged_s": medians["staged"]}
+    reload = {"pause_s": statistics.median(times["full reload"]), "times_ours": median_ratio(times["full reload"], times["sparse update"])}
+    return [
+        {"path": "sparse update", **common, "bytes": medians["bytes"], **ours, "connect_s": connect_s, "times_ours": 1.0},
+        {"path": "full reload", **common, "bytes": 2 * num_words, **reload},
+    ]
+
+
+def _new_weights(folder: Path, shape: str) -> dict[str, Tensor]:
+    """Saved as a checkpoint, too."""
+    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=shape != "7b", max_position_embeddings=256, **SHAPES[shape])
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        named = dict(Qwen2ForCausalLM(config).named_parameters())
+    rng = torch.Generator().manual_seed(0)
+    weights = {name: torch.empty(meta.shape, dtype=torch.bfloat16).normal_(std=0.02, generator=rng) for name, meta in named.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def _change(weights: dict[str, Tensor], density: float, seed: int) -> None:
+    """One unit in the last place, up or down, as a small step of a trainer does."""
+    rng = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        words = tensor.view(-1).view(torch.int16)
+        at = torch.randint(0, len(words), (int(len(words) * density),), generator=rng)
+        words[at] += torch.randint(0, 2, (len(at),), generator=rng, dtype=torch.int16) * 2 - 1
+
+
+async def _paused(llm: Any, action: Callable[[], Awaitable[object]]) -> float:
+    """Seconds from the call for the pause to the end of `resume_generation`."""
+    started = time.perf_counter()
+    await llm.pause_generation(mode="keep", clear_cache=False)
+    await action()
+    await llm.resume_generation()
+    return time.perf_counter() - started
+
+
+async def _update(llm: Any, version: int) -> tuple[float, float]:
+    """Seconds to stage, and of the pause."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    async def action() -> None:
+        await llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+        await llm.finish_weight_update(weight_version=str(version))
+
+    await llm.start_weight_update()
+    started = time.perf_counter()
+    await llm.update_weights(WeightTransferUpdateRequest({"version": version, "stage": True}))
+    while not (await llm.collective_rpc("staged_weights"))[0]:
+        await asyncio.sleep(0.01)
+    staged_s = time.perf_counter() - started
+    return staged_s, await _paused(llm, action)
+
+
+async def _check(llm: Any, store: WeightStore, version: int) -> None:
+    (digests,) = await llm.collective_rpc("digest_weights")
+    wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
+    if digests != wanted:
+        raise SystemExit(f"the engine does not hold version {version}")
+
+
+if __name__ == "__main__":
+    main()
