@@ -2,7 +2,8 @@
 
 One engine serves random weights of a Qwen2.5 shape. In turn it takes a sparse update, staged while it serves and applied within a pause,
 and a full reload of the same version from a checkpoint: vLLM's own `reload_weights`, within the same kind of pause, from the page cache.
-After each, the digests of all its words are compared with the manifest's. Needs vLLM, and an installed flowtrain, which vLLM finds.
+Last, an engine without the plugin reloads it: on a CPU, that packs its weights anew. After each update and reload, the digests of all words
+are compared with the manifest's. Needs vLLM, and an installed flowtrain, which vLLM finds.
 """
 
 from __future__ import annotations
@@ -47,31 +48,41 @@ def main() -> None:
 
 
 async def _measure(folder: Path, shape: str, density: float, repeats: int) -> list[dict[str, Any]]:
-    from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     weights = _new_weights(folder, shape)
+    times, facts = await _in_turn(folder, weights, density, repeats)
+    times["full reload, packed weights"] = await _reload_packed(folder, repeats)
+    num_words = sum(tensor.numel() for tensor in weights.values())
+    common = {"shape": shape, "words": num_words, "density": facts.pop("changed") / num_words}
+    rows = []
+    for path, seconds in times.items():
+        row = {"path": path, **common, "bytes": 2 * num_words, "pause_s": statistics.median(seconds)}
+        row["times_ours"] = median_ratio(seconds, times["sparse update"])
+        rows.append({**row, **facts} if path == "sparse update" else row)
+    return rows
+
+
+async def _in_turn(
+    folder: Path, weights: dict[str, Tensor], density: float, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each pause, and medians of what else is known of the updates."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
     store = WeightStore(folder / "weights")
     publisher = Publisher(store, PublishOptions(anchor_every=1000))
     publisher.publish(weights, 0)
-    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16"}
-    plugged = {"weight_transfer_config": WeightTransferConfig(backend="sparse_delta")}
-    extension = "flowtrain.weights.vllm_plugin.WeightReports"
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), worker_extension_cls=extension, **plugged, **options))
+    times: dict[str, list[float]] = {"sparse update": [], "full reload": []}
+    found: dict[str, list[float]] = {"bytes": [], "staged_s": [], "applying_s": [], "changed": []}
+    llm = _start(folder, is_plugged=True)
     try:
         started = time.perf_counter()
         await llm.init_weight_transfer_engine(WeightTransferInitRequest({"location": str(store.root)}))
         connect_s = time.perf_counter() - started
         await _update(llm, 0)
-        times: dict[str, list[float]] = {"sparse update": [], "full reload": []}
-        found: dict[str, list[float]] = {"bytes": [], "staged": [], "applied": [], "changed": []}
         for version in range(1, repeats + 2):
             _change(weights, density, version)
             published = publisher.publish(weights, version)
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            stage_s, pause_s = await _update(llm, version)
+            staged_s, pause_s = await _update(llm, version)
             await _check(llm, store, version)
             reload_s = await _paused(llm, lambda: llm.collective_rpc("reload_weights"))
             await _check(llm, store, version)
@@ -79,19 +90,32 @@ async def _measure(folder: Path, shape: str, density: float, repeats: int) -> li
                 times["sparse update"].append(pause_s)
                 times["full reload"].append(reload_s)
                 (held,) = await llm.collective_rpc("held_weights")
-                for key, value in zip(found, (published.delta_bytes, stage_s, held["seconds"], published.num_changed), strict=True):
+                for key, value in zip(found, (published.delta_bytes, staged_s, held["seconds"], published.num_changed), strict=True):
                     found[key].append(value)
     finally:
         llm.shutdown()
-    medians = {key: statistics.median(values) for key, values in found.items()}
-    num_words = sum(tensor.numel() for tensor in weights.values())
-    common = {"shape": shape, "words": num_words, "density": medians["changed"] / num_words}
-    ours = {"pause_s": statistics.median(times["sparse update"]), "applied_s": medians["applied"], "staged_s": medians["staged"]}
-    reload = {"pause_s": statistics.median(times["full reload"]), "times_ours": median_ratio(times["full reload"], times["sparse update"])}
-    return [
-        {"path": "sparse update", **common, "bytes": medians["bytes"], **ours, "connect_s": connect_s, "times_ours": 1.0},
-        {"path": "full reload", **common, "bytes": 2 * num_words, **reload},
-    ]
+    return times, {key: statistics.median(values) for key, values in found.items()} | {"connect_s": connect_s}
+
+
+async def _reload_packed(folder: Path, repeats: int) -> list[float]:
+    """The same in an engine as vLLM comes: on a CPU, it packs its weights anew."""
+    llm = _start(folder, is_plugged=False)
+    try:
+        return [await _paused(llm, lambda: llm.collective_rpc("reload_weights")) for _ in range(repeats + 1)][1:]
+    finally:
+        llm.shutdown()
+
+
+def _start(folder: Path, is_plugged: bool) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    if is_plugged:
+        options["weight_transfer_config"] = WeightTransferConfig(backend="sparse_delta")
+        options["worker_extension_cls"] = "flowtrain.weights.vllm_plugin.WeightReports"
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), dtype="bfloat16", **options))
 
 
 def _new_weights(folder: Path, shape: str) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from flowtrain.weights.ranks import Ranks, together
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """`load_weights` of a model."""
-_CHUNK = 1 << 22
+_ROW = 1 << 16
 _REFUSALS = (ValueError, KeyError, AssertionError, RuntimeError, IndexError, AttributeError, TypeError)
 
 
@@ -161,11 +161,9 @@ def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> No
 
 def pattern(num_words: int, seed: int, device: torch.device) -> Tensor:
     """int16 words that differ between neighbours, between rows 65,536 words apart, and between seeds."""
-    words = torch.empty(num_words, dtype=torch.int16, device=device)
-    for start in range(0, num_words, _CHUNK):
-        at = torch.arange(start, min(start + _CHUNK, num_words), device=device)
-        words[start : start + len(at)] = (at * 0x9E37 + (at >> 16) * 0x85EB + seed).to(torch.int16)
-    return words
+    num_rows = -(-num_words // _ROW)
+    in_row, of_row = (torch.arange(_ROW, device=device) * 0x9E37).short(), (torch.arange(num_rows, device=device) * 0x85EB + seed).short()
+    return (in_row + of_row[:, None]).view(-1)[:num_words]
 
 
 def _changed_others(name: str, saved: Mapping[int, Tensor], memories: Mapping[int, Tensor], in_memory: Mapping[int, Any]) -> str:
