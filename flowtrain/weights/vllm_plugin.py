@@ -9,9 +9,10 @@
     finish_weight_update(weight_version="8")
     resume_generation()
 
-When `update_weights` raises, the weights are those of the version before, and `resume_generation` alone goes on; only a full load that
-broke off in the middle leaves the version of `held_weights` at None, and then nothing may be resumed before another update. Never update an
-engine that sleeps: its weights are not in memory.
+When `update_weights` raises, the weights are those of the version before, and `resume_generation` alone goes on. There are two exceptions,
+which `WeightReports.held_weights` tells: an anchor from which the deltas did not lead on, whose version it then is; and a full load that
+broke off in the middle, None, after which nothing may be resumed before another update. Never update an engine that sleeps: its weights
+are not in memory.
 
 What requests that go on have in the KV cache is of the old weights, as it should be. New prompts must not find it: `clear_cache=False`
 keeps it, so give each prompt a `cache_salt` that names the version. `clear_cache=True` forgets cached prefixes, but preempts what runs,
@@ -44,7 +45,7 @@ from flowtrain.weights.vllm_plan import make_plan, prove
 
 BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
-"""Minor versions of vLLM 0.x whose way of packing linear weights on a CPU was read."""
+"""Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; 0.25.1 and 0.32 were read, and agree."""
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Quantisation methods that leave a parameter as the loader wrote it."""
 _log = logging.getLogger(__name__)
@@ -63,19 +64,22 @@ def keep_linear_weights_plain() -> None:
 
     Engines that do not use this backend pack as before. No option of vLLM does the same.
     """
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        transfer = get_current_vllm_config().weight_transfer_config
+        config = get_current_vllm_config_or_none()
+        transfer = None if config is None else config.weight_transfer_config
         if transfer is None or transfer.backend != BACKEND or layer.weight.dim() != 2:
             pack(layer, remove_weight)
             return
         if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
             known = f"0.{PATCHED[0]} to 0.{PATCHED[-1]}"
-            raise RuntimeError(f"vLLM {vllm.__version__} on a CPU is not known to flowtrain ({known}): how does it pack linear weights?")
+            raise RuntimeError(
+                f"how vLLM {vllm.__version__} packs linear weights on a CPU is not known to this flowtrain; install vLLM {known}"
+            )
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

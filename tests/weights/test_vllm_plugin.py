@@ -392,7 +392,10 @@ def test_another_version_of_vllm_is_named_before_it_packs(at_work: Any, monkeypa
 
     engine, _, _, _ = at_work
     monkeypatch.setattr(vllm, "__version_tuple__", (0, 99, 0))
-    with set_current_vllm_config(engine.transfer.vllm_config), pytest.raises(RuntimeError, match="on a CPU is not known to flowtrain"):
+    with (
+        set_current_vllm_config(engine.transfer.vllm_config),
+        pytest.raises(RuntimeError, match=r"is not known to this flowtrain; install vLLM 0\.25 to"),
+    ):
         utils.dispatch_cpu_unquantized_gemm(torch.nn.Linear(32, 32), remove_weight=True)
 
 
