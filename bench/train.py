@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from bench.measure import print_table, write_json
-from flowtrain.config import Config, parse
+from flowtrain.config import Config
+from flowtrain.options import parse
 from flowtrain.rft import rft
 from flowtrain.session import STAGES
 from flowtrain.train import train

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from flowtrain.config import Config, help_text, parse
+from flowtrain.config import Config
+from flowtrain.options import help_text, parse
 from flowtrain.types import UserError
 
 INTERRUPTED = 130

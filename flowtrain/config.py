@@ -1,23 +1,13 @@
-"""Every option of a run: defaults here, a TOML file over them, `--section.key value` over that.
+"""Every option of a run, with its default and meaning; `flowtrain.options` reads them from a file and the command line.
 
-This module is the only source of options and loads no torch, so help, sweeps and checks start at once. (pydantic-settings was looked at:
-its command line prints every option before an error and has no word for a mistyped key in the file.)
+This module is the only source of options and loads no torch, so help, sweeps and checks start at once.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import tomllib
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import UnionType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
-
-from flowtrain.types import UserError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 
 class Section(BaseModel):
@@ -265,137 +255,3 @@ class Config(Section):
         if (self.tasks.name == "file") != bool(self.tasks.path):
             raise ValueError(f"tasks.path={self.tasks.path!r} goes with tasks.name = 'file', which is {self.tasks.name!r}")
         return self
-
-
-def parse(argv: Sequence[str]) -> Config | None:
-    """The config that the command line asks for; None when it asks for `--help`.
-
-    Raises:
-        UserError: a file that cannot be read, a key that does not exist, a value that does not fit; in one line.
-    """
-    if "--help" in argv or "-h" in argv:
-        return None
-    path, overrides = _split(argv)
-    values = _read(path) if path else {}
-    for key, text in overrides.items():
-        section, name = _known(key)
-        values.setdefault(section, {})[name] = _value(key, text)
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise UserError(_explain(error)) from None
-
-
-def help_text(module: str) -> str:
-    """Every key with its type, default and meaning."""
-    lines = [f"python -m {module} [--config FILE.toml] [--section.key VALUE ...]"]
-    last = ""
-    for section, key, kind, default, meaning in _leaves():
-        if section != last:
-            lines.append("")
-        last = section
-        lines += [f"  --{section}.{key} {kind} = {default}", f"        {meaning}"]
-    return "\n".join(lines)
-
-
-def to_toml(config: Config) -> str:
-    """The config as a file that `--config` reads; keys that are unset are left out."""
-    lines: list[str] = []
-    for section, values in config.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-_SHORT = {"resume": "run.resume"}
-
-
-def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """--config FILE and the overrides, in both forms, `--a.b value` and `--a.b=value`."""
-    words = iter(argv)
-    found: dict[str, str] = {}
-    for word in words:
-        if not word.startswith("--"):
-            raise UserError(f"{word!r} is not an option; write --section.key value (see --help)")
-        key, separator, text = word[2:].partition("=")
-        value = text if separator else next(words, None)
-        if value is None:
-            raise UserError(f"--{key} needs a value")
-        found[_SHORT.get(key, key)] = value
-    return found.pop("config", ""), found
-
-
-def _read(path: str) -> dict[str, dict[str, Any]]:
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
-        raise UserError(f"--config {path}: not TOML: {error}") from None
-    for section, table in values.items():
-        if not isinstance(table, dict):
-            raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
-        for key in table:
-            _known(f"{section}.{key}")
-        if not table and section not in Config.model_fields:
-            _known(section)
-    return values
-
-
-def _known(key: str) -> tuple[str, str]:
-    """Split a dotted key, or say what it may be."""
-    section, _, name = key.partition(".")
-    keys = [f"{s}.{k}" for s, k, *_ in _leaves()]
-    if key not in keys:
-        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
-        hint = f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
-        if section in Config.model_fields and not close:
-            hint = f"[{section}] knows {', '.join(k.split('.')[1] for k in keys if k.startswith(section + '.'))}"
-        raise UserError(f"unknown key {key}: {hint}")
-    return section, name
-
-
-def _value(key: str, text: str) -> Any:
-    """A TOML value where it is one, else the text itself: `--model.path runs/warm` needs no quotes, and `--run.dir 1.10` is no number."""
-    try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except (ValueError, RecursionError):
-        return text
-    is_text = any(f"{section}.{name}" == key and kind == "STR" for section, name, kind, *_ in _leaves())
-    return text if is_text and not isinstance(value, str) else value
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{key}={first['input']!r}: {message}" if key else message
-
-
-def _leaves() -> Iterator[tuple[str, str, str, str, str]]:
-    """(section, key, type, default, meaning) of every option."""
-    defaults = Config().model_dump()
-    for section, field in Config.model_fields.items():
-        kind = typing.cast(type[Section], field.annotation)
-        for key, leaf in kind.model_fields.items():
-            default = defaults[section][key]
-            yield section, key, _kind(leaf.annotation), "unset" if default is None else _toml(default), leaf.description or ""
-
-
-def _kind(annotation: Any) -> str:
-    """How a type reads in the help."""
-    if typing.get_origin(annotation) is Literal:
-        return "|".join(map(str, typing.get_args(annotation)))
-    if typing.get_origin(annotation) in (UnionType, typing.Union):
-        return _kind(typing.get_args(annotation)[0])
-    return "LIST" if typing.get_origin(annotation) is tuple else annotation.__name__.upper()
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    # TOML takes no surrogate pairs, which is how JSON escapes characters beyond the first plane, and no raw DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

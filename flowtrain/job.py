@@ -24,7 +24,8 @@ from flowtrain.agents.build import make_planner, make_prompt, make_tools
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.agents.tools import Tool
-from flowtrain.config import Config, to_toml
+from flowtrain.config import Config
+from flowtrain.options import to_toml
 from flowtrain.report.run_dir import writing
 from flowtrain.rewards import score
 from flowtrain.rollout.torch_engine import TorchEngine

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from flowtrain import command as commands
 from flowtrain.command import Interrupt, run_command
-from flowtrain.config import Config, help_text, parse, to_toml
+from flowtrain.config import Config
+from flowtrain.options import help_text, parse, to_toml
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"

@@ -72,7 +72,7 @@ def test_the_records_load_the_standard_library_alone(module: str) -> None:
 
 
 def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
-    loaded = loaded_by("import flowtrain.config, flowtrain.command")
+    loaded = loaded_by("import flowtrain.config, flowtrain.options, flowtrain.command")
     assert "pydantic" in loaded
     assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "safetensors", "matplotlib", "bm25s", "flowkernels"}
 
@@ -84,7 +84,7 @@ def test_what_no_model_needs_loads_no_torch(module: str) -> None:
 
 def test_parsing_and_help_load_no_torch_on_their_way() -> None:
     """A sweep script can check a config in a fraction of a second."""
-    loaded = loaded_by("from flowtrain.config import help_text, parse\nparse(['--train.lr', '1e-4']); help_text('x')")
+    loaded = loaded_by("from flowtrain.options import help_text, parse\nparse(['--train.lr', '1e-4']); help_text('x')")
     assert "torch" not in loaded
 
 
@@ -164,6 +164,7 @@ ALLOWED = {
     "flowtrain.types": (),
     "flowtrain.seeds": (),
     "flowtrain.config": ("pydantic", "flowtrain.types"),
+    "flowtrain.options": ("pydantic", "flowtrain.types", "flowtrain.config"),
     "flowtrain.algorithms": ("flowtrain.types", "flowtrain.algorithms"),
 }
 """Besides the standard library."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain.config import parse
+from flowtrain.options import parse
 from flowtrain.training.model import load_tokenizer
 
 pytest.register_assert_rewrite("cli_runs")
