@@ -62,6 +62,10 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     """0 means greedy; the log-probabilities are then those at temperature 1."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probabilities sum to this; the log-probabilities are those among them. 1: from all."""
+    top_k: int = 0
+    """Sample from so many most likely tokens; 0: from all."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False
@@ -88,7 +92,7 @@ class Completion:
     ids: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when the deadline struck first."""
     logprobs: tuple[float, ...]
-    """One per id, from the sampler, at the sampler's temperature."""
+    """One per id, from the sampler, at the sampler's temperature and among the tokens that top-p and top-k keep."""
     spans: tuple[VersionSpan, ...]
     """Which weights sampled which ids; they cover [0, len(ids))."""
     finish_reason: FinishReason

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.rollout.requests import check_fits, completion, hits_stop_string, stop_ids
+from flowtrain.types import Completion, FinishReason, Sampling, UserError
 from flowtrain.weights import Loaded, Source, WeightReader
 
 
@@ -52,7 +53,7 @@ class TorchEngine:
         """The model's weights are taken to be `version` until `load` was called; `scrub_every` as for `WeightReader`."""
         self._model = model.eval()
         self._tokenizer = tokenizer
-        self._stop_ids = _stop_ids(model, tokenizer)
+        self._stop_ids = stop_ids(model.generation_config, tokenizer)
         self._reader = WeightReader(store, dict(model.named_parameters()), torch.get_num_threads(), scrub_every)
         self.loaded: Loaded | None = None
         """What the last load did."""
@@ -79,14 +80,17 @@ class TorchEngine:
             if self._reader.version is not None:
                 self._version = self._reader.version
 
+    def metrics(self) -> dict[str, float]:
+        return {} if self.loaded is None else self.loaded.metrics()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises UserError when prompt and response cannot fit the model's positions, or when one of them has no token."""
-        longest = self.max_tokens - sampling.max_new_tokens
-        if not 1 <= len(prompt_ids) <= longest or sampling.max_new_tokens < 1:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} does not fit: "
-                f"both must be at least 1 and together at most {self.max_tokens}"
-            )
+        """Raises UserError when prompt and response cannot fit the model's positions or one of them is empty, and for top-p and top-k."""
+        check_fits(prompt_ids, sampling, self.max_tokens)
+        if sampling.top_p < 1 or sampling.top_k:
+            raise UserError(f"top_p={sampling.top_p} with top_k={sampling.top_k}: the torch engine samples from the whole vocabulary")
         loop = asyncio.get_running_loop()
         request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())
         self._waiting.append(request)
@@ -186,18 +190,12 @@ class TorchEngine:
             request.logprobs.append(logprob)
             sampling = request.sampling
             is_end = token in self._stop_ids and not sampling.ignore_end
-            if is_end or self._hits_stop_string(request):
+            if is_end or hits_stop_string(request.ids, sampling.stop_strings, self._tokenizer):
                 request.finish_reason = FinishReason.STOP
             elif len(request.ids) >= sampling.max_new_tokens:
                 request.finish_reason = FinishReason.LENGTH
             elif now >= request.deadline:
                 request.finish_reason = FinishReason.DEADLINE
-
-    def _hits_stop_string(self, request: _Request) -> bool:
-        if not request.sampling.stop_strings:
-            return False
-        text = self._tokenizer.decode(request.ids)
-        return any(stop in text for stop in request.sampling.stop_strings)
 
 
 def _choose(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,12 +217,4 @@ def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
 
 def _completion(request: _Request, version: int) -> Completion:
     assert request.finish_reason is not None
-    spans = (VersionSpan(0, len(request.ids), version),)
-    return Completion(tuple(request.ids), tuple(request.logprobs), spans, request.finish_reason)
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Models may name several end tokens in their generation config, besides the tokenizer's."""
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = [named] if isinstance(named, int) else list(named or [])
-    return frozenset([*ids, tokenizer.eos_token_id])
+    return completion(request.ids, request.logprobs, [(version, 0)], request.finish_reason)
