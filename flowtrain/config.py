@@ -82,8 +82,8 @@ class Agent(Section):
 
 
 class Rollout(Section):
-    engine: Literal["torch"] = "torch"
-    """torch: sampling in this process"""
+    engine: Literal["torch", "vllm"] = "torch"
+    """torch: sampling in this process; vllm: by vLLM in processes of its own, one per rank"""
     num_questions: PositiveInt = 16
     """questions per step over all ranks (AgentFlow: 32); the number of ranks divides it"""
     group_size: PositiveInt = 8
@@ -98,6 +98,25 @@ class Rollout(Section):
     """responses that the torch engine samples at a time"""
     max_in_flight: PositiveInt = 512
     """rollouts of a rank under way at a time"""
+
+
+class Vllm(Section):
+    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
+    """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs the rest"""
+    kv_cache_gb: float = Field(0.0, ge=0)
+    """GiB of KV cache; 0: what gpu_memory_utilization leaves beside the weights, or 1 on a CPU"""
+    max_model_len: int = Field(0, ge=0)
+    """tokens of prompt and response together; 0: as many as the model has positions"""
+    max_num_seqs: PositiveInt = 256
+    """responses that are sampled at a time; more wait in vLLM"""
+    enforce_eager: bool = False
+    """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
+    start_timeout_s: PositiveFloat = 600.0
+    """seconds until vLLM must be ready"""
+    load_timeout_s: PositiveFloat = 300.0
+    """seconds for a weight update; then vLLM is started anew"""
+    hang_timeout_s: PositiveFloat = 120.0
+    """seconds without a sign of life; then vLLM is started anew"""
 
 
 class Algorithm(Section):
@@ -231,6 +250,7 @@ class Config(Section):
     tasks: Tasks = Tasks()
     agent: Agent = Agent()
     rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
     algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))
     train: Train = Train()
     eval: Eval = Eval()

@@ -8,6 +8,10 @@ from typing import Protocol
 from flowtrain.types import Completion, Sampling
 
 
+class EngineError(RuntimeError):
+    """An engine failed, and so did what was tried to mend it."""
+
+
 class Engine(Protocol):
     """Tokens in, tokens out, at a known weight version."""
 
@@ -24,3 +28,9 @@ class Engine(Protocol):
 
     def load(self, version: int) -> None:
         """Sample with the weights `version` of the store from now on."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the last load did, and what went wrong so far."""
+
+    def close(self) -> None:
+        """Free what the engine holds; it is not used any more."""
