@@ -28,7 +28,11 @@ from flowtrain.config import Config
 from flowtrain.options import to_toml
 from flowtrain.report.run_dir import writing
 from flowtrain.rewards import score
+from flowtrain.rollout.engine import Engine
+from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.rollout.vllm_engine import VllmEngine
+from flowtrain.rollout.vllm_process import VllmModel, cpu_environment, gpu_environment
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training import checkpoint
@@ -71,8 +75,12 @@ class Job:
         self.world.barrier()
         return report.RunDir.open(path)
 
-    def make_engine(self, store: WeightStore) -> TorchEngine:
+    def make_engine(self, store: WeightStore) -> Engine:
         """A second copy of the model that samples; its weights come from the store by version."""
+        return self._make_vllm_engine(store) if self.config.rollout.engine == "vllm" else self.make_torch_engine(store)
+
+    def make_torch_engine(self, store: WeightStore) -> TorchEngine:
+        """The engine of this process."""
         dtype = getattr(torch, self.config.model.dtype)
         # A copy, because from_config writes the attention it was asked for into the config it was given.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config), dtype=dtype, attn_implementation="sdpa")
@@ -81,12 +89,32 @@ class Job:
         model = model.to(self.world.device)
         return TorchEngine(model, self.tokenizer, store, max_batch_size=rollout.max_batch_size, scrub_every=weights.scrub_every)
 
+    def _make_vllm_engine(self, store: WeightStore) -> VllmEngine:
+        options, device = self.config.vllm, self.world.device
+        shape = copy.deepcopy(self.model.config)
+        shape.architectures = [type(self.model).__name__]
+        positions = int(shape.max_position_embeddings)
+        if options.max_model_len > positions:
+            raise UserError(f"vllm.max_model_len={options.max_model_len} must be at most the model's {positions} positions")
+        is_cpu = device.type == "cpu"
+        model = VllmModel(
+            shape,
+            self.config.model.dtype,
+            options.max_model_len or positions,
+            stop_ids(self.model.generation_config, self.tokenizer),
+            str(store.root.resolve()),
+            self.config.weights.scrub_every,
+            is_cpu,
+            cpu_environment(torch.get_num_threads()) if is_cpu else gpu_environment(device.index or 0),
+        )
+        return VllmEngine(model, self.tokenizer, options)
+
     def make_publisher(self, store: WeightStore) -> Publisher:
         """Publishes the policy in the dtype that engines sample with."""
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
         return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), self.world)
 
-    def make_planner(self, engine: TorchEngine, temperature: float) -> PolicyPlanner:
+    def make_planner(self, engine: Engine, temperature: float) -> PolicyPlanner:
         return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
 
     def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:

@@ -24,7 +24,7 @@ from flowtrain.config import Config
 from flowtrain.job import Job, check_divides, saving
 from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
-from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
 from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
@@ -42,13 +42,15 @@ def rft(config: Config) -> int:
         check_divides("rft.batch_size", config.rft.batch_size, world)
         job = Job.prepare(config, world, fictional=config.rft.fictional)
         cleanup.callback(job.close)
-        return _run(job, Interrupt())
+        return _run(job, Interrupt(), cleanup)
 
 
-def _run(job: Job, interrupt: Interrupt) -> int:
+def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     config, world, rft = job.config, job.world, job.config.rft
     store = WeightStore(Path(config.run.dir) / "weights")
-    engine = job.make_engine(store)
+    # The scripted expert samples nothing.
+    engine = job.make_engine(store) if rft.expert == "policy" else job.make_torch_engine(store)
+    cleanup.callback(engine.close)
     expert = _expert(job, job.make_planner(engine, config.rollout.temperature))
     run_dir = job.open_run_dir()
     started = time.monotonic()
@@ -87,7 +89,7 @@ def _expert(job: Job, policy: PolicyPlanner) -> Planner:
     return ScriptedPlanner(policy, config.rft.expert_error, job.tokenizer.eos_token_id)
 
 
-def _sync_engine(job: Job, store: WeightStore, engine: TorchEngine) -> None:
+def _sync_engine(job: Job, store: WeightStore, engine: Engine) -> None:
     """Give the engine the policy's weights, through the store as in training."""
     if job.config.rft.expert == "policy":
         with saving(store.root):

@@ -21,7 +21,7 @@ from flowtrain.evals import Evaluation, RolloutStats, evaluate
 from flowtrain.job import Job, check_divides, loss_spec, optim_spec, resume_point, saving
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
-from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -60,7 +60,7 @@ class Session:
     world: World
     cursor: TaskCursor
     flow: Flow
-    engine: TorchEngine
+    engine: Engine
     trainer: Trainer
     start_step: int
 
@@ -89,6 +89,7 @@ class Session:
         self._cleanup.callback(self._job.close)
         self._store = WeightStore(Path(config.run.dir) / "weights")
         self.engine = self._job.make_engine(self._store)
+        self._cleanup.callback(self.engine.close)
         self._publisher = self._job.make_publisher(self._store)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self._run_dir = self._job.open_run_dir()
@@ -149,8 +150,7 @@ class Session:
     def load(self, version: int) -> None:
         """Have the engine sample with `version` from now on."""
         self.engine.load(version)
-        assert self.engine.loaded is not None
-        self._weights_metrics.update(self.engine.loaded.metrics())
+        self._weights_metrics.update(self.engine.metrics())
 
     def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
         """Evaluate if that is due, write the step down, save if that is due: a kill in between leaves too many lines, not too few."""
