@@ -25,8 +25,8 @@ from bench.measure import extra_bytes, median_ratio, print_table, time_in_turn, 
 from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.algorithms import flow_grpo
-from flowtrain.config import parse
 from flowtrain.job import Job
+from flowtrain.options import parse
 from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.training import attention, head
