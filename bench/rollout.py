@@ -1,25 +1,33 @@
 """Sampling:  python -m bench.rollout [--json F]
 
-The torch engine against transformers' own `generate` on the same prompts in one run: all prompts distinct, and groups of 8 that share one,
-as the first turn of a GRPO batch does. End-of-sequence is switched off, so that both sample the same number of tokens.
+The torch engine against transformers' own `generate`, and, where vLLM is installed, our engine on it against its `AsyncLLM` alone. The same
+prompts within a run: all of them distinct, and groups of 8 that share one, as the first turn of a GRPO batch does. End-of-sequence is
+switched off, so that all sample the same number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.measure import median_ratio, print_table, time_in_turn, write_json
+from flowtrain.config import Vllm
+from flowtrain.rollout.engine import Engine
 from flowtrain.rollout.torch_engine import TorchEngine
-from flowtrain.training.model import new_model, new_tokenizer
-from flowtrain.types import Completion, Sampling
+from flowtrain.rollout.vllm_engine import VllmEngine
+from flowtrain.rollout.vllm_process import VllmModel, cpu_environment
+from flowtrain.training.model import export, full_weights, new_model, new_tokenizer
+from flowtrain.types import Sampling
 from flowtrain.weights.store import WeightStore
 
 Prompts = Sequence[tuple[int, ...]]
@@ -38,31 +46,45 @@ def main() -> None:
     order = random.Random(0)
     distinct = [tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90))) for _ in range(args.batch)]
     rows = []
-    for name, prompts in {"distinct": distinct, "groups of 8": [distinct[i // 8] for i in range(args.batch)]}.items():
-        rows += _rows(name, model, engine, prompts, args.new_tokens, args.repeats)
+    for name, prompts in _kinds(distinct).items():
+        rivals = {
+            "torch engine": partial(_engine_run, engine, prompts, args.new_tokens),
+            "transformers generate": partial(_generate, model, prompts, args.new_tokens),
+        }
+        rows += _rows(name, rivals, prompts, args.new_tokens, args.repeats)
+    if importlib.util.find_spec("vllm") is not None:
+        rows += _vllm_rows(distinct, args.new_tokens, args.repeats)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
 
 
-def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
-    """A random model of the quickstart's shape whose `generate` never ends a response."""
+def _kinds(distinct: Prompts) -> dict[str, Prompts]:
+    return {"distinct": distinct, "groups of 8": [distinct[i // 8] for i in range(len(distinct))]}
+
+
+def _model(num_heads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A random model of the quickstart's shape."""
     tokenizer = new_tokenizer(["Question: What is the area of Norway?"], 300)
     torch.manual_seed(0)
-    model = new_model(tokenizer, 96, 3, 6, 256).eval()
+    model = new_model(tokenizer, 96, 3, num_heads, 256).eval()
     model.set_attn_implementation("sdpa")
+    return model, tokenizer
+
+
+def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
+    """With a model whose `generate` never ends a response."""
+    model, tokenizer = _model(6)
     model.generation_config.eos_token_id = None
     engine = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
     return model, engine, len(tokenizer)
 
 
-def _rows(name: str, model: PreTrainedModel, engine: TorchEngine, prompts: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    rivals = {
-        "torch engine": lambda: asyncio.run(_sample(engine, prompts, new_tokens)),
-        "transformers generate": lambda: _generate(model, prompts, new_tokens),
-    }
+def _rows(name: str, rivals: Mapping[str, Callable[[], object]], prompts: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """The first rival is ours."""
     seconds = time_in_turn(rivals, repeats)
     num_tokens = len(prompts) * new_tokens
+    ours = next(iter(seconds.values()))
     return [
         {
             "prompts": name,
@@ -71,15 +93,60 @@ def _rows(name: str, model: PreTrainedModel, engine: TorchEngine, prompts: Promp
             "requests": len(prompts),
             "tokens": num_tokens,
             "tokens_per_s": num_tokens / sorted(times)[len(times) // 2],
-            "times_ours": median_ratio(times, seconds["torch engine"]),
+            "times_ours": median_ratio(times, ours),
         }
         for rival, times in seconds.items()
     ]
 
 
-async def _sample(engine: TorchEngine, prompts: Prompts, new_tokens: int) -> list[Completion]:
-    samplings = [Sampling(new_tokens, ignore_end=True, seed=seed) for seed in range(len(prompts))]
-    return await asyncio.gather(*map(engine.generate, prompts, samplings))
+def _vllm_rows(distinct: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """One vLLM serves both rivals; on a CPU its attention wants heads of at least 32."""
+    model, tokenizer = _model(3)
+    model.config.architectures = [type(model).__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        export(model, tokenizer, full_weights(model), Path(folder))
+        spec = VllmModel(folder, "float32", 256, frozenset(), environment=cpu_environment(torch.get_num_threads()))
+        engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
+        rows = []
+        for name, prompts in _kinds(distinct).items():
+            rivals = {
+                "vllm engine": partial(_engine_run, engine, prompts, new_tokens),
+                "vllm itself": partial(_vllm_run, engine, prompts, new_tokens),
+            }
+            rows += _rows(name, rivals, prompts, new_tokens, repeats)
+        engine.close()
+    return rows
+
+
+def _engine_run(engine: Engine, prompts: Prompts, new_tokens: int) -> object:
+    async def together() -> object:
+        return await asyncio.gather(*map(engine.generate, prompts, _samplings(len(prompts), new_tokens)))
+
+    return asyncio.run(together())
+
+
+def _vllm_run(engine: VllmEngine, prompts: Prompts, new_tokens: int) -> object:
+    """What a user of vLLM would write: tokens in, the last output of each request, no more."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    core = engine._lives.present.result()
+
+    async def one(number: int) -> object:
+        prompt = TokensPrompt(prompt_token_ids=list(prompts[number]))
+        params = SamplingParams(
+            max_tokens=new_tokens, seed=number, logprobs=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        return [output async for output in core._llm.generate(prompt, params, f"direct {number}")]
+
+    async def together() -> object:
+        return await asyncio.gather(*map(one, range(len(prompts))))
+
+    return asyncio.run_coroutine_threadsafe(together(), core._loop).result()
+
+
+def _samplings(number: int, new_tokens: int) -> list[Sampling]:
+    return [Sampling(new_tokens, ignore_end=True, seed=seed) for seed in range(number)]
 
 
 @torch.inference_mode()

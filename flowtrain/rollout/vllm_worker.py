@@ -18,12 +18,8 @@ from flowtrain.weights import vllm_plugin
 _PR_SET_PDEATHSIG = 1
 
 
-class Worker(vllm_plugin.WeightReports):
-    """What is added to vLLM's worker; called through `collective_rpc`."""
-
-    def is_staging(self) -> bool:
-        """Whether the next version is still being fetched."""
-        return bool(self.weight_transfer_engine.reader.is_staging)
+Worker = vllm_plugin.WeightReports
+"""What is added to vLLM's worker; called through `collective_rpc`."""
 
 
 def _begin(error_file: str) -> None:

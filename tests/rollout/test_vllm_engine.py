@@ -6,12 +6,15 @@ One engine serves the whole file; the test that kills it comes last.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -23,14 +26,13 @@ from flowtrain.config import Vllm
 from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.rollout.vllm_engine import VllmEngine
-from flowtrain.rollout.vllm_process import VllmModel, cpu_environment
+from flowtrain.rollout.vllm_process import VllmModel, check_version, cpu_environment, environment, explain, without_main
 from flowtrain.training import model as models
 from flowtrain.training.world import World
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-needs_vllm = [pytest.mark.vllm, pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")]
 
 T = TypeVar("T")
 Request = tuple[Sequence[int], Sampling]
@@ -309,3 +311,39 @@ def test_a_missing_vllm_is_said_with_its_cure(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("flowtrain.rollout.vllm_process.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[vllm\]'"):
         VllmEngine(VllmModel(tiny_path, "float32", 64, frozenset()), models.load_tokenizer(tiny_path), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("ValueError: To serve at least one request, 0.1 GiB KV cache is needed, which is larger", "vllm.kv_cache_gb"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "vllm.gpu_memory_utilization"),
+        ("OSError: nowhere is not a local folder and is not a valid model identifier", "model.path"),
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=16", "tiny.num_heads"),
+    ],
+)
+def test_what_a_process_wrote_is_told_with_its_cure(tmp_path: Path, reason: str, cure: str) -> None:
+    (tmp_path / "errors").write_text(f"Traceback (most recent call last):\n  File x\n{reason}\nsomething after it\n")
+    error = explain(RuntimeError("Engine core initialization failed. See root cause above."), tmp_path / "errors")
+    assert isinstance(error, UserError) and cure in str(error) and reason[:40] in str(error) and "\n" not in str(error)
+
+
+def test_an_unknown_reason_is_passed_on(tmp_path: Path) -> None:
+    error = explain(KeyError("strange"), tmp_path / "errors")
+    assert type(error) is RuntimeError and "KeyError: 'strange'" in str(error)
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.24.9", True), ("0.25.0", False), ("0.32.0+cpu", False), ("1.0", False)])
+def test_versions_from_0_25_on_are_supported(version: str, is_old: bool) -> None:
+    with pytest.raises(UserError, match=r"too old, 0\.25") if is_old else contextlib.nullcontext():
+        check_version(version)
+
+
+def test_an_engine_does_not_see_the_ranks_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    before = dict(os.environ)
+    with environment({"OMP_NUM_THREADS": "7"}), without_main():
+        assert "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and os.environ["OMP_NUM_THREADS"] == "7"
+        assert sys.modules["__main__"].__spec__ is None
+    assert dict(os.environ) == before and hasattr(sys.modules["__main__"], "__file__")
