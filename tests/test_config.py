@@ -386,3 +386,10 @@ def test_the_records_refuse_unknown_keys_too() -> None:
     """For code that builds a config without the parser."""
     with pytest.raises(ValidationError, match="not permitted"):
         Config.model_validate({"run": {"sed": 1}})
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    config = parse(["--config", str(path)])
+    assert config is not None
+    assert config.rollout.engine == ("torch" if path.stem == "quickstart" else "vllm")

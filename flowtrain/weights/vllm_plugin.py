@@ -4,7 +4,7 @@
     init_weight_transfer_engine(WeightTransferInitRequest({"location": "runs/7/weights", "scrub_every": 0}))       once
     start_weight_update()
     update_weights(WeightTransferUpdateRequest({"version": 8, "stage": True}))      if at all: fetches in the background
-    pause_generation(mode="keep", clear_cache=False)
+    pause_generation(mode="keep", clear_cache=True)
     update_weights(WeightTransferUpdateRequest({"version": 8}))
     finish_weight_update(weight_version="8")
     resume_generation()
@@ -14,9 +14,9 @@ which `WeightReports.held_weights` tells: an anchor from which the deltas did no
 broke off in the middle, None, after which nothing may be resumed before another update. Never update an engine that sleeps: its weights
 are not in memory.
 
-What requests that go on have in the KV cache is of the old weights, as it should be. New prompts must not find it: `clear_cache=False`
-keeps it, so give each prompt a `cache_salt` that names the version. `clear_cache=True` forgets cached prefixes, but preempts what runs,
-too: its prompts and responses are computed anew, with the new weights.
+With `clear_cache=True` what runs is preempted: its tokens stay, their keys and values are computed anew by the new weights, and so every
+later token is sampled by the new weights alone, which is what a trainer recomputes. `clear_cache=False` spares that and keeps what the old
+weights made for the requests that run; give each prompt a `cache_salt` that names the version then, lest new prompts find it.
 """
 
 from __future__ import annotations
