@@ -11,6 +11,7 @@ import json
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,14 +74,13 @@ def with_plans(tasks: TaskSet) -> TaskSet:
 
 def warm_up(place: Path, seed: int) -> None:
     """`flowtrain.rft` with the plans put in; the model lands in warm/model."""
-    settings = config(place, "warm", seed)
-    world = World.join("cpu")
-    job = Job.prepare(settings, world)
-    try:
-        assert fine_tune(dataclasses.replace(job, tasks=with_plans(job.tasks)), SimpleNamespace(requested=False)) == 0  # type: ignore[arg-type]
-    finally:
-        job.close()
-        world.leave()
+    with ExitStack() as cleanup:
+        world = World.join("cpu")
+        cleanup.callback(world.leave)
+        job = Job.prepare(config(place, "warm", seed), world)
+        cleanup.callback(job.close)
+        planned = dataclasses.replace(job, tasks=with_plans(job.tasks))
+        assert fine_tune(planned, SimpleNamespace(requested=False), cleanup) == 0  # type: ignore[arg-type]
 
 
 def flow_grpo(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> dict[str, Any]:
