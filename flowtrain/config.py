@@ -173,7 +173,7 @@ class Train(Section):
     num_minibatches: PositiveInt = 2
     """optimizer steps per batch of rollouts"""
     token_budget: PositiveInt = 8192
-    """tokens per packed row (one micro-batch); a longer sample gets a row of its own"""
+    """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row of its own"""
     recompute: bool = False
     """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory for about a third more time"""
     rescore: bool = False

@@ -5,7 +5,7 @@ One step, top to bottom, is the system. Each verb is one call into one file:
     take      tasks/cursor.py           the next questions
     collect   rollout/collect.py        G rollouts of each: planner, executor, verifier, generator around a memory
     score     rewards/                  one reward per rollout, from its final answer
-    pack      algorithms/, training/    the reward as an advantage of every turn; all turns in packed rows
+    pack      algorithms/, training/    the reward as an advantage of every turn; all turns in token trees
     step      training/trainer.py       clipped ratio + KL, backward, AdamW
     publish   weights/publisher.py      what changed in the weights, as an immutable version
     load      weights/reader.py         the engine samples with them from now on

@@ -1,1 +1,1 @@
-"""The training pass: model, packed rows, optimizer, checkpoints."""
+"""The training pass: model, token trees, optimizer, checkpoints."""
