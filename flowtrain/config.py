@@ -100,6 +100,46 @@ class Rollout(Section):
     """rollouts of a rank under way at a time"""
 
 
+class Chat(Section):
+    kind: Literal["openai", "torch", "vllm"] = "openai"
+    """openai: an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, ...); torch, vllm: a frozen model started here"""
+    model: str = ""
+    """name at the endpoint; folder or hub name for torch and vllm"""
+    base_url: str = "https://api.openai.com/v1"
+    """of the endpoint, /v1 included"""
+    api_key_env: str = "OPENAI_API_KEY"
+    """environment variable that holds the key; empty: the endpoint wants none"""
+    temperature: float = Field(0.0, ge=0)
+    """0: the most likely reply"""
+    max_tokens: PositiveInt = 2048
+    """tokens per reply"""
+    timeout_s: PositiveFloat = 120.0
+    """seconds per attempt"""
+    max_retries: int = Field(5, ge=0)
+    """further attempts after a refusal, a failure or a timeout, with growing pauses"""
+    max_concurrency: PositiveInt = 64
+    """requests under way at a time; more wait"""
+    price_in: float = Field(0.0, ge=0)
+    """for the cost meter: price of a million prompt tokens"""
+    price_out: float = Field(0.0, ge=0)
+    """for the cost meter: price of a million reply tokens"""
+
+
+class Roles(Section):
+    analyst: str = "none"
+    """who analyses the question before the first turn: none, policy, or a name in [engines]"""
+    executor: str = "rules"
+    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or a name in [engines]"""
+    verifier: str = "rules"
+    """who decides between STOP and CONTINUE: rules, policy, or a name in [engines]"""
+    generator: str = "rules"
+    """who writes the answer: rules, policy, or a name in [engines]"""
+    tools: str = "none"
+    """the model inside tools that want one: none, policy, or a name in [engines]"""
+    judge: str = "none"
+    """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
+
+
 class Vllm(Section):
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
     """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs the rest"""
@@ -249,6 +289,11 @@ class Config(Section):
     tiny: Tiny = Tiny()
     tasks: Tasks = Tasks()
     agent: Agent = Agent()
+    roles: Roles = Roles()
+    engines: dict[str, Chat] = Field(default_factory=dict)
+    """Named language models for the roles."""
+    plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of tools from other packages, by tool."""
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
     algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))

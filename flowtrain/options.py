@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from flowtrain.config import Config, Section
+from flowtrain.config import Config
 from flowtrain.types import UserError
 
 
@@ -31,8 +32,11 @@ def parse(argv: Sequence[str]) -> Config | None:
     path, overrides = _split(argv)
     values = _read(path) if path else {}
     for key, text in overrides.items():
-        section, name = _known(key)
-        values.setdefault(section, {})[name] = _value(key, text)
+        *tables, name = _known(key)
+        table = values
+        for part in tables:
+            table = table.setdefault(part, {})
+        table[name] = _value(key, text)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -55,13 +59,17 @@ def to_toml(config: Config) -> str:
     """The config as a file that `--config` reads; keys that are unset are left out."""
     lines: list[str] = []
     for section, values in config.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
-        lines.append("")
+        tables = {f"{section}.{_bare(name)}": table for name, table in values.items()} if section in NAMED else {section: values}
+        for heading, table in tables.items():
+            lines.append(f"[{heading}]")
+            lines += [f"{_bare(key)} = {_toml(value)}" for key, value in table.items() if value is not None]
+            lines.append("")
     return "\n".join(lines)
 
 
 _SHORT = {"resume": "run.resume"}
+NAMED = ("engines", "plugins")
+"""Sections of tables that the user names: [engines.judge], --engines.judge.model."""
 
 
 def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -89,24 +97,36 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     for section, table in values.items():
         if not isinstance(table, dict):
             raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
-        for key in table:
-            _known(f"{section}.{key}")
+        tables = {f"{section}.{name}": named for name, named in table.items()} if section in NAMED else {section: table}
+        for heading, named in tables.items():
+            if not isinstance(named, dict):
+                raise UserError(f"--config {path}: {heading} must be a table of its own, [{heading}]")
+            for key in named:
+                _known(f"{heading}.{key}")
         if not table and section not in Config.model_fields:
             _known(section)
     return values
 
 
-def _known(key: str) -> tuple[str, str]:
+def _known(key: str) -> tuple[str, ...]:
     """Split a dotted key, or say what it may be."""
-    section, _, name = key.partition(".")
+    asked = key
+    section, _, rest = key.partition(".")
+    path: tuple[str, ...] = (section, rest)
+    if section in NAMED:
+        table, _, name = rest.partition(".")
+        path = (section, table, name)
+        if section == "plugins" and table and name:
+            return path
+        section, key = f"{section}.NAME", f"{section}.NAME.{name}"
     keys = [f"{s}.{k}" for s, k, *_ in _leaves()]
-    if key not in keys:
+    if key not in keys or not all(path):
         close = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
         hint = f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
-        if section in Config.model_fields and not close:
-            hint = f"[{section}] knows {', '.join(k.split('.')[1] for k in keys if k.startswith(section + '.'))}"
-        raise UserError(f"unknown key {key}: {hint}")
-    return section, name
+        if section.removesuffix(".NAME") in Config.model_fields and not close:
+            hint = f"[{section}] knows {', '.join(k.rpartition('.')[2] for k in keys if k.startswith(section + '.'))}"
+        raise UserError(f"unknown key {asked}: {hint}")
+    return path
 
 
 def _value(key: str, text: str) -> Any:
@@ -115,6 +135,8 @@ def _value(key: str, text: str) -> Any:
         value = tomllib.loads(f"x = {text}")["x"]
     except (ValueError, RecursionError):
         return text
+    section, _, rest = key.partition(".")
+    key = f"{section}.NAME.{rest.partition('.')[2]}" if section in NAMED else key
     is_text = any(f"{section}.{name}" == key and kind == "STR" for section, name, kind, *_ in _leaves())
     return text if is_text and not isinstance(value, str) else value
 
@@ -130,7 +152,12 @@ def _leaves() -> Iterator[tuple[str, str, str, str, str]]:
     """(section, key, type, default, meaning) of every option."""
     defaults = Config().model_dump()
     for section, field in Config.model_fields.items():
-        kind = typing.cast(type[Section], field.annotation)
+        kind: Any = field.annotation
+        if section in NAMED:
+            section, kind = f"{section}.NAME", typing.get_args(kind)[1]
+            if not hasattr(kind, "model_fields"):
+                continue  # a plugin's options are its own
+            defaults[section] = kind().model_dump()
         for key, leaf in kind.model_fields.items():
             default = defaults[section][key]
             yield section, key, _kind(leaf.annotation), "unset" if default is None else _toml(default), leaf.description or ""
@@ -145,9 +172,13 @@ def _kind(annotation: Any) -> str:
     return "LIST" if typing.get_origin(annotation) is tuple else annotation.__name__.upper()
 
 
+def _bare(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_bare(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     # TOML takes no surrogate pairs, which is how JSON escapes characters beyond the first plane, and no raw DEL.

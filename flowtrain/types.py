@@ -42,6 +42,8 @@ class Task:
     """Name of the rule in `flowtrain.rewards` that scores an answer."""
     plan: tuple[PlanStep, ...] = ()
     """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the policy never sees it."""
+    choices: tuple[str, ...] = ()
+    """Options of a multiple-choice question, A first; () where the answer is free."""
 
 
 class FinishReason(enum.StrEnum):
@@ -149,6 +151,8 @@ class Turn:
     result: ToolResult
     verdict: Verdict
     seconds: float
+    verdict_text: str = ""
+    """What the verifier wrote; "" where a rule decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,12 @@ class Trajectory:
     """Why the loop ended before STOP: "" (it did not), "turns", "time" or "prompt" (the prompt outgrew the model)."""
     reward: float | None = None
     """In [0, 1]; None until `rewards.score` fills it."""
+    scored_by: str = ""
+    """Which rule, or "judge", decided on the reward."""
+    analysis: str = ""
+    """What the analyst wrote about the question before the first turn; "" where there is none."""
+    error: str = ""
+    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing about the planner and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)

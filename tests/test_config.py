@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from flowtrain import command as commands
 from flowtrain.command import Interrupt, run_command
-from flowtrain.config import Config
-from flowtrain.options import help_text, parse, to_toml
+from flowtrain.config import Chat, Config
+from flowtrain.options import NAMED, help_text, parse, to_toml
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
-KEYS = [f"{section}.{key}" for section, values in Config().model_dump().items() for key in values]
+KEYS = [f"{section}.{key}" for section, values in Config().model_dump().items() if section not in NAMED for key in values]
 
 
 @pytest.fixture
@@ -247,7 +247,8 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     lines = help_text("flowtrain.train").splitlines()
     assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
-    assert list(shown) == KEYS
+    assert [key for key in shown if not key.startswith("engines.")] == KEYS
+    assert [key for key in shown if key.startswith("engines.")] == [f"engines.NAME.{key}" for key in Chat.model_fields]
     for key, line in shown.items():
         assert lines[lines.index(line) + 1].startswith("        ") and lines[lines.index(line) + 1].strip(), f"{key} has no meaning"
     assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
@@ -260,7 +261,7 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
 def test_every_default_of_the_help_can_be_given_back() -> None:
     words = [line.split(" = ", 1) for line in help_text("x").splitlines() if line.startswith("  --")]
     given = [word for head, default in words if default != "unset" for word in (head.split()[0], default)]
-    assert parsed(*given) == Config()
+    assert parsed(*given) == Config(engines={"NAME": Chat()})
 
 
 CONFIGS: list[dict[str, dict[str, Any]]] = [
@@ -393,3 +394,34 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
     assert config.rollout.engine == ("torch" if path.stem == "quickstart" else "vllm")
+
+
+# ---- tables that the user names
+
+
+def test_named_tables_come_from_file_and_words(toml: Callable[[str], str]) -> None:
+    path = toml('[engines.helper]\nmodel = "small"\n[plugins.My_Tool]\ndepth = 3')
+    config = parsed(
+        "--config", path, "--engines.helper.temperature", "0.5", "--engines.other.model", "1.5", "--plugins.My_Tool.url", "x.org"
+    )
+    assert (config.engines["helper"].model, config.engines["helper"].temperature) == ("small", 0.5)
+    assert config.engines["other"].model == "1.5", "text where the key wants text"
+    assert config.plugins == {"My_Tool": {"depth": 3, "url": "x.org"}}
+    assert parsed("--config", toml(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--engines.helper.modell", "x"), "unknown key engines.helper.modell: did you mean engines.NAME.model?"),
+        (("--engines.helper", "x"), "unknown key engines.helper: did you mean engines.NAME.kind?"),
+        (("--plugins.tool", "x"), "unknown key plugins.tool: "),
+        (("--engines.helper.max_tokens", "0"), "engines.helper.max_tokens=0: "),
+    ],
+)
+def test_a_named_table_is_checked(words: tuple[str, ...], message: str) -> None:
+    assert message in complaint(*words)
+
+
+def test_a_named_table_must_be_one(toml: Callable[[str], str]) -> None:
+    assert "engines.helper must be a table of its own, [engines.helper]" in complaint("--config", toml('[engines]\nhelper = "x"'))

@@ -64,7 +64,7 @@ class FullPrompt:
     def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared") -> None:
         """`order`: "shared" puts the memory last, so that the turns of a rollout share all before it; "paper" puts the rules last."""
         self._template = {"shared": _FULL, "paper": _PAPER}[order]
-        self._tools = "\n".join(f"- {tool.name}: {tool.description}" for tool in tools)
+        self._tools = "\n".join(f"- {tool.card.name}: {tool.card.description}" for tool in tools)
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:

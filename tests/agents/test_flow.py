@@ -14,7 +14,7 @@ from flowtrain.agents.flow import MALFORMED
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong
-from flowtrain.agents.tools import Tool
+from flowtrain.agents.tools import Tool, ToolCard
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory, Turn, Verdict, VersionSpan
 
@@ -48,10 +48,8 @@ def completion(turn: int) -> Completion:
 class FakeTool:
     """Does what the test says."""
 
-    description = "Does what the test says."
-
     def __init__(self, name: str, act: Callable[[str], Awaitable[str]]) -> None:
-        self.name, self._act = name, act
+        self.card, self._act = ToolCard(name, "Does what the test says."), act
 
     async def execute(self, query: str) -> str:
         return await self._act(query)

@@ -14,6 +14,7 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
+from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory
 
@@ -61,7 +62,7 @@ class FakeEngine:
 class FakeEcho:
     """A tool that every rollout shares."""
 
-    name, description = "Echo", "Says the query again."
+    card = ToolCard("Echo", "Says the query again.")
 
     async def execute(self, query: str) -> str:
         await asyncio.sleep(0)

@@ -256,7 +256,7 @@ def test_the_full_prompt_states_question_tools_rules_and_memory_through_the_chat
     search, guesses = Search(["Paris lies in France."]), BaseGenerator(["7"])
     text = FullPrompt([search, guesses], FakeTokenizer()).render("What is {x} of Chad?", Memory(STEPS))
     assert text.startswith("<user>") and text.endswith("<assistant>")
-    for part in ("Question: What is {x} of Chad?", f"- Search: {search.description}", f"- Base_Generator: {guesses.description}"):
+    for part in ("Question: What is {x} of Chad?", f"- Search: {search.card.description}", f"- Base_Generator: {guesses.card.description}"):
         assert part in text
     places = [text.index(f"\n{label}: ") for label in ("Justification", "Context", "Sub-Goal", "Tool Name")]
     assert places == sorted(places)

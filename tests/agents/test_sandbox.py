@@ -307,4 +307,4 @@ def test_python_coder_strips_a_fence(sandbox: Sandbox) -> None:
     assert [asyncio.run(coder.execute(query)) for query in queries] == ["42"] * 4
     with pytest.raises(ToolError, match="no code given"):
         asyncio.run(coder.execute("```python\n```"))
-    assert coder.name == "Python_Coder" and "\n" not in coder.description
+    assert coder.card.name == "Python_Coder" and "\n" not in coder.card.description

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.tools import TOOL_NAMES, BaseGenerator, PythonCoder, Sandbox, Search, Tool, ToolError, run_tool
+from flowtrain.agents.tools import TOOL_NAMES, BaseGenerator, Parameter, PythonCoder, Sandbox, Search, Tool, ToolCard, ToolError, run_tool
 from flowtrain.agents.tools.base import shorten
 from flowtrain.types import ToolResult, UserError
 
@@ -21,8 +21,7 @@ from flowtrain.types import ToolResult, UserError
 class Stub:
     """A tool that does what the test says."""
 
-    name = "Stub"
-    description = "Does what the test says."
+    card = ToolCard("Stub", "Does what the test says.")
 
     def __init__(self, act: Callable[[str], Awaitable[object]]) -> None:
         self.act = act
@@ -93,7 +92,33 @@ def test_a_failure_is_an_error_and_never_raised(tool: Stub, error: str) -> None:
     ],
 )
 def test_wrong_arguments_are_an_error(arguments: Mapping[str, object], given: str) -> None:
-    assert run(returning("x"), arguments).error == f"Stub takes one argument, query: str; got {given}"
+    assert run(returning("x"), arguments).error == f"Stub takes (query: str); got {given}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"url": "u"}, True),
+        ({"url": "u", "top": 3}, True),
+        ({"top": 3}, False),
+        ({"url": "u", "top": True}, False),
+        ({"url": "u", "top": "3"}, False),
+        ({"url": "u", "query": "q"}, False),
+    ],
+)
+def test_arguments_are_those_of_the_card(arguments: Mapping[str, object], is_right: bool) -> None:
+    class Page:
+        card = ToolCard("Page", "Reads.", (Parameter("url", "where"), Parameter("top", "how many", int, is_required=False)))
+
+        async def execute(self, url: str, top: int = 1) -> str:
+            return f"{url} {top}"
+
+        def close(self) -> None:
+            pass
+
+    result = run(Page(), arguments)
+    assert (result.error is None) == is_right
+    assert is_right or (result.error or "").startswith("Page takes (url: str, top: int (optional)); got (")
 
 
 def test_a_slow_tool_is_cancelled() -> None:
@@ -279,7 +304,7 @@ def test_base_generator_guesses_the_same_each_time() -> None:
     answers = [run(tool, {"query": f"What colour is item {i}? \ud800"}).output for i in range(40)]
     assert answers == [run(tool, {"query": f"What colour is item {i}? \ud800"}).output for i in range(40)]
     assert set(answers) == {"red", "green", "blue"}
-    assert "without looking" in tool.description
+    assert "without looking" in tool.card.description
     with pytest.raises(UserError, match="at least one guess"):
         BaseGenerator([])
 
@@ -287,8 +312,8 @@ def test_base_generator_guesses_the_same_each_time() -> None:
 def test_names_are_those_of_the_tools() -> None:
     sandbox = Sandbox()
     tools: list[Tool] = [BaseGenerator(["x"]), PythonCoder(sandbox), Search(PASSAGES)]
-    assert tuple(tool.name for tool in tools) == TOOL_NAMES == ("Base_Generator", "Python_Coder", "Search")
-    assert all(tool.description and "\n" not in tool.description for tool in tools)
+    assert tuple(tool.card.name for tool in tools) == TOOL_NAMES == ("Base_Generator", "Python_Coder", "Search")
+    assert all(tool.card.description and "\n" not in tool.card.description for tool in tools)
     for tool in tools:
         tool.close()
         tool.close()

@@ -12,6 +12,7 @@ from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import Plan
+from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
 from flowtrain.rollout.collect import collect
 from flowtrain.types import Action, Completion, FinishReason, Group, Task, Trajectory
@@ -49,7 +50,7 @@ class FakePlanner:
 
 
 class FakeEcho:
-    name, description = "Echo", "Says the query again."
+    card = ToolCard("Echo", "Says the query again.")
 
     async def execute(self, query: str) -> str:
         return query

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from flowtrain.agents.tools.base import ToolCard
 from flowtrain.types import UserError
 
 
@@ -14,8 +15,7 @@ class BaseGenerator:
     The embedded default uses it so that a planner has a tool that answers every query, fast, and is almost always wrong.
     """
 
-    name = "Base_Generator"
-    description = "Guesses a value without looking anything up; it has no model and is rarely right."
+    card = ToolCard("Base_Generator", "Guesses a value without looking anything up; it has no model and is rarely right.")
 
     def __init__(self, guesses: Sequence[str]) -> None:
         """`guesses` are the values it draws from; the same query always draws the same one."""

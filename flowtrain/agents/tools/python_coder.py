@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from flowtrain.agents.tools.base import ToolError
+from flowtrain.agents.tools.base import ToolCard, ToolError
 from flowtrain.agents.tools.sandbox import Sandbox
 
 FENCE = re.compile(r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE)
@@ -14,8 +14,7 @@ FENCE = re.compile(r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | r
 class PythonCoder:
     """Runs the query as Python: an expression prints its value, a program what it prints."""
 
-    name = "Python_Coder"
-    description = "Runs Python code or evaluates an expression; prints the result."
+    card = ToolCard("Python_Coder", "Runs Python code or evaluates an expression; prints the result.")
 
     def __init__(self, sandbox: Sandbox) -> None:
         """The tool owns the sandbox and closes it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import bm25s
 
-from flowtrain.agents.tools.base import ToolError
+from flowtrain.agents.tools.base import ToolCard, ToolError
 from flowtrain.types import UserError
 
 WORD = re.compile(r"\w+")
@@ -21,8 +21,7 @@ class Search:
     'Rome lies in Italy.'
     """
 
-    name = "Search"
-    description = "Looks a few words up in a collection of texts; returns the passage that fits best."
+    card = ToolCard("Search", "Looks a few words up in a collection of texts; returns the passage that fits best.")
 
     def __init__(self, passages: Sequence[str], top_k: int = 1) -> None:
         """Index the passages; `top_k` is how many a query returns at most."""
