@@ -27,6 +27,7 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.model import named_weights
+from flowtrain.training.scores import annotate
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory
@@ -93,6 +94,8 @@ class Session:
         self._publisher = self._job.make_publisher(self._store)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self._run_dir = self._job.open_run_dir()
+        if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
+            report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
         self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
         self._resume()
         self._open_logs()
@@ -114,6 +117,7 @@ class Session:
         config, path, world = self._config, self._run_dir.path, self.world
         last_step = self.start_step or -1  # from the start also means: without the line of step 0
         self._trajectories = report.TrajectoryLog(path, world.rank, last_step)
+        self._held_out = report.TrajectoryLog(path, world.rank, last_step, "held_out")
         self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
         self._cleanup.callback(self._progress.close)
         self._metrics = None
@@ -161,8 +165,10 @@ class Session:
         evaluation = {}
         if config.eval.every and step % config.eval.every == 0:
             with clock("eval"):
-                evaluation = {"eval_reward": self._evaluate(MAIN_SPLIT, config.rollout.temperature, step).stats.reward_mean}
-        self._trajectories.log(step, step - 1, groups)
+                held_out = self._evaluate(MAIN_SPLIT, config.rollout.temperature, step)
+            evaluation = {"eval_reward": held_out.stats.reward_mean}
+            self._log_held_out(step, held_out.trajectories)
+        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.scores.by_origin()))
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
         self._write({**head, **stats, **self._weights_metrics, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
         self._checkpoint_s = 0.0
@@ -193,6 +199,7 @@ class Session:
         print(report.comparison_table(self._warm, trained))
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
+        print(f"to look at it: python -m flowtrain.view {path}")
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
         return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)
@@ -213,7 +220,9 @@ class Session:
         if self.start_step and path.exists():
             return dict(json.loads(path.read_text()))
         started = time.monotonic()
-        warm, _ = self._evaluate_all()
+        warm, trajectories = self._evaluate_all()
+        if not self.start_step:
+            self._log_held_out(0, trajectories)
         if self.world.is_main:
             report.atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
@@ -243,6 +252,11 @@ class Session:
             },
         }
         return result, main.trajectories
+
+    def _log_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """This rank's rollouts of the main split, as groups of one."""
+        rank, size = self.world.rank, self.world.size
+        self._held_out.log(step, step, [Group(rank + n * size, (trajectory,)) for n, trajectory in enumerate(trajectories)])
 
     def _seconds(self) -> dict[str, float]:
         """By stage over the whole run, resumed parts included; "warm_up" when the model says how long it took."""

@@ -133,6 +133,17 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TurnTraining:
+    """What training made of a turn; for the log."""
+
+    advantage: float
+    minibatch: int
+    """Which optimizer step of the batch it was in; the trainer's weights had then made so many steps since the turn was sampled."""
+    logprobs: tuple[float, ...]
+    """The trainer's, one per response token, as that step took them; NaN where a token did not count."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One pass of planner -> executor -> tool -> verifier."""
 
@@ -153,6 +164,10 @@ class Turn:
     seconds: float
     verdict_text: str = ""
     """What the verifier wrote; "" where a rule decided."""
+    plan_s: float = 0.0
+    """Those of them that the planner took."""
+    training: TurnTraining | None = None
+    """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +217,5 @@ class Sample:
     """One per response token, before division by their sum over the global mini-batch."""
     minibatch: int = field(default=0)
     """Which optimizer step of the batch it belongs to."""
+    origin: tuple[int, int, int] | None = None
+    """(group index, trajectory, turn) it was made of; None where nobody asks."""

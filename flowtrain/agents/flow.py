@@ -65,10 +65,11 @@ class Flow:
     async def _turn(self, task: Task, memory: Memory, index: int, seed: int, left_s: float) -> tuple[Turn, Memory]:
         started = time.monotonic()
         plan = await self.planner.plan(task, memory, index, seed, left_s)
+        plan_s = time.monotonic() - started
         if plan.action is None:
             command, result = NO_COMMAND, ToolResult(error=MALFORMED)
         else:
-            command, result = await self.executor.execute(plan.action, max(0.0, left_s - (time.monotonic() - started)))
+            command, result = await self.executor.execute(plan.action, max(0.0, left_s - plan_s))
         memory = memory.add(_entry(plan.action, command, result))
         verdict = await self.verifier.verify(task.question, memory)
         done = plan.completion
@@ -84,6 +85,7 @@ class Flow:
             result=result,
             verdict=verdict,
             seconds=time.monotonic() - started,
+            plan_s=plan_s,
         )
         return turn, memory
 

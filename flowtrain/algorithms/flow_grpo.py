@@ -8,7 +8,7 @@ mean over all tokens of the mini-batch, so long answers and many-turn rollouts w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
@@ -51,10 +51,13 @@ def flow_grpo(
             num_dropped += 1
             continue
         minibatch = group.index * num_minibatches // num_groups
-        for trajectory, advantage in zip(group.trajectories, _advantages(group, rewards, mode), strict=True):
-            turns = _trained_turns(trajectory)
-            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(turns), 1))
-            samples += [_sample(turn, advantage, scale, mode, minibatch) for turn in turns]
+        for member, (trajectory, advantage) in enumerate(zip(group.trajectories, _advantages(group, rewards, mode), strict=True)):
+            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(_trained_turns(trajectory)), 1))
+            samples += [
+                replace(_sample(turn, advantage, scale, mode, minibatch), origin=(group.index, member, number))
+                for number, turn in enumerate(trajectory.turns)
+                if turn.response_ids
+            ]
     return Advantages(tuple(samples), num_dropped)
 
 

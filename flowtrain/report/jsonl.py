@@ -48,8 +48,21 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of the file in order; a torn last line is passed over."""
-    for record, _ in _records(path):
+    for record, _ in read_lines_with_ends(path):
         yield record
+
+
+def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, offset of its end in bytes) per line, as `read_lines`; each begins where the one before it ends."""
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = _parse(line)
+            end += len(line)
+            if record is not None:
+                yield record, end
+            elif file.read(1):
+                raise UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
 
 
 def cut_lines(path: Path, last_step: int) -> None:
@@ -60,7 +73,7 @@ def cut_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     keep = 0
-    for record, end in _records(path):
+    for record, end in read_lines_with_ends(path):
         if record["step"] > last_step:
             break
         keep = end
@@ -69,19 +82,6 @@ def cut_lines(path: Path, last_step: int) -> None:
         file.seek(max(keep - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
-
-
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, offset of its end in bytes) per line."""
-    end = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            record = _parse(line)
-            end += len(line)
-            if record is not None:
-                yield record, end
-            elif file.read(1):
-                raise UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

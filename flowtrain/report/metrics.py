@@ -10,7 +10,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text, writing
-from flowtrain.types import Action, Group, Trajectory, Turn, UserError
+from flowtrain.types import Action, Group, Trajectory, Turn, TurnTraining, UserError
 
 
 class MetricsLog:
@@ -65,10 +65,9 @@ class MetricsLog:
 class TrajectoryLog:
     """Writes every rollout of one rank, one line each, so that people can read what the planner did and jq can count it."""
 
-    def __init__(self, run_dir: Path, rank: int, resume_step: int) -> None:
-        """Cuts what an earlier process logged after `resume_step`. Rank 0 writes trajectories.jsonl, rank r its own file."""
-        name = "trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl"
-        self.path = Path(run_dir) / name
+    def __init__(self, run_dir: Path, rank: int, resume_step: int, name: str = "trajectories") -> None:
+        """Cuts what an earlier process logged after `resume_step`. Rank 0 writes <name>.jsonl, rank r its own file."""
+        self.path = Path(run_dir) / (f"{name}.jsonl" if rank == 0 else f"{name}.rank{rank}.jsonl")
         cut_lines(self.path, resume_step)
 
     def log(self, step: int, version: int, groups: Sequence[Group]) -> None:
@@ -87,17 +86,20 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "answers": list(task.answers),
         "kind": task.kind,
         "num_turns": task.num_turns,
+        "scorer": task.scorer,
         "group_index": group_index,
         "seed": trajectory.seed,
         "reward": trajectory.reward,
         "answer": trajectory.answer,
         "truncated": trajectory.truncated,
         "seconds": round(trajectory.seconds, 3),
-        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        "turns": [_turn_record(turn, before) for turn, before in zip(trajectory.turns, (None, *trajectory.turns), strict=False)],
     }
 
 
-def _turn_record(turn: Turn) -> dict[str, Any]:
+def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
+    """Of the prompt, what is new against the turn before: the rest begins that one's."""
+    num_shared = 0 if before is None else _num_shared(before.prompt_ids, turn.prompt_ids)
     return {
         "response_text": turn.response_text,
         "action": None if turn.action is None else _action_record(turn.action),
@@ -108,9 +110,27 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
         "spans": [[span.start, span.end, span.version] for span in turn.spans],
         "finish_reason": turn.finish_reason.value,
         "num_prompt_tokens": len(turn.prompt_ids),
+        "prompt_shared": num_shared,
+        "prompt_ids": list(turn.prompt_ids[num_shared:]),
         "response_ids": list(turn.response_ids),
         "response_logprobs": [round(logprob, 5) for logprob in turn.response_logprobs],
+        "training": None if turn.training is None else _training_record(turn.training),
         "seconds": round(turn.seconds, 3),
+        "plan_s": round(turn.plan_s, 3),
+        "tool_s": round(turn.result.seconds, 3),
+    }
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Ids that both begin with."""
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _training_record(training: TurnTraining) -> dict[str, Any]:
+    return {
+        "advantage": round(training.advantage, 5),
+        "minibatch": training.minibatch,
+        "logprobs": [round(logprob, 5) for logprob in training.logprobs],
     }
 
 

@@ -5,7 +5,8 @@ runs/texts/
   manifest.json      versions, commit, machine, command line
   checkpoints/       made by the trainer
   weights/           made by the weight store
-  metrics.jsonl, trajectories.jsonl, tensorboard/, curves.png, summary.json
+  tokenizer.json     of the ids in the logs
+  metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
 """
 
 from __future__ import annotations
@@ -97,6 +98,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where the trainer keeps what it resumes from; not made here."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What turns the ids of the logs into text; not made here."""
+        return self.path / "tokenizer.json"
 
     @property
     def weights(self) -> Path:

@@ -24,6 +24,11 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
     Both hold `eval_reward`, `eval_reward_greedy`, `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`,
     `tool_shares` (name -> number each) and `turns_mean`.
     """
+    return _aligned([("", "frozen", "trained", "difference"), *comparison_rows(warm, trained, indent="  ")])
+
+
+def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any], indent: str = "") -> list[Row]:
+    """(name, frozen, trained, difference) of every row; that of a section's title has nothing but a name."""
     sections = (
         ("held-out reward", _reward_rows(warm, trained)),
         ("by turns needed (sampled)", _rows(warm, trained, "by_num_turns", _reward)),
@@ -31,11 +36,11 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
         ("tool use", _rows(warm, trained, "tool_shares", _share, absent=0.0)),
         ("rollouts", [_row("turns per rollout", warm.get("turns_mean"), trained.get("turns_mean"), _turns)]),
     )
-    table: list[Row] = [("", "frozen", "trained", "difference")]
+    table: list[Row] = []
     for title, rows in sections:
         if rows:
-            table += [(title, "", "", ""), *((f"  {name}", before, after, difference) for name, before, after, difference in rows)]
-    return _aligned(table)
+            table += [(title, "", "", ""), *((indent + name, before, after, difference) for name, before, after, difference in rows)]
+    return table
 
 
 def rollout_text(trajectory: Trajectory) -> str:

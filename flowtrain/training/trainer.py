@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.head import forward, run_head, task_head
+from flowtrain.training.scores import TokenScores
 from flowtrain.training.tree import Row, empty_row
 from flowtrain.training.world import World
 
@@ -53,6 +54,7 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
+        self.scores = TokenScores()
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -61,7 +63,7 @@ class Trainer:
     def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch on this rank's rows; collective. Statistics are over all ranks, tokens and steps."""
         prepared = [self._prepare(rows) for rows in minibatches]
-        totals = Totals()
+        totals, self.scores = Totals(), TokenScores()
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
@@ -81,6 +83,7 @@ class Trainer:
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
             out = row_loss(self.model, row, self._loss, scale, self._temperature)
             out.loss.backward()
+            self.scores.add(row, out.logprob_T)
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
 
     def optim_step(self) -> float:

@@ -49,6 +49,8 @@ class Row:
     """What the samples would take without sharing."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
+    origins: tuple[tuple[int, int, int] | None, ...] = ()
+    """`Sample.origin` of each sample."""
 
     def to(self, device: torch.device) -> Row:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -114,6 +116,7 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
         weight_T=targets([x for s in samples for x in s.weights]),
         cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
         num_unshared_tokens=sum(map(len, inputs)),
+        origins=tuple(s.origin for s in samples),
     )
 
 

@@ -1,0 +1,67 @@
+"""The trainer's own log-probs of the tokens that it trained, for the log of rollouts.
+
+The loss has them anyway. They stay on the device during the step and come to the host in one copy afterwards, and only when asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flowtrain.training.tree import Row
+from flowtrain.types import Group, Sample, Trajectory, Turn, TurnTraining
+
+Origin = tuple[int, int, int]
+"""(group index, trajectory, turn), as in `Sample.origin`."""
+
+
+class TokenScores:
+    """Log-probs [T] of the rows of one batch."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[tuple[Origin | None, ...], Tensor, Tensor]] = []
+
+    def add(self, row: Row, logprob_T: Tensor) -> None:
+        """`logprob_T` as the loss of the row took them."""
+        if any(row.origins):
+            # The loss does not read what has no weight, and gives 0 there.
+            self._rows.append((row.origins, row.cu_targets_S1, torch.where(row.weight_T != 0, logprob_T, math.nan)))
+
+    def by_origin(self) -> dict[Origin, tuple[float, ...]]:
+        """Log-probs by the turn that they belong to, one per response token; waits for the device."""
+        if not self._rows:
+            return {}
+        logprobs = torch.cat([logprob_T for _, _, logprob_T in self._rows]).tolist()
+        bounds = torch.cat([cu_targets_S1 for _, cu_targets_S1, _ in self._rows]).tolist()
+        found: dict[Origin, tuple[float, ...]] = {}
+        start = place = 0
+        for origins, cu_targets_S1, logprob_T in self._rows:
+            cuts = bounds[place : place + len(cu_targets_S1)]
+            for origin, (first, last) in zip(origins, pairwise(cuts), strict=True):
+                if origin is not None:
+                    found[origin] = tuple(logprobs[start + first : start + last])
+            start, place = start + len(logprob_T), place + len(cuts)
+        return found
+
+
+def annotate(groups: Sequence[Group], samples: Sequence[Sample], logprobs: Mapping[Origin, tuple[float, ...]]) -> list[Group]:
+    """The groups with `training` of every turn that was trained."""
+    trained = {
+        sample.origin: TurnTraining(sample.advantage, sample.minibatch, logprobs[sample.origin])
+        for sample in samples
+        if sample.origin is not None and sample.origin in logprobs
+    }
+
+    def turn_of(turn: Turn, origin: Origin) -> Turn:
+        return replace(turn, training=trained[origin]) if origin in trained else turn
+
+    def trajectory_of(trajectory: Trajectory, group: int, member: int) -> Trajectory:
+        turns = tuple(turn_of(turn, (group, member, number)) for number, turn in enumerate(trajectory.turns))
+        return replace(trajectory, turns=turns)
+
+    return [replace(g, trajectories=tuple(trajectory_of(t, g.index, n) for n, t in enumerate(g.trajectories))) for g in groups]
