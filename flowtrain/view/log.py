@@ -84,7 +84,7 @@ def _choose_evenly(places: Sequence[Place], number: int) -> list[Place]:
     by_step: dict[int, list[list[Place]]] = {}
     for group in _groups(places):
         by_step.setdefault(group[0].step, []).append(group)
-    queues = [_both_outcomes_first(by_step[step]) for step in sorted(by_step)]
+    queues = [_both_outcomes_first(_rotated(by_step[step], number)) for number, step in enumerate(sorted(by_step))]
     chosen: list[Place] = []
     for turn in zip_longest(*queues):
         candidates = [group for group in turn if group is not None]
@@ -100,6 +100,12 @@ def _groups(places: Iterable[Place]) -> list[list[Place]]:
     for place in places:
         groups.setdefault(place.group, []).append(place)
     return [groups[key] for key in sorted(groups)]
+
+
+def _rotated(items: Sequence[T], number: int) -> list[T]:
+    """Begun elsewhere for every number: the place of a group in its batch decides its mini-batch."""
+    start = number * 5 % len(items)
+    return [*items[start:], *items[:start]]
 
 
 def _both_outcomes_first(groups: Sequence[list[Place]]) -> list[list[Place]]:

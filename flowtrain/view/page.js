@@ -76,12 +76,13 @@ function drawRun() {
     h("div", { class: "tiles" },
       tile("Held-out reward", last != null && (first === last ? last.toFixed(3) : `${first.toFixed(2)} → ${last.toFixed(2)}`)),
       tile("Steps", D.step != null && (D.num_steps ? `${D.step} of ${D.num_steps}` : `${D.step}`)),
-      tile("Weight versions", D.versions.length > 0 && D.versions.join(" – ")),
+      tile("Weight versions", D.versions.length > 0 && [...new Set(D.versions)].join(" – ")),
       tile("Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")),
       tile("Time in steps", total > 0 && seconds(total))),
     h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
-    h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value)))),
-      total > 0 && h("div", {}, h("dt", {}, "Seconds by stage"), h("dd", {}, secondsBar(stages, total)))),
+    h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
+    ...(total > 0 ? [h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
+      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))])))] : []),
     h("div", { class: "more" },
       D.results.length > 0 && h("details", {}, h("summary", {}, "Held-out results"), resultTable()),
       options && h("details", {}, h("summary", {}, "Every option"), h("pre", {}, visible(options)))));
@@ -278,11 +279,11 @@ function clearFilters() {
 
 function listItem(rollout) {
   const troubles = rollout.outcomes.filter((name) => !["right", "wrong", "unscored"].includes(name));
-  const place = [`step ${rollout.step}`, rollout.split !== "train" && splitName(rollout.split), visible(rollout.kind), plural(rollout.turns.length, "turn"), rollout.answer && `→ ${visible(rollout.answer.slice(0, 80))}`];
+  const place = [`step ${rollout.step}`, rollout.split !== "train" && splitName(rollout.split), visible(rollout.kind), plural(rollout.turns.length, "turn")];
   return h("a", { class: "item", href: `#${rollout.id}` },
     h("span", { class: tone(rollout), "aria-label": rollout.outcomes[0] }, mark(rollout)), h("span", { class: "q" }, visible(rollout.question)),
     h("span", { class: "num small soft" }, advantage(rollout) == null ? "" : signed(advantage(rollout))),
-    h("span", { class: "sub" }, place.filter(Boolean).join(" · "), troubles.length > 0 && h("span", { class: "warn" }, ` · ${troubles.join(", ")}`)));
+    h("span", { class: "sub" }, place.filter(Boolean).join(" · "), rollout.answer && ` → ${visible(rollout.answer.slice(0, 80))}`, troubles.length > 0 && h("span", { class: "warn" }, ` · ${troubles.join(", ")}`)));
 }
 
 // ---- one rollout
@@ -342,7 +343,7 @@ function drawTurn(rollout, turn, index) {
     h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, action ? visible(action.tool_name) : "malformed")),
       h("span", { class: "soft small num" }, about.filter(Boolean).join(" · "))),
     h("dl", { class: "rows" },
-      row("Prompt", promptText(rollout, index), "mono"),
+      row("Prompt", promptText(rollout, index), turn.prompt == null ? "" : "mono"),
       row("Response", turn.texts || turn.ids.length ? tokenLine(turn) : visible(turn.response)),
       !turn.texts && turn.ids.length ? row("As text", visible(turn.response), "mono") : [],
       row("", FINISHES[turn.finish] && h("span", { class: "warn" }, FINISHES[turn.finish])),
@@ -354,7 +355,10 @@ function drawTurn(rollout, turn, index) {
 
 function promptText(rollout, index) {
   const turn = rollout.turns[index];
-  if (turn.prompt == null) return h("span", { class: "soft" }, turn.num_prompt_tokens == null ? "not logged" : `${plural(turn.num_prompt_tokens, "token")}, not logged as text`);
+  if (turn.prompt == null) {
+    const why = turn.num_new_tokens == null ? "this log has no prompts" : "there is no tokenizer";
+    return h("span", { class: "soft" }, turn.num_prompt_tokens == null ? why : `${plural(turn.num_prompt_tokens, "token")}; ${why}`);
+  }
   rollout.prompts ??= rollout.turns.reduce((found, each) => [...found, (found.at(-1) ?? "").slice(0, each.prompt_kept) + (each.prompt ?? "")], []);
   const kept = rollout.prompts[index].slice(0, turn.prompt_kept);
   const numKept = turn.num_prompt_tokens - turn.num_new_tokens;
@@ -458,7 +462,9 @@ function route() {
   if (groupWanted()) drawGroup(groupWanted());
   else if (current()) drawRollout(current());
   markCurrent();
-  list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+  const item = list.querySelector("[aria-current]");
+  const below = item ? item.offsetTop - list.offsetTop : 0; // scrolled by hand: scrollIntoView would move the page too
+  if (below < list.scrollTop || below + 80 > list.scrollTop + list.clientHeight) list.scrollTop = below - list.clientHeight / 3;
   if (isOpen() && (one.getBoundingClientRect().top < 0 || one.getBoundingClientRect().top > innerHeight / 2)) main.scrollIntoView();
 }
 

@@ -59,6 +59,7 @@ def make_turn(action: Action | None, **changes: Any) -> Turn:
         "result": ToolResult(output="N'Djamena", seconds=0.1),
         "verdict": Verdict.STOP,
         "seconds": 0.5,
+        "plan_s": 0.25,
     }
     return Turn(**{**fields, **changes})
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import Group, ToolResult, Trajectory, UserError
+from flowtrain.types import Group, ToolResult, Trajectory, TurnTraining, UserError
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -217,6 +217,7 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "answers": ["N'Djamena", "Ndjamena"],
         "kind": "lookup",
         "num_turns": 1,
+        "scorer": "exact",
         "group_index": 5,
         "seed": 11,
         "reward": 0.75,
@@ -240,11 +241,34 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "spans": [[0, 1, 6], [1, 2, 7]],
         "finish_reason": "stop",
         "num_prompt_tokens": 3,
+        "prompt_shared": 3,
+        "prompt_ids": [],
         "response_ids": [4, 5],
         "response_logprobs": [-0.12346, -2.0],
+        "training": None,
         "seconds": 0.5,
+        "plan_s": 0.25,
+        "tool_s": 0.1,
     }
+    assert (malformed["prompt_shared"], malformed["prompt_ids"]) == (0, [1, 2, 3])
     assert (malformed["action"], malformed["is_error"], malformed["result"]) == (None, True, "Error: malformed")
+
+
+def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
+    prompts = ((1, 2, 3), (1, 2, 4, 5), (7,), (7, 8))
+    turns = tuple(dataclasses.replace(trajectory.turns[0], prompt_ids=ids) for ids in prompts)
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
+    ((*logged,),) = (record["turns"] for record in read(log.path))
+    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == [(0, [1, 2, 3]), (2, [4, 5]), (0, [7]), (1, [8])]
+
+
+def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
+    turn = dataclasses.replace(trajectory.turns[1], training=TurnTraining(-0.5, 1, (-0.25, float("nan"))))
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
+    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
+    (record,) = read(tmp_path / "held_out.jsonl")
+    assert record["turns"][0]["training"] == {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
 
 
 def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: Trajectory) -> None:
