@@ -218,7 +218,7 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
 
 def check_same_run(run: Path, full: Path) -> None:
     """Apart from the time it took, a run that was resumed is the run that was not: same steps, questions, tokens, rewards and weights."""
-    for name in ("metrics.jsonl", "trajectories.jsonl"):
+    for name in ("metrics.jsonl", "trajectories.jsonl", "held_out.jsonl"):
         ours, theirs = rows(run, name), rows(full, name)
         assert [record["step"] for record in ours] == [record["step"] for record in theirs], name
         assert all(map(alike, ours, theirs)), name

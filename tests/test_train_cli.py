@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from flowtrain.options import parse
 from flowtrain.training.model import load_tokenizer
@@ -86,6 +87,46 @@ def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_the
         for turn in record["turns"]:
             assert turn["spans"] == [[0, len(turn["response_ids"]), record["step"] - 1]]
             assert len(turn["response_logprobs"]) == len(turn["response_ids"]) <= 24
+
+
+def test_a_turn_is_logged_with_what_training_made_of_it(full: Path) -> None:
+    records = read(full / "trajectories.jsonl")
+    num_trained = 0
+    for step in range(1, NUM_STEPS + 1):
+        for index in range(4):
+            group = [record for record in records if (record["step"], record["group_index"]) == (step, index)]
+            trained = [[turn["training"] for turn in record["turns"]] for record in group]
+            if len({record["reward"] for record in group}) == 1:
+                assert not any(map(any, trained)), "no signal, no training"
+                continue
+            for record, training in zip(group, trained, strict=True):
+                assert all((each["advantage"] > 0) == (record["reward"] == 1) for each in training)
+                assert {each["minibatch"] for each in training} == {index // 2}
+                for turn, each in zip(record["turns"], training, strict=True):
+                    assert len(each["logprobs"]) == len(turn["response_ids"])
+                    if index // 2 == 0:
+                        assert each["logprobs"] == pytest.approx(turn["response_logprobs"], abs=1e-4)
+                    num_trained += len(turn["response_ids"])
+    assert num_trained == sum(record["num_tokens"] for record in read(full / "metrics.jsonl")[1:]) > 0
+
+
+def test_the_log_has_the_prompts_and_the_tokenizer_that_reads_them(full: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(full / "tokenizer.json"))
+    for record in read(full / "trajectories.jsonl"):
+        prompt: list[int] = []
+        for turn in record["turns"]:
+            prompt = [*prompt[: turn["prompt_shared"]], *turn["prompt_ids"]]
+            assert len(prompt) == turn["num_prompt_tokens"] and record["question"] in tokenizer.decode(prompt)
+            assert tokenizer.decode(turn["response_ids"]) == turn["response_text"]
+            assert 0 < turn["plan_s"] <= turn["seconds"] and turn["tool_s"] <= turn["seconds"]
+
+
+def test_the_frozen_policys_held_out_rollouts_are_logged(full: Path) -> None:
+    records = read(full / "held_out.jsonl")
+    assert [(record["step"], record["version"], record["group_index"]) for record in records] == [(0, 0, n) for n in range(4)]
+    mean = sum(record["reward"] for record in records) / 4
+    assert mean == pytest.approx(json.loads((full / "warm.json").read_text())["eval_reward"])
+    assert not any(turn["training"] for record in records for turn in record["turns"])
 
 
 def test_rewards_in_the_metrics_are_those_of_the_trajectories(full: Path) -> None:
