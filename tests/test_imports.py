@@ -178,6 +178,7 @@ FORBIDDEN = {
     "flowtrain.training": ("flowtrain.agents", "flowtrain.rollout", "flowtrain.report", "flowtrain.tasks", "flowtrain.evals"),
     "flowtrain.weights": ("flowtrain.agents", "flowtrain.training", "flowtrain.tasks", "flowtrain.config"),
     "flowtrain.report": ("flowtrain.agents", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
+    "flowtrain.view": ("torch", "transformers", "flowtrain.training", "flowtrain.weights", "flowtrain.session", "flowtrain.job"),
     "flowtrain": ("flowtrain.train", "flowtrain.rft"),
 }
 VLLM_FILES = ("flowtrain.rollout.vllm_engine", "flowtrain.weights.vllm_plugin")

@@ -90,8 +90,6 @@ def _choose_evenly(places: Sequence[Place], number: int) -> list[Place]:
         candidates = [group for group in turn if group is not None]
         room = (number - len(chosen)) // max(map(len, candidates))
         chosen += chain(*spread(candidates, room))
-        if room < len(candidates):
-            break
     return chosen
 
 

@@ -71,7 +71,8 @@ class RunMaker:
 
     def trajectory(self, text: str, reward: float | None, member: int, is_trained: bool = True) -> Trajectory:
         training = TurnTraining((reward or 0) - 0.5, 0, ()) if is_trained else None
-        turns = (self.turn(text, training=training), self.turn(text, f"\n1. {text}", training, verdict=Verdict.STOP))
+        first, both = f"\n1. {text}", f"\n1. {text}\n2. more"
+        turns = (self.turn(text, "", training), self.turn(text, first, training), self.turn(text, both, training, verdict=Verdict.STOP))
         task = Task(f"t-{text}", text, (text, "other"), "lookup", 2)
         return Trajectory(task, turns, text, 1.5, 2**63 - 1 - member, reward=reward)
 

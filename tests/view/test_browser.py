@@ -56,7 +56,7 @@ def test_a_run_is_drawn(browser: Browser, page: Path) -> None:
     assert texts(browser, ".panel h3") == ["Reward", "KL to the reference", "Tool use", "Seconds per step"]
     assert browser.eval("document.querySelector('.panel path').getAttribute('d').match(/[ML]/g).join('')") == "MLLL"
     assert len(texts(browser, ".item")) == 38 and texts(browser, ".count span") == ["38 of 38 rollouts"]
-    assert texts(browser, ".turn h3") == ["Turn 1 Search", "Turn 2 Search"]
+    assert texts(browser, ".turn h3") == ["Turn 1 Search", "Turn 2 Search", "Turn 3 Search"]
 
 
 def test_the_curves_tell_their_values(browser: Browser, page: Path) -> None:
@@ -108,7 +108,7 @@ def test_keys_and_links(browser: Browser, page: Path) -> None:
     browser.press("j")
     assert browser.eval(where) == "#group.train.2.1", "typed, not followed"
     browser.open(page, "#no-such-rollout%zz")
-    assert len(texts(browser, ".turn")) == 2
+    assert len(texts(browser, ".turn")) == 3
 
 
 def test_tokens_tell_both_log_probs(browser: Browser, page: Path) -> None:
@@ -120,6 +120,7 @@ def test_tokens_tell_both_log_probs(browser: Browser, page: Path) -> None:
     assert (tip["difference"], tip["ratio"]) == (f"{MINUS}0.03000", "0.97045") and tip["weights"].startswith("version 7, tokens 3 to ")
     strengths = browser.eval("[...document.querySelector('.tokens').children].map((x) => +x.style.getPropertyValue('--d'))")
     assert strengths[0] == 0 and strengths == sorted(strengths) and 0.6 < strengths[3] < 0.63, "a log scale from 0.0001 to 1"
+    assert browser.eval("document.querySelector('.tokens').children[3].className") == "down", "the trainer finds it less likely"
     color = "getComputedStyle(document.querySelector('.tokens span:nth-child(4)')).backgroundColor"
     by_difference = browser.eval(color)
     browser.eval("document.querySelectorAll('.switch button')[1].click()")
@@ -128,17 +129,16 @@ def test_tokens_tell_both_log_probs(browser: Browser, page: Path) -> None:
 
 def test_a_prompt_is_folded_to_what_is_new(browser: Browser, page: Path) -> None:
     browser.open(page, "#train.2.1.3")
-    prompt = ".turn:nth-of-type(3) dd"
-    assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [
-        "1. What is the capital of Chad? 2",
-        "Sub-Goal:",
-    ]
-    browser.eval(f"document.querySelector('{prompt} button').click()")
-    assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [
-        "Question: What is the capital of Chad? 2",
-        "1. What is the capital of Chad? 2",
-        "Sub-Goal:",
-    ]
+    question = "What is the capital of Chad? 2"
+    lines = ["Question: " + question, "1. " + question, "2. more", "Sub-Goal:"]
+    for place, new in ((3, [1, 3]), (4, [2, 3])):
+        prompt = f".turn:nth-of-type({place}) dd"
+        assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [lines[n] for n in new]
+        browser.eval(f"document.querySelector('{prompt} button').click()")
+        assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [
+            *lines[: new[0]],
+            *(lines[n] for n in new),
+        ]
 
 
 def test_hostile_text_stays_text(browser: Browser, runs: Any, tmp_path: Path) -> None:

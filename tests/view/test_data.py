@@ -68,7 +68,7 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
 
 def test_what_two_prompts_share_is_counted_as_javascript_counts(runs: Any) -> None:
     page = data(runs.make("😀 é"))
-    first, second = page["rollouts"][0]["turns"]
+    first, second, _ = page["rollouts"][0]["turns"]
     as_utf16 = first["prompt"].encode("utf-16-le")
     whole = as_utf16[: 2 * second["prompt_kept"]].decode("utf-16-le") + second["prompt"]
     assert whole == "Question: 😀 é 1\n1. 😀 é 1\nSub-Goal:"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from flowtrain.view.words import find_tokenizer, pieces, text_of
 
@@ -33,6 +33,19 @@ def test_a_character_of_several_tokens_is_shown_by_its_last(tokenizer: Tokenizer
     ids = tokenizer.encode("a😀é").ids
     assert pieces(tokenizer, ids) == ["a", "", "", "", "😀", "", "é"]
     assert pieces(tokenizer, ids[:4]) == ["a", "", "", "\ufffd"], "cut off within it"
+
+
+def test_bytes_that_are_no_text_hold_nothing_up(tokenizer: Tokenizer) -> None:
+    byte = next(n for n in range(1, 300) if text_of(tokenizer, [n]) == "\ufffd")
+    texts = pieces(tokenizer, [byte] * 12 + tokenizer.encode("a").ids)
+    assert texts[-1] == "a" and all(any(texts[n : n + 4]) for n in range(len(texts) - 3))
+
+
+def test_a_word_keeps_its_space() -> None:
+    """Some decoders strip it where a text begins, so a token must not be decoded alone."""
+    words = Tokenizer(models.WordLevel({"\u2581to": 0, "\u2581be": 1}, unk_token="\u2581to"))
+    words.decoder = decoders.Metaspace()
+    assert pieces(words, [0, 1, 1, 0]) == ["to", " be", " be", " to"]
 
 
 def test_a_special_token_is_shown(tokenizer: Tokenizer) -> None:
