@@ -12,7 +12,7 @@ from flowtrain.types import UserError
 from flowtrain.view.log import LOGS, Place, choose, find_rollouts, log_files
 from flowtrain.view.panels import panel_records
 from flowtrain.view.rollouts import rollout_record
-from flowtrain.view.run import Config, check_run_dir, facts, read_config, read_json, result_rows, seconds_by_stage
+from flowtrain.view.run import Config, check_run_dir, facts, read_config, read_json, read_text, result_rows, seconds_by_stage
 from flowtrain.view.words import find_tokenizer
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         check_run_dir(path)
         self.path, self.notes = path, list[str]()
+        self._config_text: str = self._try("", read_text, path / "config.toml")
         self._config: Config = self._try({}, read_config, path)
         self._manifest: dict[str, Any] = self._try({}, read_json, path / "manifest.json")
         self._series: dict[str, Series] = {}
@@ -44,7 +45,7 @@ class Run:
         data = {
             "name": self.path.resolve().name,
             "facts": facts(self._config, self._manifest),
-            "config": {section: dict(options) for section, options in self._config.items()},
+            "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
             "reward": self._reward(),

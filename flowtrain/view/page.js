@@ -69,8 +69,6 @@ function drawRun() {
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
   const tile = (label, value) => value && h("div", { class: "tile" }, h("span", { class: "soft small" }, label), h("b", { class: "num" }, value));
   const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name, seconds: value, color: COLORS[index % COLORS.length] }));
-  const options = Object.entries(D.config).map(([section, values]) =>
-    [`[${section}]`, ...Object.entries(values).map(([key, value]) => `${key} = ${JSON.stringify(value)}`)].join("\n")).join("\n\n");
   document.getElementById("run").append(
     h("h1", {}, visible(D.name)),
     h("div", { class: "tiles" },
@@ -85,7 +83,7 @@ function drawRun() {
       legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))])))] : []),
     h("div", { class: "more" },
       D.results.length > 0 && h("details", {}, h("summary", {}, "Held-out results"), resultTable()),
-      options && h("details", {}, h("summary", {}, "Every option"), h("pre", {}, visible(options)))));
+      D.config && h("details", {}, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))));
 }
 
 function resultTable() {

@@ -27,10 +27,15 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError(f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; {cure}")
 
 
+def read_text(path: Path) -> str:
+    """What the file says; "" where there is none."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return tomllib.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path} is no TOML: {error}") from error
 

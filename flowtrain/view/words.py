@@ -7,9 +7,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-_LONGEST_CHARACTER = 4
-"""Bytes of UTF-8, each of which may be a token of its own."""
-
 
 def find_tokenizer(run_dir: Path, model_path: str) -> Tokenizer | None:
     """That of the run, of its newest checkpoint or of the model folder it started from; None where none of them is there (any more)."""
@@ -27,12 +24,15 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text that each token adds; "" for one that holds a part of a character, which the token that completes it shows."""
     texts: list[str] = []
-    start = read = 0  # what came before matters to a tokenizer: ids from `start` are decoded again, those up to `read` have been shown
+    start = read = num_shown = 0  # ids from `start` are decoded together, for what is before a token matters; all before `read` are whole
     for index in range(len(ids)):
-        before = text_of(tokenizer, ids[start:read])
-        after = text_of(tokenizer, ids[start : index + 1])
-        is_part = after.endswith("\ufffd") and index - read + 1 < _LONGEST_CHARACTER and index + 1 < len(ids)
-        texts.append("" if is_part else after[len(before) :])
-        if not is_part:
+        text = text_of(tokenizer, ids[start : index + 1])
+        # Only the last character may still change: the bytes that are there may be the start of one.
+        is_open = text.endswith("\ufffd") and index + 1 < len(ids)
+        settled = text[:-1] if is_open else text
+        texts.append(settled[num_shown:])
+        num_shown = len(settled)
+        if not is_open:
             start, read = read, index + 1
+            num_shown = len(text_of(tokenizer, ids[start:read]))
     return texts

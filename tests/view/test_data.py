@@ -37,7 +37,7 @@ def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
     assert page["notes"] == []
     assert (page["name"], page["step"], page["num_steps"], page["num_logged"], page["versions"]) == ("run", 4, 4, 38, [1, 4])
     assert dict(page["facts"])["Batch"] == "2 questions x 4 rollouts" and dict(page["facts"])["flowtrain"] == "0123456789"
-    assert page["seconds"] == {"collect": 8.0}
+    assert page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
     assert ["texts, sampled", "0.250", "0.750", "+0.500"] in page["results"]
     panels = {panel["title"]: panel["lines"] for panel in page["panels"]}
     assert panels["Reward"] == [{"label": "training", "is_sparse": False, "points": [[n, n / 10] for n in range(1, 5)]}]
@@ -160,7 +160,7 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, -1, tensorboard=False)
     log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
     page = data(tmp_path)
-    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == ([0.25, 0.25], {"eval": 3.0}, [], {})
+    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == ([0.25, 0.25], {"eval": 3.0}, [], "")
     assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
 
 

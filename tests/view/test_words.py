@@ -26,7 +26,7 @@ def test_any_ids_have_a_piece_each_and_none_is_lost(tokenizer: Tokenizer, ids: l
     """What a model samples need be no UTF-8 at all."""
     texts = pieces(tokenizer, ids)
     assert len(texts) == len(ids)
-    assert "".join(texts).replace("\ufffd", "") == text_of(tokenizer, ids).replace("\ufffd", "")
+    assert "".join(texts) == text_of(tokenizer, ids)
 
 
 def test_a_character_of_several_tokens_is_shown_by_its_last(tokenizer: Tokenizer) -> None:
@@ -38,7 +38,7 @@ def test_a_character_of_several_tokens_is_shown_by_its_last(tokenizer: Tokenizer
 def test_bytes_that_are_no_text_hold_nothing_up(tokenizer: Tokenizer) -> None:
     byte = next(n for n in range(1, 300) if text_of(tokenizer, [n]) == "\ufffd")
     texts = pieces(tokenizer, [byte] * 12 + tokenizer.encode("a").ids)
-    assert texts[-1] == "a" and all(any(texts[n : n + 4]) for n in range(len(texts) - 3))
+    assert texts == ["", *["\ufffd"] * 11, "\ufffda"]
 
 
 def test_a_word_keeps_its_space() -> None:
