@@ -140,6 +140,15 @@ class Roles(Section):
     """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
 
 
+class Judge(Section):
+    cache: str = "runs/judge.sqlite"
+    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may share it"""
+    max_concurrency: PositiveInt = 32
+    """questions under way at a time, per rank"""
+    deadline_s: PositiveFloat = 300.0
+    """seconds per question; without a verdict by then the rule's score stands"""
+
+
 class Vllm(Section):
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
     """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs the rest"""
@@ -294,6 +303,7 @@ class Config(Section):
     """Named language models for the roles."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
+    judge: Judge = Judge()
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
     algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))

@@ -170,10 +170,11 @@ ALLOWED = {
 """Besides the standard library."""
 
 _HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "flowkernels", "flowtrain.training", "flowtrain.weights")
+_ENGINES = tuple(f"flowtrain.rollout.{name}" for name in ("collect", "torch_engine", "vllm_engine", "vllm_process", "vllm_worker"))
 FORBIDDEN = {
     "flowtrain.agents": (*_HEAVY, "flowtrain.evals", "flowtrain.report", "flowtrain.algorithms", "flowtrain.rewards"),
     "flowtrain.tasks": (*_HEAVY, "flowtrain.agents", "flowtrain.rollout", "flowtrain.evals", "flowtrain.report", "flowtrain.rewards"),
-    "flowtrain.rewards": (*_HEAVY, "flowtrain.agents", "flowtrain.rollout", "flowtrain.evals", "flowtrain.report"),
+    "flowtrain.rewards": (*_HEAVY, *_ENGINES, "flowtrain.agents", "flowtrain.evals", "flowtrain.report"),
     "flowtrain.algorithms": (*_HEAVY, "flowtrain.agents", "flowtrain.config"),
     "flowtrain.training": ("flowtrain.agents", "flowtrain.rollout", "flowtrain.report", "flowtrain.tasks", "flowtrain.evals"),
     "flowtrain.weights": ("flowtrain.agents", "flowtrain.training", "flowtrain.tasks", "flowtrain.config"),

@@ -13,10 +13,25 @@ from flowtrain.types import Task, UserError
 TARGET = 24
 MAX_LENGTH = 200
 """Characters of an expression; longer ones are refused unread."""
+MAX_ANSWER = 2000
+"""Characters at the end of an answer in which its expression is looked for."""
+MAX_NESTED_FRACTIONS = 3
 MAX_BRACKETS = 20
 """Opening parentheses of an expression, which bounds how deep the parser nests."""
 
 _UNICODE_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
+_OTHER_SIGNS = str.maketrans(
+    {**dict.fromkeys("\u00b7\u22c5\u2217", "*"), **dict.fromkeys("\u2215\u2044", "/"), **dict.fromkeys("\u2013\u2014", "-")}
+)
+_LATEX = (
+    (re.compile(r"\\(?:left|right|displaystyle|boxed|text|[,;:! ])|[$*_`]{2,}|[$`]"), " "),
+    (re.compile(r"\\(?:times|cdot|ast)(?![a-z])"), "*"),
+    (re.compile(r"\\div(?![a-z])"), "/"),
+    (re.compile(r"(?<=[0-9)\]])\s*[xX]\s*(?=[0-9(\[])"), "*"),
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_BRACKETS = str.maketrans("[]{}", "()  ")
+_STATEMENT = re.compile(r"[0-9+\-*/()=. ]+")
 _RESULT = re.compile(rf"=\s*{TARGET}\Z")
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 
@@ -26,10 +41,44 @@ class _Refused(Exception):
 
 
 def gameof24(task: Task, answer: str) -> float:
-    """1.0 when the answer is a right expression over the numbers in `task.answers`, else 0.0; UserError when those are no numbers."""
+    """1.0 when the last expression of the answer that has the numbers in `task.answers` is right; UserError when those are no numbers.
+
+    Words, LaTeX and steps like "3 * 8 = 24" may stand around it; a result other than 24 that is claimed for it makes it wrong.
+    """
     if not all(re.fullmatch("[0-9]{1,9}", number) for number in task.answers):
         raise UserError(f"task {task.id!r}: scorer 'gameof24' needs the numbers of the puzzle as answers, not {task.answers!r}")
-    return float(check_expression(answer, [int(number) for number in task.answers]) is None)
+    numbers = [int(number) for number in task.answers]
+    expressions = [expression for expression in _expressions(answer) if _has_numbers(expression, numbers)]
+    return float(bool(expressions) and check_expression(expressions[-1], numbers) is None)
+
+
+def _expressions(answer: str) -> list[str]:
+    """The sides of all equations in a text, in order, in ASCII; one that is said to be other than 24 keeps that ("8 + 9 = 17")."""
+    text = answer[-MAX_ANSWER:].translate(_UNICODE_SIGNS).translate(_OTHER_SIGNS)
+    for pattern, sign in _LATEX:
+        text = pattern.sub(sign, text)
+    for _ in range(MAX_NESTED_FRACTIONS):
+        text = _FRACTION.sub(r"((\1)/(\2))", text)
+    text = re.sub(r"\.(?![0-9])", ";", text.translate(_BRACKETS))
+    found = []
+    for statement in _STATEMENT.findall(text):
+        *sides, result = statement.split("=")
+        is_other = result.strip().isdigit() and int(result) != TARGET
+        found += [_balanced(side) + (f" = {result}" if is_other else "") for side in (*sides, result)]
+    return found
+
+
+def _balanced(side: str) -> str:
+    """Without parentheses that were opened before the expression or closed behind it: "(4 * 6 = 24)" has the side "(4 * 6 "."""
+    side = side.strip()
+    surplus = side.count("(") - side.count(")")
+    return side[max(surplus, 0) :] if surplus >= 0 else side[:surplus]
+
+
+def _has_numbers(expression: str, numbers: Sequence[int]) -> bool:
+    side = expression.partition("=")[0]
+    found = re.findall("[0-9]+", side)
+    return len(found) == len(numbers) and Counter(map(int, found)) == Counter(numbers) and any(sign in side for sign in "+-*/")
 
 
 def check_expression(expression: str, numbers: Sequence[int]) -> str | None:

@@ -1,0 +1,62 @@
+"""Multiple choice: the option that an answer names, by letter or by text."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+
+from flowtrain.rewards.squad import normalise
+from flowtrain.types import Task, UserError
+
+_WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")
+_LETTER = re.compile(r"(?:(?:option|choice|answer)[\s:(]*)?([a-z])", re.IGNORECASE)
+_LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)|[.:]|\s+-)\s+(.*)", re.DOTALL)
+_NAMED = re.compile(r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)")
+_DENIAL = re.compile(r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot)\b")
+
+
+def choice(task: Task, answer: str) -> float:
+    """1.0 when the answer names the right option of `task.choices`, else 0.0; UserError when `task.answers` name none of them."""
+    right = {index for accepted in task.answers if (index := named_option(accepted, task.choices)) is not None}
+    if not right:
+        raise UserError(f"task {task.id!r}: scorer 'choice' needs an answer among the options {task.choices!r}, not {task.answers!r}")
+    given = named_option(answer, task.choices)
+    return float(given is not None and normalise(task.choices[given]) in {normalise(task.choices[index]) for index in right})
+
+
+def named_option(answer: str, choices: Sequence[str]) -> int | None:
+    """The place of the one option that an answer names; None for none, several, or a letter beside the text of another option.
+
+    A letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral ulcers", "B) because ..."), the text of an option, "the answer
+    is B", and last a sentence that holds the text of one option and neither denies nor weighs.
+    """
+    plain = _WRAPPING.sub(" ", answer).strip()
+    texts = [normalise(option) for option in choices]
+    if letter := _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace)):
+        return _place(letter[1], choices)
+    if normalise(plain) in texts:
+        return texts.index(normalise(plain))
+    if label := _LABEL.fullmatch(plain):
+        place, text = _place(label[1], choices), normalise(label[2])
+        return place if place is not None and (text not in texts or texts[place] == text) else None
+    named = {place for letter in _NAMED.findall(plain) if (place := _place(letter, choices)) is not None}
+    if named:
+        return named.pop() if len(named) == 1 else None
+    return _held(plain, texts)
+
+
+def _place(letter: str, choices: Sequence[str]) -> int | None:
+    place = string.ascii_uppercase.index(letter.upper())
+    return place if place < len(choices) else None
+
+
+def _held(sentence: str, texts: Sequence[str]) -> int | None:
+    """The only option whose words stand in the sentence, apart from options that are part of it."""
+    words = f" {normalise(sentence)} "
+    found = [text for text in dict.fromkeys(texts) if text and f" {text} " in words]
+    longest = max(found, key=len, default="")
+    if not longest or any(f" {text} " not in f" {longest} " for text in found):
+        return None
+    # What an option says itself ("not contagious") denies nothing.
+    return None if _DENIAL.search(words.replace(f" {longest} ", " ", 1)) else texts.index(longest)

@@ -1,0 +1,71 @@
+"""What people and models write around a mathematical answer, taken away: boxes, dollar signs, spacing commands, \\text and the like."""
+
+from __future__ import annotations
+
+import re
+
+_UNICODE = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013\u2014", "-"),
+        **dict.fromkeys("\u00d7\u22c5\u00b7\u2217", "*"),
+        "\u00f7": "/",
+        "\u2044": "/",
+        "\u2215": "/",
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u00b0": " degrees",
+        "\u222a": "\\cup ",
+        "\u00b1": "\\pm ",
+        "\u00bd": " 1/2",
+        "\u00bc": " 1/4",
+        "\u00be": " 3/4",
+        "\u00a0": " ",
+    }
+)
+_RULES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\^\{?\\circ\}?|\\degree(?![A-Za-z])", " degrees"),
+        (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[!,;:> ]|~", " "),
+        (r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+        (r" \^", "^"),
+        (r"\{,\}", ","),
+        (r"\\%", "%"),
+        (r"\\[()\[\]]|\*\*|`", " "),
+        (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*([0-9a-z])\s*\{", r"\\frac{\1}{"),
+        (r"\\sqrt\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+        (r"\u221a\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
+        (r"\u221a\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![0-9.^_])([0-9]{1,9})\s*\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}", r"(\1+\2/\3)"),
+        (r"(?<![0-9.^_/])([0-9]{1,9})\s+([0-9]{1,9})/([0-9]{1,9})(?![0-9.])", r"(\1+\2/\3)"),
+    )
+)
+
+
+def tidy(text: str) -> str:
+    """The content of the last \\boxed{...}, else the whole text, in fewer ways of writing; a currency's dollar sign stays as "$"."""
+    text = boxed(text).translate(_UNICODE).replace("\\$", "\ue000")
+    if text.count("$") != 1:
+        text = text.replace("$", " ")
+    text = " ".join(text.split())
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text.replace("\ue000", "$").strip().rstrip(".").strip()
+
+
+def boxed(text: str) -> str:
+    """The content of the last \\boxed{...} or \\fbox{...}; the whole text where there is none."""
+    opening = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if opening < 0:
+        return text
+    start = text.index("{", opening) + 1
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return text

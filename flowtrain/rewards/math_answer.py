@@ -1,0 +1,197 @@
+"""Mathematical answers: numbers, fractions, percentages, expressions, equations, tuples, sets and intervals, by value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flowtrain.rewards.expression import Refused, Value, is_equal, values
+from flowtrain.rewards.latex import tidy
+from flowtrain.types import Task
+
+MAX_LENGTH = 1000
+"""Characters of an answer, without what stands around its box; longer ones are wrong."""
+MAX_PARTS = 50
+"""Elements of a list."""
+MAX_NESTED = 4
+"""Lists within lists."""
+
+_LEAD = re.compile(r"\b(?:is|are|equals|equal to|be)\b:?\s|:\s")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_NAME = re.compile(r"\s*(?:\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?(?:\s*\([A-Za-z, ]*\))?)\s*")
+_UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?")
+_GLUED_UNIT = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)")
+_UNITS = {
+    "dollar": "$",
+    "usd": "$",
+    "buck": "$",
+    "euro": "\u20ac",
+    "eur": "\u20ac",
+    "pound": "\u00a3",
+    "deg": "degree",
+    "meter": "m",
+    "metre": "m",
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "millimeter": "mm",
+    "kilometer": "km",
+    "kilometre": "km",
+    "gram": "g",
+    "kilogram": "kg",
+    "litre": "l",
+    "liter": "l",
+    "second": "s",
+    "sec": "s",
+    "minute": "min",
+    "hour": "h",
+    "hr": "h",
+    "inch": "in",
+    "inche": "in",
+    "foot": "ft",
+    "feet": "ft",
+    "mile": "mi",
+    "sq": "square",
+    "unit": "",
+}
+
+
+def math_match(task: Task, answer: str) -> float:
+    """1.0 when the answer has the value of an accepted one, else 0.0; what is no expression must be the same text."""
+    texts = _readings(answer)
+    return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
+
+
+def _readings(answer: str) -> list[str]:
+    """The answer, and what follows "is" or a colon in it."""
+    text = tidy(answer)
+    if len(text) > MAX_LENGTH:
+        return []
+    leads = list(_LEAD.finditer(text))
+    return [text, text[leads[-1].end() :].strip()] if leads else [text]
+
+
+def _same(given: str, wanted: str, depth: int = 0) -> bool:
+    if _squeezed(given) == _squeezed(wanted):
+        return True
+    one, other = _parts(given), _parts(wanted)
+    if one is None or other is None:
+        return one is other and _same_leaf(given, wanted)
+    (brackets, given_parts), (wanted_brackets, wanted_parts) = one, other
+    if len(given_parts) != len(wanted_parts) or len(given_parts) > MAX_PARTS or depth > MAX_NESTED:
+        return False
+    kinds = {brackets, wanted_brackets}
+    if len(kinds) == 2 and ("" not in kinds or "\\cup" in kinds):
+        return False  # (0, 1] is not [0, 1]; bare "1, 2" may stand for either list
+    is_ordered = not kinds <= {"", "{}"}
+    return _same_parts(given_parts, wanted_parts, is_ordered, depth + 1)
+
+
+def _same_parts(given: Sequence[str], wanted: Sequence[str], is_ordered: bool, depth: int) -> bool:
+    """Element by element, or each with some other one."""
+    if is_ordered:
+        return all(_same(part, other, depth) for part, other in zip(given, wanted, strict=True))
+    left = list(wanted)
+    for part in given:
+        match = next((other for other in left if _same(part, other, depth)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _parts(text: str) -> tuple[str, list[str]] | None:
+    """The brackets and the elements of a list, "" for bare ones: "(1, 2]" is ("(]", ["1", "2"]); None for a text that is no list."""
+    if len(pieces := _split(text, "\\cup")) > 1:
+        return "\\cup", pieces
+    if "\\pm" in text and text.count("\\pm") == 1:
+        return "", [text.replace("\\pm", "+"), text.replace("\\pm", "-")]
+    inner, brackets = text, ""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        inner, brackets = text[2:-2], "{}"
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
+        inner, brackets = text[1:-1], text[0] + text[-1]
+    if not brackets:
+        inner = re.sub(r",?\s(?:and|or)\s", ", ", _without_thousands(text))
+    pieces = _split(inner, ",")
+    return (brackets, pieces) if len(pieces) > 1 or brackets == "{}" else None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split outside of brackets; not at all where the brackets do not match, as in "(1, 2), (3, 4)" without its ends."""
+    pieces, depth, start = [], 0, 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return [text]
+        if depth == 0 and text.startswith(separator, place):
+            pieces.append(text[start:place].strip())
+            start = place + len(separator)
+    return [*pieces, text[start:].strip()]
+
+
+def _same_leaf(given: str, wanted: str) -> bool:
+    """Two numbers, expressions or equations."""
+    try:
+        (*given_left, given_right), (*wanted_left, wanted_right) = given.split("="), wanted.split("=")
+        if len(given_left) == len(wanted_left) == 1:
+            one, other = _difference(given_left[0], given_right), _difference(wanted_left[0], wanted_right)
+            return _equal(one, other) or _equal(one, [-value for value in other])
+        if wanted_left and not _NAME.fullmatch(wanted_left[0]):
+            return False
+        return _same_quantity(given_right, wanted_right)
+    except Refused:
+        return False
+
+
+def _difference(left: str, right: str) -> list[Value]:
+    return [a - b for a, b in zip(values(left), values(right), strict=True)]
+
+
+def _equal(one: Sequence[Value], other: Sequence[Value]) -> bool:
+    return all(map(is_equal, one, other))
+
+
+def _same_quantity(given: str, wanted: str) -> bool:
+    """Equal values, and equal units where both have one."""
+    (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
+    if unit and wanted_unit and unit != wanted_unit:
+        return False
+    if unit == wanted_unit or "%" not in (unit, wanted_unit):
+        return _equal(one, other)
+    if wanted_unit == "%":
+        one, other = other, one
+    # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
+    return _equal([value / 100 for value in one], other) or (abs(other[0]) >= 1 and _equal(one, other))
+
+
+def _quantity(text: str) -> tuple[list[Value], str]:
+    """Values and unit: "$1,200.50" is 1200.5 "$", "30 degrees" is 30 "degree", "5 %" is 5 "%"."""
+    text = _without_thousands(text.strip())
+    for sign in "$\u20ac\u00a3":
+        if text.lstrip("+- ").startswith(sign):
+            return values(text.replace(sign, "", 1)), sign
+    if text.endswith(("%", "percent", "per cent")):
+        return values(re.sub(r"\s*(?:%|percent|per cent)$", "", text)), "%"
+    words = _GLUED_UNIT.sub(r" \1", text).split()
+    num_units = 0
+    while num_units < len(words) - 1 and _UNIT_WORD.fullmatch(words[-1 - num_units]):
+        num_units += 1
+    number, units = words[: len(words) - num_units], words[len(words) - num_units :]
+    if not num_units or not re.search(r"[0-9]|\\pi|\\sqrt", " ".join(number)):
+        return values(text), ""
+    return values(" ".join(number)), " ".join(filter(None, map(_unit, units)))
+
+
+def _without_thousands(text: str) -> str:
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+
+def _unit(word: str) -> str:
+    word = word.strip(".").replace("{", "").replace("}", "")
+    word = word if len(word) == 1 else word.casefold()
+    singular = word[:-1] if word.endswith("s") and len(word) > 2 else word
+    return _UNITS.get(word, _UNITS.get(singular, singular))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()

@@ -1,0 +1,81 @@
+"""Short answers to open questions: exact match and token F1 after the normalisation of SQuAD (Rajpurkar et al. 2016).
+
+It drops case, punctuation, articles and repeated white space. Four things that it gets wrong are put right here: decimal points and
+minus signs are part of a number (10.8 is not 108), accents do not count (Temür is Temur), & is and, and a date is one however it is written
+(5 January 1964, January 5th, 1964, 1964-01-05).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+
+from flowtrain.types import Task
+
+_SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
+_POINT = re.compile(r"(?<=[0-9])\.(?=[0-9])")
+_ZEROS = re.compile(r"(?<![0-9.])([0-9]+)\.0+(?![0-9.])")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_MONTHS = ["january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december"]
+_MONTH = "|".join(rf"{month[:3]}(?:{month[3:]})?" if len(month) > 3 else month for month in _MONTHS)
+_DATES = (
+    re.compile(rf"(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\.?,? (?P<year>[0-9]{{3,4}})"),
+    re.compile(rf"(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?,? (?P<year>[0-9]{{3,4}})"),
+    re.compile(r"(?P<year>[0-9]{4})-(?P<month>[0-9]{2})-(?P<day>[0-9]{2})"),
+)
+_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013-]")
+_KEPT = {"\ue000": "-", "\ue001": "."}
+"""Signs that are part of a number, put aside while punctuation goes (private characters stand for them)."""
+
+
+def exact_match(task: Task, answer: str) -> float:
+    """1.0 when the normalised answer equals a normalised accepted one, else 0.0. To a yes/no question "Yes, both were." says yes."""
+    given = normalise(answer)
+    opening = _YES_NO.match(answer.strip().casefold())
+    for accepted in map(normalise, task.answers):
+        if given == accepted or (opening and accepted == opening[1]):
+            return 1.0
+    return 0.0
+
+
+def token_f1(task: Task, answer: str) -> float:
+    """The best F1 between the tokens of the answer and those of an accepted one; 0 beside yes or no unless they are equal."""
+    given = normalise(answer)
+    return max((_f1(given, normalise(accepted)) for accepted in task.answers), default=0.0)
+
+
+def normalise(text: str) -> str:
+    """As the head of this file says; text of which nothing would be left ("The The" is a band) loses its case and spaces only."""
+    text = " ".join(text.casefold().replace("&", " and ").split())
+    if date := _date(text.rstrip(".")):
+        return date
+    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    plain = _ZEROS.sub(r"\1", _THOUSANDS.sub("", plain))
+    plain = _POINT.sub("\ue001", _SIGN.sub("\ue000", plain))
+    plain = "".join(_KEPT.get(c, c) for c in plain if not _is_punctuation(c))
+    return " ".join(_ARTICLE.sub(" ", plain).split()) or text
+
+
+def _date(text: str) -> str:
+    """ISO 8601, or "" where the text is no date."""
+    match = next(filter(None, (pattern.fullmatch(text) for pattern in _DATES)), None)
+    if match is None:
+        return ""
+    month = int(match["month"]) if match["month"].isdigit() else [m[:3] for m in _MONTHS].index(match["month"][:3]) + 1
+    return f"{int(match['year']):04}-{month:02}-{int(match['day']):02}"
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] == "P" or character in "$+<=>^`|~"
+
+
+def _f1(given: str, accepted: str) -> float:
+    if given == accepted:
+        return 1.0
+    if {given, accepted} & {"yes", "no"}:
+        return 0.0
+    words, wanted = Counter(given.split()), Counter(accepted.split())
+    num_same = (words & wanted).total()
+    return 2 * num_same / (words.total() + wanted.total())

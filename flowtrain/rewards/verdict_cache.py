@@ -1,0 +1,51 @@
+"""What a judge has said, on disk, so that nothing is asked twice: by several processes at once, and after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from flowtrain.types import UserError
+
+_SCHEMA = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply BLOB NOT NULL) WITHOUT ROWID"
+_WAIT_S = 30.0
+"""Seconds to wait for another process that writes."""
+
+
+class VerdictCache:
+    """One SQLite file in WAL mode (on a local disk), keyed by the hash of engine name and prompt."""
+
+    def __init__(self, path: Path) -> None:
+        """UserError when there is no such file and none can be made."""
+        self._path = path
+        with self._writing() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(_SCHEMA)
+
+    def get(self, engine: str, prompt: str) -> bool | None:
+        """The verdict, or None where there is none yet."""
+        with self._writing() as connection:
+            row = connection.execute("SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)).fetchone()
+        return None if row is None else bool(row[0])
+
+    def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
+        """Keep a verdict with the reply that it stands in; the first one stays."""
+        with self._writing() as connection:
+            connection.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)", (_key(engine, prompt), is_right, reply.encode(errors="replace")))
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one statement: none is carried into a fork or another thread."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as connection, connection:
+                yield connection
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(f"judge.cache={str(self._path)!r}: cannot be used as a cache ({error}); name another file") from error
+
+
+def _key(engine: str, prompt: str) -> str:
+    return hashlib.sha256(f"{engine}\0{prompt}".encode()).hexdigest()
