@@ -35,11 +35,13 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     texts = [normalise(option) for option in choices]
     if letter := _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace)):
         return _place(letter[1], choices)
-    if normalise(plain) in texts:
-        return texts.index(normalise(plain))
-    if label := _LABEL.fullmatch(plain):
+    label = _LABEL.fullmatch(plain)
+    # Options may look like labels: "C. difficile".
+    if label and plain.casefold() not in (option.casefold() for option in choices):
         place, text = _place(label[1], choices), normalise(label[2])
         return place if place is not None and (text not in texts or texts[place] == text) else None
+    if normalise(plain) in texts:
+        return texts.index(normalise(plain))
     named = {place for letter in _NAMED.findall(plain) if (place := _place(letter, choices)) is not None}
     if named:
         return named.pop() if len(named) == 1 else None

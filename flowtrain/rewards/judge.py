@@ -36,12 +36,9 @@ First analyse, in a few sentences: what does the answer state in the end, and do
 - An option may be named by its letter, its place or its text.
 - An answer that states something else, only part of it, several alternatives or nothing definite is wrong.
 
-Then end with one last line, which is either
-Verdict: True
-or
-Verdict: False
+Then end with one last line that holds nothing but "Verdict: True" or "Verdict: False", without the quotation marks.
 """
-_VERDICT = re.compile(r"""[\s*_`#>"'(]*(?:final\s)?verdict[*_`"']*\s?[:=-][\s*_`"'(]*(true|false)[\s*_`.!"')]*""", re.IGNORECASE)
+_VERDICT = re.compile(r"[\s*_`#>(]*(?:final\s)?verdict[*_`]*\s?[:=-][\s*_`(]*(true|false)[\s*_`.!)]*", re.IGNORECASE)
 
 
 class Judge:
@@ -102,7 +99,10 @@ def judge_prompt(task: Task, answer: str) -> str:
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """What the last line that is not blank says, up to case, quotes and Markdown; None when that line is no verdict."""
+    """What the last line that is not blank says, up to case and Markdown; None when that line is no verdict.
+
+    Quotation marks are not taken away: a quoted verdict is the answer's own.
+    """
     line = reply.rstrip().rpartition("\n")[2]
     match = _VERDICT.fullmatch(line) if len(line) <= MAX_LINE else None
     return match[1].casefold() == "true" if match else None

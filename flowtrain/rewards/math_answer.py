@@ -161,7 +161,7 @@ def _same_quantity(given: str, wanted: str) -> bool:
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
-    return _equal([value / 100 for value in one], other) or (abs(other[0]) >= 1 and _equal(one, other))
+    return _equal([value / 100 for value in one], other) or (not -1 < other[0] < 1 and _equal(one, other))
 
 
 def _quantity(text: str) -> tuple[list[Value], str]:

@@ -15,11 +15,11 @@ from flowtrain.types import Task
 
 _SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
 _POINT = re.compile(r"(?<=[0-9])\.(?=[0-9])")
-_ZEROS = re.compile(r"(?<![0-9.])([0-9]+)\.0+(?![0-9.])")
+_DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _MONTHS = ["january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december"]
-_MONTH = "|".join(rf"{month[:3]}(?:{month[3:]})?" if len(month) > 3 else month for month in _MONTHS)
+_MONTH = "sept|" + "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS)
 _DATES = (
     re.compile(rf"(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\.?,? (?P<year>[0-9]{{3,4}})"),
     re.compile(rf"(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?,? (?P<year>[0-9]{{3,4}})"),
@@ -52,7 +52,7 @@ def normalise(text: str) -> str:
     if date := _date(text.rstrip(".")):
         return date
     plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-    plain = _ZEROS.sub(r"\1", _THOUSANDS.sub("", plain))
+    plain = _DECIMAL.sub(lambda match: match[0].rstrip("0").rstrip("."), _THOUSANDS.sub("", plain))
     plain = _POINT.sub("\ue001", _SIGN.sub("\ue000", plain))
     plain = "".join(_KEPT.get(c, c) for c in plain if not _is_punctuation(c))
     return " ".join(_ARTICLE.sub(" ", plain).split()) or text

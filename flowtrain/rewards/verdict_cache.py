@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flowtrain.types import UserError
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply BLOB NOT NULL) WITHOUT ROWID"
+_SCHEMA = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply TEXT NOT NULL)"
 _WAIT_S = 30.0
 """Seconds to wait for another process that writes."""
 
@@ -34,7 +34,9 @@ class VerdictCache:
     def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
         """Keep a verdict with the reply that it stands in; the first one stays."""
         with self._writing() as connection:
-            connection.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)", (_key(engine, prompt), is_right, reply.encode(errors="replace")))
+            connection.execute(
+                "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)", (_key(engine, prompt), is_right, reply.encode(errors="replace").decode())
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -161,6 +161,71 @@ def test_scorer() -> None:
     assert gameof24(task, "no idea") == 0.0
 
 
+ONES = Task("t", "q", ("1", "1", "1", "8"), scorer="gameof24")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "(1+1+1)\u00d78",
+            "(1+1+1)\u00d78 = 24",
+            "24 = (1+1+1)*8",
+            "8 * (1 + 1 + 1).",
+            "((1+1+1)\u00d78 = 24)",
+            "[1+1+1]\u00b78",
+            "(1+1+1) x 8",
+        ),
+        *("$(1+1+1)\\times 8=24$", "\\boxed{(1+1+1)\\times 8 = 24}", "\\left(1+1+1\\right)\\cdot 8"),
+        *(
+            "The expression is **(1+1+1)*8**.",
+            "`(1+1+1)*8`",
+            "(1+1+1)\u00d78, using 1, 1, 1 and 8",
+            "(1+1+1)\u00d78 = 3\u00d78 = 24. Each once.",
+        ),
+        *("1+1+1=3 and 3\u00d78=24, so (1+1+1)\u00d78", "First 1+1+1+8 = 11, which is too little. Then (1+1+1)\u00d78 = 24"),
+    ],
+)
+def test_words_and_latex_around_a_right_expression(answer: str) -> None:
+    assert gameof24(ONES, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "",
+            "24",
+            "no",
+            "1, 1, 1, 8",
+            "1118",
+            "3\u00d78",
+            "1+1+1+8",
+            "(1+1)\u00d78",
+            "8*(1+1+1)+1",
+            "(1.0+1+1)\u00d78",
+            "(1+1+1)\u00d78 = 25",
+        ),
+        *("(1+1+1)\u00d78 fails, so 1+1+1+8", "2*(1+1+1)*8", "(1+1+1)\u00d7\u00d78", "9" * 5000, "(" * 5000, "\\frac{" * 3000),
+        *("1+1+1\u00d78", "(1+1+1)^8", "(1+1+1)8"),
+    ],
+)
+def test_what_is_not_a_right_expression(answer: str) -> None:
+    assert gameof24(ONES, answer) == 0.0
+
+
+def test_fractions_in_latex() -> None:
+    task = Task("t", "q", ("3", "3", "8", "8"), scorer="gameof24")
+    assert gameof24(task, r"\frac{8}{3-\frac{8}{3}} = 24") == gameof24(task, r"$\dfrac{8}{3 - 8/3}$") == 1.0
+    assert gameof24(task, r"\frac{8}{3+\frac{8}{3}}") == 0.0
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.one_of(st.text(), st.text("118+-*/()=[]{}\\\\frac x.", max_size=40)))
+def test_any_answer_is_scored(answer: str) -> None:
+    assert gameof24(ONES, answer) in (0.0, 1.0)
+
+
 @pytest.mark.parametrize("answers", [("3", "x"), ("3.5",), ("-3",), ("9" * 5000,)])
 def test_scorer_refuses_a_task_without_numbers(answers: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="task 't7': scorer 'gameof24' needs the numbers of the puzzle"):

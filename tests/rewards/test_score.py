@@ -27,11 +27,33 @@ def test_every_trajectory_gets_its_tasks_reward() -> None:
     assert all(each.reward is None for group in groups for each in group.trajectories)
 
 
+def test_a_rule_reads_the_final_answer_and_is_recorded() -> None:
+    tasks = [
+        (Task("q", "q", ("Oslo",), scorer="qa"), "Norway ... <answer>The Oslo.</answer>", 1.0),
+        (Task("f", "q", ("Oslo",), scorer="f1"), "<answer>Oslo, Norway</answer>", 2 / 3),
+        (Task("m", "q", ("0.5",), scorer="math"), "2, then <answer>\\boxed{\\frac12}</answer>", 1.0),
+        (Task("c", "q", ("b",), scorer="choice", choices=("a", "b")), "<answer>(B)</answer>", 1.0),
+        (PUZZLE, "<answer>8/(3-8/3) = 24</answer>", 1.0),
+        (FACT, "<answer>Bergen</answer> Oslo", 0.0),
+    ]
+    (group,) = score([Group(0, tuple(trajectory(task, answer) for task, answer, _ in tasks))])
+    assert [each.reward for each in group.trajectories] == [pytest.approx(reward) for *_, reward in tasks]
+    assert [each.scored_by for each in group.trajectories] == ["qa", "f1", "math", "choice", "gameof24", "exact"]
+
+
+@pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math"])
+def test_no_answer_is_never_right(scorer: str) -> None:
+    """Even where an accepted answer is nothing after normalisation."""
+    task = Task("t", "q", (".", "the", "$$"), scorer=scorer)
+    (group,) = score([Group(0, tuple(trajectory(task, answer) for answer in ("", " ", "<answer> </answer>")))])
+    assert [each.reward for each in group.trajectories] == [0.0] * 3
+
+
 def test_nothing_to_score() -> None:
     assert score([]) == []
 
 
 def test_unknown_scorer_is_refused_by_name() -> None:
-    task = Task("t9", "q", ("x",), scorer="judge")
-    with pytest.raises(UserError, match="task 't9': scorer 'judge' is unknown; known: exact, gameof24"):
+    task = Task("t9", "q", ("x",), scorer="guess")
+    with pytest.raises(UserError, match="task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24"):
         score([Group(0, (trajectory(task, "x"),))])
