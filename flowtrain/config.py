@@ -53,11 +53,23 @@ class Tasks(Section):
     name: Literal["facts", "gameof24", "file"] = "facts"
     """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles; file: questions of your own"""
     path: str = ""
-    """name = "file": JSON or JSONL with question, answer and optionally id, kind, num_turns, scorer"""
+    """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind, num_turns, choices, scorer"""
+    mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """name = "file": several files instead of path, each with its weight; every step has questions of all of them"""
+    preset: Literal["auto", "own", "search-r1", "deepmath", "agentflow"] = "auto"
+    """name = "file": whose columns the files have; auto: each file's are recognised"""
+    question_key: str = ""
+    """name = "file": column of the question, where it is not the preset's; "a.b" looks into an object"""
+    answer_key: str = ""
+    """name = "file": column of the accepted answers, where it is not the preset's"""
+    scorer: Literal["", "exact", "qa", "f1", "math", "choice", "gameof24"] = ""
+    """name = "file": rule for questions that name none; empty: the preset's"""
     corpus: str = ""
     """passages to search: a JSON file shaped like flowtrain/tasks/data/corpus.json; empty: the shipped one"""
     num_train: PositiveInt = 16000
     """training questions to generate; gameof24 and file use all they have"""
+    benchmarks: str = ""
+    """folder of benchmark files; training leaves out questions that nearly repeat one of theirs (see flowtrain.tasks.overlap)"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
     """name = "file": share of the questions that is kept for evaluation"""
 
@@ -327,6 +339,10 @@ class Config(Section):
                 raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")
         if self.algorithm.mis is not None and not 0 <= self.algorithm.mis[0] < self.algorithm.mis[1]:
             raise ValueError(f"algorithm.mis={self.algorithm.mis} must be [low, high] with 0 <= low < high")
-        if (self.tasks.name == "file") != bool(self.tasks.path):
-            raise ValueError(f"tasks.path={self.tasks.path!r} goes with tasks.name = 'file', which is {self.tasks.name!r}")
+        tasks = self.tasks
+        if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
+            key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"
+            raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
+        if tasks.path and tasks.mixture:
+            raise ValueError(f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of them")
         return self

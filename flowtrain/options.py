@@ -169,7 +169,7 @@ def _kind(annotation: Any) -> str:
         return "|".join(map(str, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (UnionType, typing.Union):
         return _kind(typing.get_args(annotation)[0])
-    return "LIST" if typing.get_origin(annotation) is tuple else annotation.__name__.upper()
+    return {tuple: "LIST", dict: "TABLE"}.get(typing.get_origin(annotation)) or annotation.__name__.upper()
 
 
 def _bare(key: str) -> str:

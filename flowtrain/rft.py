@@ -26,6 +26,7 @@ from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
+from flowtrain.tasks.sets import TaskSet
 from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
@@ -101,7 +102,7 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
     """This rank's share of scored rollouts."""
     config, world = job.config, job.world
     flow = make_flow(config, expert, job.tools, config.agent.max_turns)
-    tasks = _balanced(job.tasks.train, config)
+    tasks = _balanced(job.tasks, config)
     groups = collect(
         flow,
         tasks,
@@ -114,12 +115,13 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
     return [trajectory for group in score(groups) for trajectory in group.trajectories]
 
 
-def _balanced(tasks: Sequence[Task], config: Config) -> list[Task]:
+def _balanced(tasks: TaskSet, config: Config) -> list[Task]:
     """Draw long tasks more often, because an expert that errs seldom gets to their last turn; most of the way to showing all alike."""
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
-    weights = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks]
-    return rng.choices(tasks, weights, k=config.rft.num_rollouts)
+    turns = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks.train]
+    weights = [a * b for a, b in zip(turns, tasks.draw_weights(), strict=True)]
+    return rng.choices(tasks.train, weights, k=config.rft.num_rollouts)
 
 
 def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interrupt: Interrupt) -> int:

@@ -24,6 +24,7 @@ from flowtrain.report.jsonl import read_lines
 from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.model import named_weights
@@ -59,7 +60,7 @@ class Session:
     """Use with `with`; attributes are what the main loop touches."""
 
     world: World
-    cursor: TaskCursor
+    cursor: TaskCursor | MixedCursor
     flow: Flow
     engine: Engine
     trainer: Trainer
@@ -109,7 +110,7 @@ class Session:
             state = checkpoint.load_state(place)
             checkpoint.restore(place, self._job.model, self.trainer.optimizer)
         self.start_step = state["step"]
-        self.cursor = TaskCursor(self._job.tasks.train, self._config.run.seed, state["cursor"])
+        self.cursor = self._job.tasks.cursor(self._config.run.seed, state["cursor"])
         self._republish(self.start_step)
         self.load(self.start_step)
 

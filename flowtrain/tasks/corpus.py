@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flowtrain.tasks.files import parse_json, read_text
+from flowtrain.tasks.rows import parse_json, read_text
 from flowtrain.types import UserError
 
 KEY_ATTRIBUTES = ("capital", "ISO code", "symbol")

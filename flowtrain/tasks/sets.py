@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowtrain import config as cfg
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
+from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.gameof24 import gameof24_tasks
+from flowtrain.tasks.mixture import MixedCursor, shares
+from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
@@ -26,6 +30,19 @@ class TaskSet:
     held_out: dict[str, tuple[Task, ...]]
     """By split; `MAIN_SPLIT` is always there."""
     passages: tuple[str, ...]
+    mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
+    """Where `train` comes from several files: each one's weight and tasks, in order."""
+
+    def cursor(self, seed: int, position: int) -> TaskCursor | MixedCursor:
+        """Walks over the training tasks."""
+        if not self.mixture:
+            return TaskCursor(self.train, seed, position)
+        tasks = {path: found for path, (_, found) in self.mixture.items()}
+        return MixedCursor(tasks, {path: weight for path, (weight, _) in self.mixture.items()}, seed, position)
+
+    def draw_weights(self) -> list[float]:
+        """How often to draw each training task beside the others."""
+        return [weight / len(tasks) for weight, tasks in self.mixture.values() for _ in tasks] or [1.0] * len(self.train)
 
     @property
     def guesses(self) -> tuple[str, ...]:
@@ -51,9 +68,46 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             train = gameof24_tasks("train", None, config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, None, seed=0)[:num_held_out])}
         case _:
-            train, kept = _split(load_tasks(tasks.path), tasks.held_out_share, tasks.path)
-            held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
-    return TaskSet(tuple(train), held_out, texts)
+            return _from_files(config, texts)
+    return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
+
+
+def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
+    """The files of `tasks.path` or `tasks.mixture`; each gives its share of held-out tasks."""
+    tasks = config.tasks
+    if tasks.mixture:
+        shares(tasks.mixture, config.rollout.num_questions)  # refuses a weight that is too small
+    train: dict[str, list[Task]] = {}
+    held_out: list[Task] = []
+    for path in tasks.mixture or (tasks.path,):
+        every = load_tasks(path, tasks.preset, question_key=tasks.question_key, answer_key=tasks.answer_key, scorer=tasks.scorer)
+        _check_ids(every, path, train)
+        found, kept = _split(every, tasks.held_out_share, path)
+        train[path] = _new(found, tasks.benchmarks)
+        held_out += kept
+    if tasks.mixture:
+        random.Random(0).shuffle(held_out)
+    mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
+    joined = tuple(task for found in train.values() for task in found)
+    return TaskSet(joined, {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}, texts, mixture)
+
+
+def _new(train: list[Task], benchmarks: str) -> list[Task]:
+    """Without what nearly repeats a question of the benchmarks in that folder; all of them where it is ""."""
+    if not benchmarks:
+        return train
+    left = without_overlaps(train, benchmark_tasks(benchmarks))
+    if not left:
+        raise UserError(f"tasks.benchmarks={benchmarks!r} has nearly all training questions, so that none is left to train on")
+    return left
+
+
+def _check_ids(tasks: Sequence[Task], path: str, others: Mapping[str, Sequence[Task]]) -> None:
+    """Ids are unique over the files of a mixture."""
+    ids = {task.id for task in tasks}
+    for other, found in others.items():
+        if same := next((task.id for task in found if task.id in ids), None):
+            raise UserError(f"tasks.mixture: {path!r} and {other!r} both have a task with id {same!r}; ids must be unique")
 
 
 def _split(tasks: list[Task], held_out_share: float, path: str) -> tuple[list[Task], list[Task]]:

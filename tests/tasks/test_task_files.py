@@ -102,8 +102,8 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         ("set.json", "", "is not JSON"),
         ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
         ("set.json", '[{"question": "q", "answer": "x"}, 3]', "entry 2: must be an object, not a number"),
-        ("set.csv", "question,answer", "the file name must end in .jsonl or .json"),
-        ("set", "", "the file name must end in .jsonl or .json"),
+        ("set.csv", "question,answer", "the file name must end in .jsonl, .json or .parquet"),
+        ("set", "", "the file name must end in .jsonl, .json or .parquet"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:

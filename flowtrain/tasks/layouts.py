@@ -1,0 +1,147 @@
+"""Which columns of a row make a task: the layout of the user's own files, and those of published data sets."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowtrain.tasks.rows import Row
+from flowtrain.types import Task, UserError
+
+_INSTRUCTION = re.compile(r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL)
+"""AgentFlow bakes this into some questions; our flow asks for the answer in its own words."""
+_LABEL = re.compile(r"([A-Z])[.):]\s+")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of columns; "reward_model.ground_truth" looks into an object. "" where a data set has no such column."""
+
+    question: str
+    answers: tuple[str, ...]
+    """The first of these that a row has."""
+    id: str = ""
+    kind: str = ""
+    num_turns: str = ""
+    choices: str = ""
+    scorer: str = ""
+    default_scorer: str = "exact"
+    scorer_by_kind: Mapping[str, str] = field(default_factory=dict)
+    """For data sets that mix questions."""
+    separator: str = ""
+    """Parts the answers that one string holds."""
+    is_closed: bool = False
+    """A column that is not named here is a mistake."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Top-level columns that are read."""
+        names = (self.question, *self.answers, self.id, self.kind, self.num_turns, self.choices, self.scorer)
+        return tuple(name.partition(".")[0] for name in names if name)
+
+
+OWN = Layout("question", ("answer",), "id", "kind", "num_turns", "choices", "scorer", is_closed=True)
+PRESETS = {
+    "own": OWN,
+    "search-r1": Layout("question", ("golden_answers", "reward_model.ground_truth.target"), kind="data_source", default_scorer="qa"),
+    "deepmath": Layout("question", ("final_answer",), default_scorer="math"),
+    "agentflow": Layout(
+        "question", ("result",), kind="source", default_scorer="qa", scorer_by_kind={"mathhard": "math", "aime2024": "math"}, separator="; "
+    ),
+}
+"""search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the combined_train file."""
+
+
+def recognise(columns: Collection[str]) -> Layout:
+    """The preset whose question and answers a file has by the names of its columns; the user's own layout where none fits."""
+    for layout in PRESETS.values():
+        if not layout.is_closed and layout.question in columns and any(name.partition(".")[0] in columns for name in layout.answers):
+            return layout
+    return OWN
+
+
+def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
+    """The task of a row; UserError starting with `where` that names the column and what it may be."""
+    if layout.is_closed and (unknown := next((key for key in row if key not in layout.columns), None)):
+        raise UserError(f"{where}: unknown key {unknown!r}; allowed are {', '.join(layout.columns)}")
+    question = _column(row, layout.question)
+    answer = next((value for name in layout.answers if (value := _column(row, name)) is not _MISSING), _MISSING)
+    for key, value in ((layout.question, question), (" or ".join(layout.answers), answer)):
+        if value is _MISSING:
+            raise UserError(f"{where}: key {key!r} is missing")
+    kind = _text(row[layout.kind], layout.kind, where) if layout.kind in row else ""
+    scorer = layout.scorer_by_kind.get(kind, layout.default_scorer)
+    return Task(
+        id=_id(row.get(layout.id, default_id), where),
+        question=_text(_INSTRUCTION.sub("", _text(question, layout.question, where)), layout.question, where),
+        answers=_answers(answer, "answer" if layout.is_closed else layout.answers[0], where, layout.separator if scorer != "math" else ""),
+        kind=kind,
+        num_turns=_num_turns(row.get(layout.num_turns, 0), where),
+        scorer=_text(row[layout.scorer], "scorer", where) if layout.scorer in row else scorer,
+        choices=_choices(row[layout.choices], layout.choices, where) if layout.choices in row else (),
+    )
+
+
+def _column(row: Any, name: str) -> Any:
+    """The value at a dotted name, or `_MISSING`."""
+    for part in name.split("."):
+        if not isinstance(row, dict) or part not in row:
+            return _MISSING
+        row = row[part]
+    return row
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: key {key!r} must be a non-empty string, not {_shown(value)}")
+    return value
+
+
+def _id(value: Any, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise UserError(f"{where}: key 'id' must be a non-empty string or an integer, not {_shown(value)}")
+    return str(value)
+
+
+def _num_turns(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"{where}: key 'num_turns' must be an integer of 0 (unknown) or more, not {_shown(value)}")
+    return value
+
+
+def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
+    """The options in order, without their letters where all of them have them ("A. Rome", "B. Oslo")."""
+    if not isinstance(value, list) or not 2 <= len(value) <= 26 or not all(isinstance(each, str) and each.strip() for each in value):
+        raise UserError(f"{where}: key {key!r} must be a list of 2 to 26 non-empty strings, not {_shown(value)}")
+    labels = [match[1] if (match := _LABEL.match(each)) else "" for each in value]
+    if labels == list(string.ascii_uppercase[: len(value)]):
+        return tuple(_LABEL.sub("", each, count=1).strip() for each in value)
+    return tuple(each.strip() for each in value)
+
+
+def _answers(value: Any, key: str, where: str, separator: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise UserError(f"{where}: key {key!r} must not be an empty list")
+    answers = [_answer(each, key, where) for each in values]
+    return tuple(part for answer in answers for part in (answer.split(separator) if separator else [answer]) if part.strip())
+
+
+def _answer(value: Any, key: str, where: str) -> str:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_finite = isinstance(value, float) and math.isfinite(value)
+    if is_integer or is_finite or (isinstance(value, str) and value.strip()):
+        return str(value)
+    raise UserError(f"{where}: key {key!r} must be a non-empty string, a finite number or a list of these, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """The value for a message, cut short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

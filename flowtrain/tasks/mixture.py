@@ -1,0 +1,56 @@
+"""Several sources of tasks, mixed by weight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from flowtrain.seeds import derive_seed
+from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.types import Task, UserError
+
+
+class MixedCursor:
+    """Endless batches in which every source has the same share, by its weight; each source is walked over by a `TaskCursor` of its own.
+
+    `position`, the number of tasks taken so far, is the whole state, as it is there: a cursor made with the position of another one goes
+    on exactly like it, as long as both take batches of the same size.
+    """
+
+    def __init__(self, sources: Mapping[str, Sequence[Task]], weights: Mapping[str, float], seed: int, position: int = 0) -> None:
+        """`sources` and `weights` by name. UserError as in `TaskCursor`."""
+        if position < 0:
+            raise UserError(f"position: must be 0 or more, not {position}")
+        self.position = position
+        self._weights = dict(weights)
+        self._seed = seed
+        self._cursors = {name: TaskCursor(tasks, derive_seed(seed, "mixture", name)) for name, tasks in sources.items()}
+
+    def take(self, n: int) -> list[Task]:
+        """The next `n` tasks, each source's share in turn with the others'; UserError as in `shares`."""
+        batch: list[Task] = []
+        for name, share in shares(self._weights, n).items():
+            cursor = self._cursors[name]
+            cursor.position = self.position // n * share
+            batch += cursor.take(share)
+        random.Random(f"mixture/{self._seed}/{self.position}").shuffle(batch)
+        self.position += n
+        return batch
+
+
+def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
+    """How many of `n` tasks come from each source: in proportion to the weights, by the largest remainders; they sum to n.
+
+    UserError when a source would get none.
+    """
+    exact = {name: n * weight / sum(weights.values()) for name, weight in weights.items()}
+    found = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: found[name] - exact[name])
+    for name in by_remainder[: n - sum(found.values())]:
+        found[name] += 1
+    if none := [name for name, share in found.items() if share == 0]:
+        raise UserError(
+            f"tasks.mixture gives {none[0]!r} none of the {n} questions of a step; "
+            f"raise its weight {weights[none[0]]} or rollout.num_questions"
+        )
+    return found
