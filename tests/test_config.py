@@ -181,6 +181,7 @@ def test_an_unknown_key_is_named_with_what_it_may_be(key: str, hints: list[str],
         ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
         ("agent.tools", "'Search'", "'Search'", "tuple"),
         ("tasks.held_out_share", "1", "1", "less than 1"),
+        ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reason: str, toml: Callable[[str], str]) -> None:
@@ -200,6 +201,11 @@ def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reas
         (["--train.num_minibatches=4", "--rollout.num_questions=3"], ["train.num_minibatches=4", "at most", "rollout.num_questions=3"]),
         (["--tasks.name", "file"], ["tasks.path=''", "file"]),
         (["--tasks.path", "my.jsonl"], ["tasks.path='my.jsonl'", "tasks.name", "'facts'"]),
+        (["--tasks.mixture", '{"my.jsonl" = 1}'], ["tasks.mixture={'my.jsonl': 1.0}", "tasks.name", "'facts'"]),
+        (
+            ["--tasks.name=file", "--tasks.path=a", '--tasks.mixture={"b" = 1}'],
+            ["tasks.path='a'", "tasks.mixture={'b': 1.0}", "one of them"],
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_named_both(words: list[str], parts: list[str]) -> None:
@@ -272,6 +278,7 @@ CONFIGS: list[dict[str, dict[str, Any]]] = [
     {"agent": {"tools": ("Python_Coder",)}, "tasks": {"name": "file", "path": "my tasks.jsonl"}},
     {"run": {"dir": 'a "quoted"\\ folder\twith # and \u00e9\u2028\x7f\U0001f600', "seed": -5}},
     {"model": {"path": "1.10"}, "run": {"dir": "true"}},
+    {"tasks": {"name": "file", "mixture": {"data/nq train.parquet": 1, "math.jsonl": 2.5}}},
 ]
 
 
@@ -397,6 +404,14 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
 
 
 # ---- tables that the user names
+
+
+def test_a_mixture_is_a_table_in_the_file_or_a_word(toml: Callable[[str], str]) -> None:
+    path = toml('[tasks]\nname = "file"\n[tasks.mixture]\n"nq.parquet" = 1\n"math.parquet" = 3\n')
+    assert parsed("--config", path).tasks.mixture == {"nq.parquet": 1.0, "math.parquet": 3.0}
+    assert parsed("--config", path, "--tasks.mixture", '{"own.jsonl" = 2}').tasks.mixture == {"own.jsonl": 2.0}
+    assert "tasks.mixture.nq.parquet=0: " in complaint("--config", path, "--tasks.mixture", '{"nq.parquet" = 0}')
+    assert "  --tasks.mixture TABLE = {}" in help_text("x")
 
 
 def test_named_tables_come_from_file_and_words(toml: Callable[[str], str]) -> None:

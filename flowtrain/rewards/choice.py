@@ -18,7 +18,7 @@ _DENIAL = re.compile(r"\b(?:not|no|never|except|unlikely|rather|instead|or|neith
 
 def choice(task: Task, answer: str) -> float:
     """1.0 when the answer names the right option of `task.choices`, else 0.0; UserError when `task.answers` name none of them."""
-    right = {index for accepted in task.answers if (index := named_option(accepted, task.choices)) is not None}
+    right = {index for accepted in task.answers if (index := _accepted_option(accepted, task.choices)) is not None}
     if not right:
         raise UserError(f"task {task.id!r}: scorer 'choice' needs an answer among the options {task.choices!r}, not {task.answers!r}")
     given = named_option(answer, task.choices)
@@ -33,8 +33,9 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     """
     plain = _WRAPPING.sub(" ", answer).strip()
     texts = [normalise(option) for option in choices]
-    if letter := _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace)):
-        return _place(letter[1], choices)
+    letter = _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace))
+    if letter and (place := _place(letter[1], choices)) is not None:
+        return place
     label = _LABEL.fullmatch(plain)
     # Options may look like labels: "C. difficile".
     if label and plain.casefold() not in (option.casefold() for option in choices):
@@ -46,6 +47,13 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     if named:
         return named.pop() if len(named) == 1 else None
     return _held(plain, texts)
+
+
+def _accepted_option(accepted: str, choices: Sequence[str]) -> int | None:
+    """As `named_option`, but a text comes before a letter: among the blood groups O, A, B and AB the accepted "A" is the second."""
+    texts = [" ".join(option.split()).casefold() for option in choices]
+    text = " ".join(accepted.split()).casefold()
+    return texts.index(text) if text in texts else named_option(accepted, choices)
 
 
 def _place(letter: str, choices: Sequence[str]) -> int | None:

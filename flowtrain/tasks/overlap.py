@@ -26,8 +26,8 @@ from flowtrain.tasks.layouts import PRESETS
 from flowtrain.types import Task, UserError
 
 THRESHOLD = 0.6
-"""Similarity that counts. Of 755 benchmark questions it finds 752 with one word changed; of the 500,000 pairs among them it finds eight,
-each about one thing and a word or two apart."""
+"""Similarity that counts. It finds 752 of 755 benchmark questions in which one word was changed, and of the 285,000 pairs of different
+ones among them eight, each about one thing and a word or two apart."""
 
 _Words = frozenset[tuple[str, int]]
 """A word and the how manieth of its kind it is, so that a word that stands twice counts twice."""
@@ -44,7 +44,7 @@ class Overlap:
 
 
 def overlaps(train: Sequence[Task], held_out: Sequence[Task], threshold: float = THRESHOLD) -> list[Overlap]:
-    """All pairs at least that similar, in the order of `train`. Exact; linear in the size of both but for the pairs that share rare words."""
+    """All pairs at least that similar, in the order of `train`; none is missed. A million short questions take a minute."""
     train_words, held_words = [_words(task) for task in train], [_words(task) for task in held_out]
     weights = _weights([*train_words, *held_words])
     index = _index(held_words, weights, threshold)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,9 +79,12 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
         shares(tasks.mixture, config.rollout.num_questions)  # refuses a weight that is too small
     train: dict[str, list[Task]] = {}
     held_out: list[Task] = []
+    paths: dict[str, str] = {}
     for path in tasks.mixture or (tasks.path,):
         every = load_tasks(path, tasks.preset, question_key=tasks.question_key, answer_key=tasks.answer_key, scorer=tasks.scorer)
-        _check_ids(every, path, train)
+        for task in every:
+            if paths.setdefault(task.id, path) != path:
+                raise UserError(f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id {task.id!r}; ids must be unique")
         found, kept = _split(every, tasks.held_out_share, path)
         train[path] = _new(found, tasks.benchmarks)
         held_out += kept
@@ -100,14 +103,6 @@ def _new(train: list[Task], benchmarks: str) -> list[Task]:
     if not left:
         raise UserError(f"tasks.benchmarks={benchmarks!r} has nearly all training questions, so that none is left to train on")
     return left
-
-
-def _check_ids(tasks: Sequence[Task], path: str, others: Mapping[str, Sequence[Task]]) -> None:
-    """Ids are unique over the files of a mixture."""
-    ids = {task.id for task in tasks}
-    for other, found in others.items():
-        if same := next((task.id for task in found if task.id in ids), None):
-            raise UserError(f"tasks.mixture: {path!r} and {other!r} both have a task with id {same!r}; ids must be unique")
 
 
 def _split(tasks: list[Task], held_out_share: float, path: str) -> tuple[list[Task], list[Task]]:

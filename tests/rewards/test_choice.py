@@ -59,6 +59,14 @@ def test_options_may_contain_each_other_and_look_like_labels() -> None:
     assert named_option("It is not contagious", options) == 3
 
 
+def test_options_may_be_letters() -> None:
+    """The accepted answer is a text where it can be one, an answer is a letter where it can be one."""
+    blood = Task("t", "q", ("A",), choices=("O", "A", "B", "AB"))
+    assert [choice(blood, answer) for answer in ("B", "B. A", "A", "C", "AB")] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    factor = Task("t", "q", ("X",), choices=("VII", "IX", "X", "XII"))
+    assert [choice(factor, answer) for answer in ("X", "C", "C. X", "IX", "B")] == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
 def test_options_with_the_same_text_are_the_same() -> None:
     task = Task("t", "q", ("B",), choices=("one", "two", "two"))
     assert choice(task, "C") == choice(task, "two") == 1.0
