@@ -64,7 +64,7 @@ def math_match(task: Task, answer: str) -> float:
 def _readings(answer: str) -> list[str]:
     """The answer, and what follows "is" or a colon in it."""
     text = tidy(answer)
-    if len(text) > MAX_LENGTH:
+    if not text or len(text) > MAX_LENGTH:
         return []
     leads = list(_LEAD.finditer(text))
     return [text, text[leads[-1].end() :].strip()] if leads else [text]

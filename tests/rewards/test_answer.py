@@ -27,6 +27,7 @@ from flowtrain.rewards.answer import final_answer, is_refusal
         ("<answer>Oslo</answer> or <answer>Bergen", "Oslo"),
         ("<answer>Oslo", "<answer>Oslo"),
         ("</answer>Oslo<answer>", "</answer>Oslo<answer>"),
+        ("Oslo <answer>x<answer>", "Oslo <answer>x<answer>"),
         ("< answer>Oslo</answer>", "< answer>Oslo</answer>"),
         ("\u0130<answer>Oslo</answer>", "Oslo"),
     ],
