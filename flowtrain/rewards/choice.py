@@ -11,7 +11,7 @@ from flowtrain.types import Task, UserError
 
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")
 _LETTER = re.compile(r"(?:(?:option|choice|answer)[\s:(]*)?([a-z])", re.IGNORECASE)
-_LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)|[.:]|\s+-)\s+(.*)", re.DOTALL)
+_LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)|[.:]|\s+-)\s+(.*)")
 _NAMED = re.compile(r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)")
 _DENIAL = re.compile(r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot)\b")
 
@@ -31,7 +31,7 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     A letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral ulcers", "B) because ..."), the text of an option, "the answer
     is B", and last a sentence that holds the text of one option and neither denies nor weighs.
     """
-    plain = _WRAPPING.sub(" ", answer).strip()
+    plain = " ".join(_WRAPPING.sub(" ", answer).split())
     texts = [normalise(option) for option in choices]
     letter = _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace))
     if letter and (place := _place(letter[1], choices)) is not None:

@@ -25,7 +25,7 @@ _DATES = (
     re.compile(rf"(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?,? (?P<year>[0-9]{{3,4}})"),
     re.compile(r"(?P<year>[0-9]{4})-(?P<month>[0-9]{2})-(?P<day>[0-9]{2})"),
 )
-_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013-]")
+_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
 _KEPT = {"\ue000": "-", "\ue001": "."}
 """Signs that are part of a number, put aside while punctuation goes (private characters stand for them)."""
 

@@ -155,6 +155,14 @@ def test_any_accepted_answer_is_right() -> None:
     assert right("2", "1", "2") == 1.0 and right("3", "1", "2") == right("3") == 0.0
 
 
+def test_lists_are_nested_a_few_times_at_most() -> None:
+    def nested(number: str, depth: int) -> str:
+        return "(1, " * depth + number + ")" * depth
+
+    assert right(nested("2.0", 4), nested("2", 4)) == 1.0 and right(nested("3", 4), nested("2", 4)) == 0.0
+    assert right(nested("2.0", 9), nested("2", 9)) == 0.0 and right(nested("2", 9), nested("2", 9)) == 1.0, "the text alone"
+
+
 @settings(derandomize=True, deadline=None)
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
 def test_fractions_are_compared_exactly(one: Fraction, other: Fraction) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from flowtrain.rewards import score
@@ -47,6 +49,17 @@ def test_no_answer_is_never_right(scorer: str) -> None:
     task = Task("t", "q", (".", "the", "$$"), scorer=scorer)
     (group,) = score([Group(0, tuple(trajectory(task, answer) for answer in ("", " ", "<answer> </answer>")))])
     assert [each.reward for each in group.trajectories] == [0.0] * 3
+
+
+@pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math", "choice", "gameof24"])
+@pytest.mark.parametrize(
+    "piece", ["a ", " ", "1,", "1", "<answer>", "</answer>", "(", "{", "\\frac{", "-5 ", "answer ", "the answer is ", "= ", ". "]
+)
+def test_a_huge_answer_is_scored_at_once(scorer: str, piece: str) -> None:
+    task = Task("t", "q", ("3", "8"), scorer=scorer, choices=("3", "8"))
+    started = time.process_time()
+    (group,) = score([Group(0, (trajectory(task, piece * (1_000_000 // len(piece))),))])
+    assert time.process_time() - started < 2 and group.trajectories[0].reward is not None
 
 
 def test_nothing_to_score() -> None:

@@ -68,6 +68,7 @@ def test_same(answer: str, accepted: str) -> None:
         ("John Grubb II", "John Grubb"),
         ("not sure", "no"),
         ("Nobody", "no"),
+        ("No-one", "no"),
         ("yes and no", "yes"),
         ("No, both were.", "yes"),
     ],
