@@ -77,6 +77,12 @@ def test_puzzles_are_compared_by_their_numbers() -> None:
     assert [(pair.train.id, pair.similarity) for pair in pairs] == [("8111", 1.0)]
 
 
+def test_a_word_that_stands_twice_counts_twice() -> None:
+    once, often = Task("a", "Tick tick tock tock boom?", ("x",)), Task("b", "Tick tock boom?", ("x",))
+    (pair,) = overlaps([once], [often], threshold=0.1)
+    assert pair.similarity < 0.6
+
+
 TEXTS = st.lists(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=8).map(" ".join), min_size=1, max_size=8)
 
 
