@@ -62,6 +62,12 @@ def test_a_huge_answer_is_scored_at_once(scorer: str, piece: str) -> None:
     assert time.process_time() - started < 2 and group.trajectories[0].reward is not None
 
 
+def test_of_a_long_answer_the_end_is_read() -> None:
+    task = Task("t", "q", ("y" * 2000,), scorer="qa")
+    (group,) = score([Group(0, (trajectory(task, "x" * 5000 + "y" * 2000), trajectory(task, "y" * 2000 + "x")))])
+    assert [each.reward for each in group.trajectories] == [1.0, 0.0]
+
+
 def test_nothing_to_score() -> None:
     assert score([]) == []
 
