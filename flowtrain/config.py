@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -79,8 +79,8 @@ class Agent(Section):
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share what is before it and cost less; paper has AgentFlow's order"""
-    tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
-    """tools the planner may name"""
+    tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
+    """tools the planner may name: Search, Python_Coder, Base_Generator, and those of installed packages (docs/tools.md)"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -91,6 +91,13 @@ class Agent(Section):
     """seconds per tool command"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory keeps"""
+
+    @field_validator("tools")
+    @classmethod
+    def _no_tool_twice(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
+            raise ValueError(f"{twice[0]!r} stands there twice")
+        return tools
 
 
 class Rollout(Section):

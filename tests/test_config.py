@@ -180,6 +180,8 @@ def test_an_unknown_key_is_named_with_what_it_may_be(key: str, hints: list[str],
         ("run.resume", "'yes'", "'yes'", "'never' or 'auto'"),
         ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
         ("agent.tools", "'Search'", "'Search'", "tuple"),
+        ("agent.tools", "[]", "[]", "at least 1"),
+        ("agent.tools", "['Search', 'Search']", "['Search', 'Search']", "'Search' stands there twice"),
         ("tasks.held_out_share", "1", "1", "less than 1"),
         ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
     ],
@@ -290,7 +292,9 @@ def test_what_is_written_reads_back_the_same(values: dict[str, dict[str, Any]], 
 
 @settings(derandomize=True, deadline=None)
 @given(
-    st.text(st.characters(exclude_categories=["Cs"])), st.floats(0, exclude_min=True, allow_infinity=False), st.lists(st.text("ab '\"\\\n"))
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.floats(0, exclude_min=True, allow_infinity=False),
+    st.lists(st.text("ab '\"\\\n"), min_size=1, unique=True),
 )
 def test_any_text_number_and_list_reads_back_the_same(tmp_path_factory: Any, text: str, number: float, tools: list[str]) -> None:
     values = {"run": {"dir": text}, "train": {"lr": number}, "agent": {"tools": tools}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowtrain import config as cfg
@@ -11,8 +11,9 @@ from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.prompts import ChatTokenizer, CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.tools import BaseGenerator, PythonCoder, Sandbox, Search, Tool
+from flowtrain.agents.tools import Tool, registry
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
+from flowtrain.rollout.chat import ChatEngine
 from flowtrain.rollout.engine import Engine
 from flowtrain.types import UserError
 
@@ -27,17 +28,9 @@ _RULES = {
 """What the rule-based verifier and generator of a family of tasks go by."""
 
 
-def make_tools(config: cfg.Config, tasks: TaskSet) -> dict[str, Tool]:
-    """The tools that `agent.tools` names, by name; close them when done."""
-    makers: dict[str, Callable[[], Tool]] = {
-        "Search": lambda: Search(tasks.passages),
-        "Python_Coder": lambda: PythonCoder(Sandbox(timeout_s=config.agent.tool_timeout_s)),
-        "Base_Generator": lambda: BaseGenerator(tasks.guesses),
-    }
-    unknown = [name for name in config.agent.tools if name not in makers]
-    if unknown or not config.agent.tools:
-        raise UserError(f"agent.tools={list(config.agent.tools)} may hold {', '.join(makers)}")
-    return {name: makers[name]() for name in config.agent.tools}
+def make_tools(config: cfg.Config, tasks: TaskSet, chat: ChatEngine | None = None) -> dict[str, Tool]:
+    """The tools that `agent.tools` names, by name; close them when done. `chat` is the model inside those that want one."""
+    return registry.make_tools(config.agent.tools, registry.ToolContext(config, tasks.passages, tasks.guesses, chat))
 
 
 def make_prompt(config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTokenizer) -> PlannerPrompt:

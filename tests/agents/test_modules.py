@@ -264,13 +264,6 @@ def test_the_toolset_is_what_the_config_names() -> None:
     assert list(make_tools(config, TASKS)) == ["Base_Generator", "Search"]
 
 
-@pytest.mark.parametrize("names", [["Serch"], []])
-def test_a_tool_that_does_not_exist_is_refused_with_those_that_do(names: list[str]) -> None:
-    config = Config.model_validate({"agent": {"tools": names}})
-    with pytest.raises(UserError, match=r"agent\.tools=.* may hold Search, Python_Coder, Base_Generator"):
-        make_tools(config, TASKS)
-
-
 def test_the_full_prompt_needs_a_chat_template() -> None:
     config = Config.model_validate({"agent": {"prompt": "full"}})
     with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.tools import PythonCoder, Sandbox, ToolError, sandbox_child
+from flowtrain.agents.tools import ToolError, sandbox_child
 from flowtrain.agents.tools import sandbox as sandbox_module
+from flowtrain.agents.tools.python_coder import PythonCoder
+from flowtrain.agents.tools.sandbox import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 

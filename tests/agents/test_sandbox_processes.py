@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.agents.tools import Sandbox, ToolError
+from flowtrain.agents.tools import ToolError
 from flowtrain.agents.tools import sandbox as sandbox_module
+from flowtrain.agents.tools.sandbox import Sandbox
 from flowtrain.types import UserError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.tools import TOOL_NAMES, BaseGenerator, Parameter, PythonCoder, Sandbox, Search, Tool, ToolCard, ToolError, run_tool
+from flowtrain.agents.tools import Parameter, Tool, ToolCard, ToolError, run_tool
 from flowtrain.agents.tools.base import shorten
+from flowtrain.agents.tools.base_generator import BaseGenerator
+from flowtrain.agents.tools.search import Search
 from flowtrain.types import ToolResult, UserError
 
 
@@ -307,14 +309,3 @@ def test_base_generator_guesses_the_same_each_time() -> None:
     assert "without looking" in tool.card.description
     with pytest.raises(UserError, match="at least one guess"):
         BaseGenerator([])
-
-
-def test_names_are_those_of_the_tools() -> None:
-    sandbox = Sandbox()
-    tools: list[Tool] = [BaseGenerator(["x"]), PythonCoder(sandbox), Search(PASSAGES)]
-    assert tuple(tool.card.name for tool in tools) == TOOL_NAMES == ("Base_Generator", "Python_Coder", "Search")
-    assert all(tool.card.description and "\n" not in tool.card.description for tool in tools)
-    for tool in tools:
-        tool.close()
-        tool.close()
-    assert run(tools[1]).error == "the sandbox is closed"

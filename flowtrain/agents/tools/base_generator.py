@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from flowtrain.agents.tools.base import ToolCard
+from flowtrain.agents.tools.registry import ToolContext
 from flowtrain.types import UserError
 
 
@@ -30,3 +31,7 @@ class BaseGenerator:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def make(context: ToolContext) -> BaseGenerator:
+    return BaseGenerator(context.guesses)

@@ -6,6 +6,7 @@ import re
 import textwrap
 
 from flowtrain.agents.tools.base import ToolCard, ToolError
+from flowtrain.agents.tools.registry import ToolContext
 from flowtrain.agents.tools.sandbox import Sandbox
 
 FENCE = re.compile(r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE)
@@ -30,6 +31,10 @@ class PythonCoder:
     def close(self) -> None:
         """End the processes of the sandbox."""
         self._sandbox.close()
+
+
+def make(context: ToolContext) -> PythonCoder:
+    return PythonCoder(Sandbox(timeout_s=context.config.agent.tool_timeout_s))
 
 
 def strip_fence(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import bm25s
 
 from flowtrain.agents.tools.base import ToolCard, ToolError
+from flowtrain.agents.tools.registry import ToolContext
 from flowtrain.types import UserError
 
 WORD = re.compile(r"\w+")
@@ -53,6 +54,10 @@ class Search:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def make(context: ToolContext) -> Search:
+    return Search(context.passages)
 
 
 def words(text: str) -> list[str]:
