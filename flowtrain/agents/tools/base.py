@@ -62,7 +62,10 @@ class Tool(Protocol):
 
     @property
     def execute(self) -> Callable[..., Coroutine[Any, Any, str]]:
-        """Called with the card's parameters by name; gives the answer or raises ToolError. It must not block the event loop."""
+        """Called with the card's parameters by name; gives the answer or raises ToolError.
+
+        It must not block the event loop, which hundreds of rollouts share: `BlockingPool` is for what blocks.
+        """
         ...
 
     def close(self) -> None:
