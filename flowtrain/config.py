@@ -89,6 +89,14 @@ class Agent(Section):
     """seconds after which no further turn starts (AgentFlow: 500)"""
     tool_timeout_s: PositiveFloat = 2.0
     """seconds per tool command"""
+    sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
+    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for python_packages, bubblewrap, or, without it, limits"""
+    python_packages: tuple[str, ...] = ()
+    """installed packages that the code may import, with what is installed beside them: ["numpy", "sympy"]"""
+    code_timeout_s: PositiveFloat = Field(10.0, le=3600)
+    """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
+    code_memory_mb: int = Field(512, ge=64)
+    """MiB of address space that the code may use"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory keeps"""
 
@@ -346,6 +354,11 @@ class Config(Section):
                 raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")
         if self.algorithm.mis is not None and not 0 <= self.algorithm.mis[0] < self.algorithm.mis[1]:
             raise ValueError(f"algorithm.mis={self.algorithm.mis} must be [low, high] with 0 <= low < high")
+        if self.agent.python_packages and self.agent.sandbox == "seccomp":
+            packages = list(self.agent.python_packages)
+            raise ValueError(
+                f"agent.python_packages={packages} needs files, which agent.sandbox='seccomp' has not; 'auto' finds one that has"
+            )
         tasks = self.tasks
         if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
             key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"

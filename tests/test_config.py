@@ -201,6 +201,10 @@ def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reas
         (["--algorithm.mis", "[0.5, 2.0]"], ["algorithm.mis=(0.5, 2.0)", "train.rescore"]),
         (["--algorithm.mis", "[2.0, 0.5]", "--train.rescore", "true"], ["algorithm.mis=(2.0, 0.5)", "low < high"]),
         (["--train.num_minibatches=4", "--rollout.num_questions=3"], ["train.num_minibatches=4", "at most", "rollout.num_questions=3"]),
+        (
+            ["--agent.sandbox=seccomp", "--agent.python_packages", '["numpy"]'],
+            ["agent.python_packages=['numpy']", "agent.sandbox='seccomp'"],
+        ),
         (["--tasks.name", "file"], ["tasks.path=''", "file"]),
         (["--tasks.path", "my.jsonl"], ["tasks.path='my.jsonl'", "tasks.name", "'facts'"]),
         (["--tasks.mixture", '{"my.jsonl" = 1}'], ["tasks.mixture={'my.jsonl': 1.0}", "tasks.name", "'facts'"]),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, PromptTooLong, match_tool, parse_action
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.tools import BaseGenerator, Search
+from flowtrain.agents.tools.base_generator import GuessGenerator
+from flowtrain.agents.tools.search import Search
 from flowtrain.seeds import derive_seed
 from flowtrain.types import Action, Completion, FinishReason, PlanStep, Sampling, Task, VersionSpan
 
@@ -253,7 +254,7 @@ def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
 
 
 def test_the_full_prompt_states_question_tools_rules_and_memory_through_the_chat_template() -> None:
-    search, guesses = Search(["Paris lies in France."]), BaseGenerator(["7"])
+    search, guesses = Search(["Paris lies in France."]), GuessGenerator(["7"])
     text = FullPrompt([search, guesses], FakeTokenizer()).render("What is {x} of Chad?", Memory(STEPS))
     assert text.startswith("<user>") and text.endswith("<assistant>")
     for part in ("Question: What is {x} of Chad?", f"- Search: {search.card.description}", f"- Base_Generator: {guesses.card.description}"):

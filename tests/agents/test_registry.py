@@ -122,7 +122,7 @@ def test_a_broken_package_is_no_matter_to_those_who_do_not_ask_for_it(site: Path
 
 def test_a_name_on_the_card_that_is_not_the_entry_point_s_is_refused(site: Path) -> None:
     install(site, "shouting", {"Shouting": "shouting:Shout"}, SHOUT)
-    with pytest.raises(UserError, match="tool 'Shouting' of package shouting 1.2 calls itself 'Shout' on its card"):
+    with pytest.raises(UserError, match=r"tool 'Shouting' of package shouting 1\.2 calls itself 'Shout' on its card"):
         make_tools(config("Shouting"), TASKS)
 
 

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from flowtrain.agents.tools import ToolError
-from flowtrain.agents.tools import sandbox as sandbox_module
-from flowtrain.agents.tools.sandbox import Sandbox
+from flowtrain.agents.tools.sandbox import host, seccomp
+from flowtrain.agents.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import UserError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
@@ -26,7 +27,10 @@ TIMEOUT_S = 0.4
 DEADLINE_S = 10.0
 
 
-def run(box: Sandbox, code: str) -> str:
+Sandbox = partial(ProcessSandbox, seccomp.backend())
+
+
+def run(box: ProcessSandbox, code: str) -> str:
     return asyncio.run(box.run(code))
 
 
@@ -45,7 +49,7 @@ def children_of(parent: int) -> list[int]:
 
 def servers() -> set[int]:
     """Pids of the fork servers of this process."""
-    return {pid for pid in children_of(os.getpid()) if b"sandbox_child.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in children_of(os.getpid()) if b"sandbox/child.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def is_gone(pid: int) -> bool:
@@ -119,7 +123,7 @@ def test_a_cancelled_run_gives_its_worker_back() -> None:
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_server_fails_its_run_and_is_replaced(monkeypatch: pytest.MonkeyPatch, killer: signal.Signals) -> None:
     others = servers()
-    monkeypatch.setattr(sandbox_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(host, "GRACE_S", 0.2)
     box = Sandbox(num_workers=1, timeout_s=TIMEOUT_S)
 
     async def main() -> str:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.tools import Parameter, Tool, ToolCard, ToolError, run_tool
 from flowtrain.agents.tools.base import shorten
-from flowtrain.agents.tools.base_generator import BaseGenerator
 from flowtrain.agents.tools.search import Search
 from flowtrain.types import ToolResult, UserError
 
@@ -299,13 +298,3 @@ def test_search_refuses_what_it_cannot_index() -> None:
             Search(passages)
     with pytest.raises(UserError, match="top_k must be at least 1, got 0"):
         Search(PASSAGES, top_k=0)
-
-
-def test_base_generator_guesses_the_same_each_time() -> None:
-    tool = BaseGenerator(["red", "green", "blue"])
-    answers = [run(tool, {"query": f"What colour is item {i}? \ud800"}).output for i in range(40)]
-    assert answers == [run(tool, {"query": f"What colour is item {i}? \ud800"}).output for i in range(40)]
-    assert set(answers) == {"red", "green", "blue"}
-    assert "without looking" in tool.card.description
-    with pytest.raises(UserError, match="at least one guess"):
-        BaseGenerator([])

@@ -1,16 +1,47 @@
-"""The rule-based stand-in for AgentFlow's base generator, which answers from a model's own knowledge."""
+"""AgentFlow's base generator, which answers from a model's own knowledge; and a stand-in for where there is no model."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from flowtrain.agents.tools.base import ToolCard
+from flowtrain.agents.tools.base import Tool, ToolCard, ToolError
 from flowtrain.agents.tools.registry import ToolContext
+from flowtrain.rollout.chat import ChatEngine
+from flowtrain.rollout.engine import EngineError
 from flowtrain.types import UserError
 
 
+@dataclass(frozen=True, slots=True)
 class BaseGenerator:
+    """Asks the model, once. The query is the whole prompt: the model knows neither the question nor the memory."""
+
+    chat: ChatEngine
+    timeout_s: float
+
+    card = ToolCard(
+        "Base_Generator",
+        "Answers from a language model's own knowledge and reasoning; looks nothing up and runs nothing.",
+        limits="It may be wrong and sound sure, about recent, rare or exact facts above all, and about long calculations.",
+        advice="Give it small steps that need no source, with all they depend on; check what matters with another tool.",
+        examples=({"query": "Sort these by size, largest first: Earth, Mars, Jupiter."},),
+    )
+
+    async def execute(self, query: str) -> str:
+        """The model's reply. Raises ToolError when there is none."""
+        if not query.strip():
+            raise ToolError("empty query")
+        try:
+            return await self.chat.ask(query, deadline_s=self.timeout_s)
+        except EngineError as error:
+            raise ToolError(f"the model did not answer: {error}") from error
+
+    def close(self) -> None:
+        """The model is not the tool's own."""
+
+
+class GuessGenerator:
     """Guesses. It has no model behind it: it picks one of a few fixed values by a hash of the query and looks nothing up.
 
     The embedded default uses it so that a planner has a tool that answers every query, fast, and is almost always wrong.
@@ -21,7 +52,7 @@ class BaseGenerator:
     def __init__(self, guesses: Sequence[str]) -> None:
         """`guesses` are the values it draws from; the same query always draws the same one."""
         if not guesses:
-            raise UserError("Base_Generator needs at least one guess to draw from")
+            raise UserError("Base_Generator needs a model (roles.tools) or values to guess from, which the texts of [tasks] do not state")
         self._guesses = tuple(guesses)
 
     async def execute(self, query: str) -> str:
@@ -33,5 +64,7 @@ class BaseGenerator:
         """Nothing to release."""
 
 
-def make(context: ToolContext) -> BaseGenerator:
-    return BaseGenerator(context.guesses)
+def make(context: ToolContext) -> Tool:
+    if context.chat is None:
+        return GuessGenerator(context.guesses)
+    return BaseGenerator(context.chat, context.config.agent.tool_timeout_s)
