@@ -34,7 +34,6 @@ import sys
 import types
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 # System call: its number on x86_64, on aarch64.
 SYSCALLS = {
@@ -134,7 +133,7 @@ def filter_program(machine: str, has_files: bool = False) -> bytes:
 
 
 @functools.cache
-def filter_argument(has_files: bool) -> Any:
+def filter_argument(has_files: bool) -> ctypes.Array[ctypes.c_char]:
     """A struct sock_fprog. Made once, in the server: what a forked process computes costs it far more, in copied pages."""
     program = ctypes.create_string_buffer(filter_program(os.uname().machine, has_files))  # the kernel refuses an empty one
     argument = ctypes.create_string_buffer(struct.pack("HP", len(program) // 8, ctypes.addressof(program)))
