@@ -120,6 +120,15 @@ def test_without_seccomp_auto_goes_down_the_same_way(monkeypatch: pytest.MonkeyP
         assert chosen().name == "limits"
 
 
+@needs_bubblewrap
+def test_without_seccomp_auto_prefers_bubblewrap_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (seccomp, bubblewrap):
+        monkeypatch.setattr(module, "is_offered", lambda: False)
+    assert chosen().name == "bubblewrap" and not chosen().must_filter
+    monkeypatch.undo()
+    assert chosen(sandbox="bubblewrap").must_filter and backend("limits").must_filter
+
+
 def test_a_bubblewrap_that_does_not_work_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho first >&2\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
@@ -133,6 +142,15 @@ def test_a_bubblewrap_that_does_not_work_says_why(tmp_path: Path, monkeypatch: p
 def test_a_package_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(UserError, match=rf"^agent\.python_packages: no package '{re.escape(name)}' is installed"):
         chosen(python_packages=[name])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_package_that_cannot_be_imported_is_found_out_at_the_start(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = "ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.raises(UserError, match=rf"^agent\.python_packages cannot be imported for agent\.sandbox='{kind}': {reason}$"):
+        chosen(sandbox=kind, python_packages=["broken_package"])
 
 
 def test_the_warning_says_what_is_not_stopped() -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain.agents.tools.sandbox.host import CHILD, PYTHON, START_S, Backend
-from flowtrain.agents.tools.sandbox.packages import folders
+from flowtrain.agents.tools.sandbox.host import CHILD, PYTHON, Backend
+from flowtrain.agents.tools.sandbox.packages import folders, probe
+from flowtrain.agents.tools.sandbox.seccomp import is_offered
 
 SCRATCH_BYTES = 64 << 20
 NOBODY = 65534
@@ -33,21 +33,17 @@ def backend(packages: Sequence[str]) -> Backend:
         path=path,
         scratch="/scratch",
         uids=itertools.repeat(NOBODY if is_root else 0),
+        must_filter=is_offered(),
         offers=", ".join(["the standard library", *packages]),
     )
 
 
 def why_not(backend: Backend) -> str:
-    """Why bubblewrap does not work here, or the packages in it; "" when they do."""
+    """Why bubblewrap does not work here; "" when it does."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (the program bwrap) is not installed"
-    imports = f"import sys; sys.path += {list(backend.path)}; import {', '.join(('os', *backend.preload))}"
-    command = [*backend.argv, PYTHON, "-P", "-s", "-S", "-B", "-c", imports]
-    try:
-        done = subprocess.run(command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"bubblewrap did not start within {START_S:g} s"
-    return "" if done.returncode == 0 else f"bubblewrap does not work here: {done.stderr.strip().rpartition(chr(10))[2] or done.returncode}"
+    reason = probe(backend)
+    return f"bubblewrap does not work here: {reason}" if reason else ""
 
 
 def _argv(path: Sequence[str], is_root: bool) -> list[str]:

@@ -98,7 +98,7 @@ class Setup:
     uid: int
     """User and group that the code runs as; 0: those of this process."""
     must_filter: bool
-    """Refuse to run where there is no seccomp; else do without it."""
+    """Refuse to run when there can be no seccomp filter; else do without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Backend:
     uids: Iterator[int] = field(default_factory=lambda: itertools.repeat(0))
     """Which user the code of a server becomes; 0: it stays the one that we are."""
     must_filter: bool = True
-    """Whether to refuse to run where the kernel has no seccomp."""
+    """Whether to refuse to run without a seccomp filter."""
     offers: str = ""
     """What the code can import, in words."""
 

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Sequence
 
 from flowtrain.agents.tools.sandbox.host import Backend
-from flowtrain.agents.tools.sandbox.packages import folders
+from flowtrain.agents.tools.sandbox.packages import folders, probe
 from flowtrain.agents.tools.sandbox.seccomp import MODULES, is_offered
+from flowtrain.types import UserError
 
 
 def backend(packages: Sequence[str]) -> Backend:
@@ -21,7 +22,12 @@ def backend(packages: Sequence[str]) -> Backend:
     nobodies = itertools.islice(itertools.cycle(range(35_534, 65_534)), os.getpid() % 30_000, None)
     uids = nobodies if is_root else itertools.repeat(0)
     offers = ", ".join(["the standard library", *packages])
-    return Backend("limits", preload=preload, path=folders(packages), scratch="temporary", uids=uids, must_filter=False, offers=offers)
+    made = Backend(
+        "limits", preload=preload, path=folders(packages), scratch="temporary", uids=uids, must_filter=is_offered(), offers=offers
+    )
+    if reason := probe(made):
+        raise UserError(f"agent.sandbox='limits': {reason}")
+    return made
 
 
 def warning(is_root: bool, has_seccomp: bool) -> str:
