@@ -57,6 +57,7 @@ typecheck: setup
 	$(BIN)/mypy
 
 bench: setup
+	$(BIN)/python -m bench.flow
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.losses
