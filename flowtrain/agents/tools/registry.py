@@ -40,6 +40,9 @@ BUILT_IN = {
         "Search": "search:make",
         "Python_Coder": "python_coder:make",
         "Base_Generator": "base_generator:make",
+        "Web_Search": "web_search:make",
+        "Wikipedia_Search": "wikipedia_search:make",
+        "Web_Reader": "web_reader:make",
     }.items()
 }
 """Of this package; they are loaded when they are asked for, as those of other packages are."""
