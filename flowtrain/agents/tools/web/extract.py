@@ -6,6 +6,7 @@ The extractor is trafilatura, which among readability-lxml, jusText and resilipa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -91,7 +92,8 @@ class _Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # of what was not sent yet
+                pipe.close()
 
     def _receive(self) -> bytes:
         assert self._process.stdout is not None
