@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append(self)
         answers = self.server.answers
         (answers.pop(0) if len(answers) > 1 else answers[0])(self)
-        self.close_connection = True
+        self.close_connection = not self.server.keeps_alive
 
     do_POST = do_GET
 
@@ -60,6 +60,7 @@ class Server(ThreadingHTTPServer):
         self.seen: list[Handler] = []
         self.released = threading.Event()
         """Set when the server ends, for answers that wait."""
+        self.keeps_alive = False
         self.hung_up = False
         """Whether a client left while an answer was under way."""
 
@@ -166,3 +167,21 @@ class Internet(httpcore2.AsyncNetworkBackend):
 async def tasks_left() -> list[asyncio.Task[Any]]:
     """Tasks of this loop besides the caller's."""
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+class ScriptedChat:
+    """A stand-in for the model inside tools: says what the test says, and notes what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self, reply: str | Exception) -> None:
+        self.reply = reply
+        self.prompts: list[str] = []
+        self.deadlines_s: list[float] = []
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.prompts.append(prompt)
+        self.deadlines_s.append(deadline_s)
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply

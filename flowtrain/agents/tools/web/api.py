@@ -92,9 +92,7 @@ def key_from_env(variable: str, key: str, provider: str) -> str:
     """What an environment variable holds; UserError, which names config key, provider and variable, when that is nothing."""
     value = os.environ.get(variable, "").strip()
     if not (value and value.isascii() and value.isprintable()):
-        raise UserError(
-            f"{key}={variable!r}: {provider} needs it, and this environment variable holds nothing of use; export {variable}=..."
-        )
+        raise UserError(f"{key}={variable!r}: this environment variable holds nothing that {provider} could use; export {variable}=...")
     return value
 
 
