@@ -120,7 +120,10 @@ def test_a_name_that_turns_private_between_two_hops_is_refused() -> None:
 
 
 def test_redirects_end() -> None:
-    with serving(redirect("/again")) as server, pytest.raises(Refused, match="more than 5 redirects, the last to 'http://site.example/again'"):
+    with (
+        serving(redirect("/again")) as server,
+        pytest.raises(Refused, match="more than 5 redirects, the last to 'http://site.example/again'"),
+    ):
         asyncio.run(fetcher(site(server)).fetch("http://site.example/", 10.0))
     assert len(server.seen) == 6
 
@@ -138,7 +141,9 @@ def test_private_addresses_may_be_allowed() -> None:
 @pytest.mark.parametrize("kind", ["application/pdf", "image/png", "application/octet-stream", "text/css", "application/json", "html"])
 def test_other_content_types_are_refused_by_name(kind: str) -> None:
     shown = kind if "/" in kind else "no content type"
-    assert problem(html("x", Content_Type=kind)) == f"site.example sent {shown}; only text/html, application/xhtml+xml, text/plain can be read"
+    assert (
+        problem(html("x", Content_Type=kind)) == f"site.example sent {shown}; only text/html, application/xhtml+xml, text/plain can be read"
+    )
 
 
 def test_a_page_without_content_type_is_refused() -> None:
@@ -206,7 +211,9 @@ def test_a_bomb_is_refused_before_it_unfolds() -> None:
 # ---- time, and what is left behind
 
 
-@pytest.mark.parametrize("answer", [silent, drip, lambda handler: redirect("/next")(handler) if handler.path == "/start" else drip(handler)])
+@pytest.mark.parametrize(
+    "answer", [silent, drip, lambda handler: redirect("/next")(handler) if handler.path == "/start" else drip(handler)]
+)
 def test_the_deadline_holds_for_the_whole(answer: Answer) -> None:
     start = time.perf_counter()
     assert problem(answer, deadline_s=0.3) == "site.example did not deliver the page within 0.3 s"

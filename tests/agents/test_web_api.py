@@ -63,7 +63,10 @@ def test_what_may_pass_is_asked_again(code: int) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (status(400, '{"error": {"message": "bad\n request"}}'), "127.0.0.1 refused with HTTP 400: '{\"error\": {\"message\": \"bad request\"}}'"),
+        (
+            status(400, '{"error": {"message": "bad\n request"}}'),
+            '127.0.0.1 refused with HTTP 400: \'{"error": {"message": "bad request"}}\'',
+        ),
         (status(401), "refused with HTTP 401: ''"),
         (status(403, "x" * 999), f"refused with HTTP 403: '{'x' * 200}'"),
         (status(404), "refused with HTTP 404"),
@@ -150,7 +153,9 @@ def test_a_key_is_in_its_variable_or_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert key_from_env("SOME_KEY", "a.b", "It") == "k-1"
     for value in ("", "  ", "ä", "a\nb"):
         monkeypatch.setenv("SOME_KEY", value)
-        with pytest.raises(UserError, match=r"a\.b='SOME_KEY': this environment variable holds nothing that It could use; export SOME_KEY="):
+        with pytest.raises(
+            UserError, match=r"a\.b='SOME_KEY': this environment variable holds nothing that It could use; export SOME_KEY="
+        ):
             key_from_env("SOME_KEY", "a.b", "It")
 
 

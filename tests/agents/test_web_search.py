@@ -19,7 +19,9 @@ from flowtrain.types import ToolResult, UserError
 GOOGLE: dict[str, Any] = {
     "kind": "customsearch#search",
     "url": {"type": "application/json", "template": "https://www.googleapis.com/customsearch/v1?q={searchTerms}"},
-    "queries": {"request": [{"title": "Google Custom Search - mali", "totalResults": "2", "searchTerms": "mali", "count": 2, "startIndex": 1}]},
+    "queries": {
+        "request": [{"title": "Google Custom Search - mali", "totalResults": "2", "searchTerms": "mali", "count": 2, "startIndex": 1}]
+    },
     "context": {"title": "Google"},
     "searchInformation": {"searchTime": 0.31, "totalResults": "2"},
     "items": [
@@ -39,7 +41,12 @@ SERPER = {
     "searchParameters": {"q": "mali", "type": "search", "num": 10, "engine": "google"},
     "knowledgeGraph": {"title": "Mali", "type": "Country in West Africa"},
     "organic": [
-        {"title": "Mali - Wikipedia", "link": "https://en.wikipedia.org/wiki/Mali", "snippet": "The capital of Mali\n is Bamako.", "position": 1},
+        {
+            "title": "Mali - Wikipedia",
+            "link": "https://en.wikipedia.org/wiki/Mali",
+            "snippet": "The capital of Mali\n is Bamako.",
+            "position": 1,
+        },
         {"title": "Bamako", "link": "https://en.wikipedia.org/wiki/Bamako", "position": 2},
     ],
     "credits": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -152,7 +153,7 @@ def _wiki_pages(answer: Any) -> list[WikiPage]:
             return []
         case _:
             raise ToolError(f"the wiki answered in another form: {str(answer)[:200]}")
-    found.sort(key=lambda page: rank if isinstance(rank := page.get("index"), int) else len(found))
+    found.sort(key=lambda page: rank if isinstance(rank := page.get("index"), int) else math.inf)
     return [WikiPage(_text(page["title"]), _text(page.get("fullurl")), _text(page.get("extract"))) for page in found]
 
 
