@@ -163,7 +163,7 @@ ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
     "flowtrain.types": (),
     "flowtrain.seeds": (),
-    "flowtrain.config": ("pydantic", "flowtrain.types"),
+    "flowtrain.config": ("pydantic", "flowtrain.types", "flowtrain.config"),
     "flowtrain.options": ("pydantic", "flowtrain.types", "flowtrain.config"),
     "flowtrain.algorithms": ("flowtrain.types", "flowtrain.algorithms"),
 }

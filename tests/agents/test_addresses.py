@@ -10,9 +10,9 @@ import httpcore2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from web_servers import PUBLIC, Internet
 
 from flowtrain.agents.tools.web.addresses import Checked, Refused, Resolver, Rules, is_public
-from web_servers import PUBLIC, Internet
 
 RULES = Rules()
 
@@ -180,7 +180,7 @@ def test_a_name_is_resolved_once_and_its_address_connected_to() -> None:
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], [PUBLIC, "10.0.0.1"], ["::1", PUBLIC], ["::ffff:10.0.0.1"], ["fe80::1%2"]])
 def test_a_name_with_any_address_that_is_not_public_is_not_connected_to(addresses: list[str]) -> None:
     internet = Internet({"evil.example": [addresses]}, {})
-    with pytest.raises(Refused, match="evil.example is at .*, which is not on the public internet"):
+    with pytest.raises(Refused, match=r"evil\.example is at .*, which is not on the public internet"):
         connect(internet, "evil.example")
     assert internet.connected == []
 

@@ -79,7 +79,7 @@ def test_tls_names_and_checks_the_host_of_the_url(tmp_path: Path, monkeypatch: p
     with serving(html("secret"), ssl_context=context) as server:
         internet = site(server, **{"other.example": PUBLIC})
         assert asyncio.run(fetcher(internet).fetch("https://site.example/", 10.0)).body == b"secret"
-        with pytest.raises(ToolError, match="other.example cannot be read: ConnectError.*certificate"):
+        with pytest.raises(ToolError, match=r"other\.example cannot be read: ConnectError.*certificate"):
             asyncio.run(fetcher(internet).fetch("https://other.example/", 10.0))
     assert asked == ["site.example", "other.example"]
     assert internet.connected == [f"{PUBLIC}:443"] * 2
@@ -114,7 +114,7 @@ def test_every_redirect_is_checked(location: str, reason: str) -> None:
 def test_a_name_that_turns_private_between_two_hops_is_refused() -> None:
     with serving(redirect("http://site.example/again"), html("secret")) as server:
         internet = Internet({"site.example": [[PUBLIC], ["127.0.0.1"]]}, {PUBLIC: server, "127.0.0.1": server})
-        with pytest.raises(Refused, match="site.example is at 127.0.0.1"):
+        with pytest.raises(Refused, match=r"site\.example is at 127\.0\.0\.1"):
             asyncio.run(fetcher(internet).fetch("http://site.example/", 10.0))
     assert internet.connected == [f"{PUBLIC}:80"]
 
@@ -122,7 +122,7 @@ def test_a_name_that_turns_private_between_two_hops_is_refused() -> None:
 def test_redirects_end() -> None:
     with (
         serving(redirect("/again")) as server,
-        pytest.raises(Refused, match="more than 5 redirects, the last to 'http://site.example/again'"),
+        pytest.raises(Refused, match=r"more than 5 redirects, the last to 'http://site\.example/again'"),
     ):
         asyncio.run(fetcher(site(server)).fetch("http://site.example/", 10.0))
     assert len(server.seen) == 6
@@ -170,7 +170,7 @@ def test_other_answers_are_errors_that_say_what_came(answer: Answer, reason: str
 
 
 def test_nobody_listens() -> None:
-    with pytest.raises(ToolError, match="site.example cannot be read: ConnectError"):
+    with pytest.raises(ToolError, match=r"site\.example cannot be read: ConnectError"):
         asyncio.run(fetcher(Internet({"site.example": [[PUBLIC]]}, {})).fetch("http://site.example/", 10.0))
 
 

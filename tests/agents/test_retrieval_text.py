@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_chunks_lose_no_word_and_overlap_exactly(words: list[int], sizes: tuple[
     size, overlap = sizes
     pieces = chunks(words, size, overlap)  # type: ignore[arg-type]
     assert [word for place, piece in enumerate(pieces) for word in piece[overlap if place else 0 :]] == words
-    assert all(later[:overlap] == earlier[len(earlier) - overlap :] for earlier, later in zip(pieces, pieces[1:], strict=False))
+    assert all(later[:overlap] == earlier[len(earlier) - overlap :] for earlier, later in pairwise(pieces))
     assert all(len(piece) == size for piece in pieces[:-1])
     assert all(len(piece) > (overlap if place else 0) for place, piece in enumerate(pieces)), "none repeats what is there already"
 

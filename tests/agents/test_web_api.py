@@ -123,7 +123,7 @@ def test_a_silent_service_costs_the_deadline_and_no_more(answer: Answer) -> None
 def test_nobody_listens() -> None:
     with serving(GOOD) as server:
         url = server.url
-    with pytest.raises(ToolError, match="ConnectError.*no time is left to ask again"):
+    with pytest.raises(ToolError, match=r"ConnectError.*no time is left to ask again"):
         asyncio.run(Api().ask(Request(url), 0.3))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from flowtrain.agents.tools.base import Parameter, ToolCard, ToolError
+from flowtrain.agents.tools.blocking import BlockingPool
 from flowtrain.agents.tools.registry import ToolContext
 from flowtrain.agents.tools.retrieval.bm25 import Bm25
 from flowtrain.agents.tools.retrieval.corpus import Corpus, open_corpus
@@ -17,12 +16,16 @@ from flowtrain.agents.tools.retrieval.text import check_query, chunks, cut, fit,
 from flowtrain.agents.tools.web.addresses import Resolver, Rules
 from flowtrain.agents.tools.web.extract import Extractor
 from flowtrain.agents.tools.web.fetch import Fetcher
-from flowtrain.config import WebReader as Options
+from flowtrain.config.search import WebReader as Options
 from flowtrain.rollout.chat import ChatEngine
 from flowtrain.rollout.engine import EngineError
 
 MAX_EMBEDDED = 512
 """Chunks of a page that are embedded, from its beginning; beyond them a page costs more than it gives."""
+
+
+NUM_EXTRACTORS = 4
+"""Pages that are taken apart at a time; each takes some 20 ms, a hostile one 5 s."""
 
 
 class Pages(Protocol):
@@ -52,7 +55,7 @@ class WebReader:
         """`deadline_s` seconds per call, everything included; results have at most `max_chars` characters."""
         self._pages, self._options, self._embedder, self._chat = pages, options, embedder, chat
         self._deadline_s, self._max_chars = deadline_s, max_chars
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="reader")
+        self._threads = BlockingPool(2, "reader")
 
     async def execute(self, url: str, query: str) -> str:
         """The model's summary, or the best chunks, best first, under the page's URL; raises ToolError when the page cannot be read."""
@@ -70,15 +73,15 @@ class WebReader:
         return f"{url}{note}\n" + fit(best, self._max_chars - len(url) - len(note) - 1)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._pages.close()
 
     async def _best(self, query: str, text: str, deadline_s: float) -> list[str]:
         """The chunks that fit the query best, best first; chunks that share no word with it only when all do."""
-        loop, options = asyncio.get_running_loop(), self._options
+        options = self._options
         if self._embedder is None:
-            return await loop.run_in_executor(self._threads, lambda: _rank(query, _cut_up(text, options), options.num_chunks))
-        pieces = (await loop.run_in_executor(self._threads, lambda: _cut_up(text, options)))[:MAX_EMBEDDED]
+            return await self._threads.run(lambda: _rank(query, _cut_up(text, options), options.num_chunks))
+        pieces = (await self._threads.run(lambda: _cut_up(text, options)))[:MAX_EMBEDDED]
         vectors = await self._embedder.embed([query, *pieces], deadline_s)
         return [pieces[place] for place in rank(vectors[1:], vectors[0], options.num_chunks)]
 
@@ -113,14 +116,14 @@ class HttpPages:
     def __init__(self, fetcher: Fetcher, extractor: Extractor, resolver: Resolver) -> None:
         """`resolver` is the fetcher's, and closed with the extractor."""
         self._fetcher, self._extractor, self._resolver = fetcher, extractor, resolver
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="extract")
+        self._threads = BlockingPool(NUM_EXTRACTORS, "extract")
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
         page = await self._fetcher.fetch(url, deadline_s)
-        return page.url, await asyncio.get_running_loop().run_in_executor(self._threads, self._extractor.text, page)
+        return page.url, await self._threads.run(lambda: self._extractor.text(page))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._extractor.close()
         self._resolver.close()
 

@@ -15,7 +15,7 @@ from flowtrain.agents.tools.registry import ToolContext
 from flowtrain.agents.tools.retrieval.corpus import Corpus, open_corpus
 from flowtrain.agents.tools.retrieval.text import check_query, cut, fit
 from flowtrain.agents.tools.web.api import Api, Request
-from flowtrain.config import Wikipedia
+from flowtrain.config.search import Wikipedia
 from flowtrain.rollout.chat import ChatEngine
 from flowtrain.rollout.engine import EngineError
 from flowtrain.types import UserError

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from flowtrain.agents.tools.retrieval.bm25 import Bm25
 from flowtrain.agents.tools.retrieval.dense import Embedder, write_vectors
 from flowtrain.agents.tools.retrieval.passages import Passages, read_passages
-from flowtrain.config import Corpus
+from flowtrain.config.search import Corpus
 from flowtrain.types import UserError
 
 _FORMAT = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.config import Corpus
+from flowtrain.config.search import Corpus
 from flowtrain.types import UserError
 
 

@@ -6,11 +6,9 @@ means something else a moment later (DNS rebinding) gains nothing.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
@@ -18,6 +16,7 @@ import httpcore2
 import httpx2
 
 from flowtrain.agents.tools.base import ToolError
+from flowtrain.agents.tools.blocking import BlockingPool
 
 PORTS = {"http": 80, "https": 443}
 MAX_URL = 2000
@@ -123,12 +122,11 @@ class Resolver:
     """The system's resolver on a few threads of its own: a name server that hangs holds one of them, and nobody else."""
 
     def __init__(self, num_threads: int = 4) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="resolve")
+        self._threads = BlockingPool(num_threads, "resolve")
 
     async def __call__(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = await self._threads.run(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowtrain.agents.tools.base import ToolError
 from flowtrain.agents.tools.web.api import Api, Request, key_from_env
-from flowtrain.config import WebSearch
+from flowtrain.config.search import WebSearch
 from flowtrain.types import UserError
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """A table of the file; a key it does not know is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
+from flowtrain.config.section import Section
 
 
 class Run(Section):
@@ -150,66 +147,6 @@ class Chat(Section):
     """for the cost meter: price of a million prompt tokens"""
     price_out: float = Field(0.0, ge=0)
     """for the cost meter: price of a million reply tokens"""
-
-
-class WebSearch(Section):
-    provider: Literal["google", "serper", "searxng", "corpus"] = "serper"
-    """google: Programmable Search; serper: serper.dev; searxng: an instance of yours; corpus: the passages of [corpus], offline"""
-    base_url: str = ""
-    """address of the service; empty: the provider's own (an instance of SearXNG has to be named)"""
-    api_key_env: str = ""
-    """environment variable that holds the key; empty: GOOGLE_API_KEY or SERPER_API_KEY, by provider"""
-    cx_env: str = "GOOGLE_CX"
-    """provider = "google": environment variable that holds the id of the Programmable Search engine"""
-    num_results: int = Field(10, ge=1, le=10)
-    """hits per query"""
-
-
-class Wikipedia(Section):
-    provider: Literal["mediawiki", "corpus"] = "mediawiki"
-    """mediawiki: the API of Wikipedia or another wiki; corpus: the passages of [corpus], offline"""
-    language: str = Field("en", pattern="^[a-z][a-z0-9-]*$")
-    """which Wikipedia: en, de, ..."""
-    base_url: str = ""
-    """api.php of another wiki; empty: Wikipedia's in that language"""
-    contact: str = ""
-    """e-mail address or URL in the User-Agent, as Wikimedia asks of programs"""
-    num_pages: int = Field(10, ge=1, le=20)
-    """pages per query; at most 3 of them with their text"""
-
-
-class WebReader(Section):
-    provider: Literal["http", "corpus"] = "http"
-    """http: pages of the web; corpus: the passages of [corpus] by their URL, offline"""
-    max_bytes: PositiveInt = 5_000_000
-    """a longer page is refused; counted after decompression"""
-    ports: tuple[int, ...] = (80, 443)
-    """ports that may be asked"""
-    allow_private: bool = False
-    """read private, loopback and other addresses that are not on the public internet too; for intranets"""
-    chunk_words: PositiveInt = 200
-    """words per chunk of a page (AgentFlow: 200)"""
-    overlap_words: int = Field(20, ge=0)
-    """words that a chunk shares with the one before it (AgentFlow: 20)"""
-    num_chunks: PositiveInt = 10
-    """chunks that are kept, the best for the query (AgentFlow: 10)"""
-    embedder: str = ""
-    """name in [engines] of an embedding model that ranks the chunks; empty: BM25"""
-
-
-class Corpus(Section):
-    path: str = ""
-    """.jsonl or .parquet file of passages, for tools whose provider is corpus"""
-    text_key: str = "text"
-    """key or column of the passage"""
-    title_key: str = "title"
-    """key or column of its title, where there is one"""
-    url_key: str = "url"
-    """key or column of its address, where there is one"""
-    index: str = ""
-    """folder of the search index, which is built once; empty: path with .index behind it"""
-    embedder: str = ""
-    """name in [engines] of an embedding model that finds the passages; empty: BM25"""
 
 
 class Roles(Section):
