@@ -201,8 +201,8 @@ def test_a_bomb_is_refused_before_it_unfolds() -> None:
     with serving(html(bomb, Content_Encoding="gzip")) as server:
         tracemalloc.start()
         try:
-            with pytest.raises(ToolError, match="longer than"):
-                asyncio.run(fetcher(site(server)).fetch("http://site.example/", 20.0))
+            with pytest.raises(ToolError, match="longer than 1000000 bytes"):
+                asyncio.run(fetcher(site(server), 1_000_000).fetch("http://site.example/", 20.0))
             assert tracemalloc.get_traced_memory()[1] < 30 << 20
         finally:
             tracemalloc.stop()

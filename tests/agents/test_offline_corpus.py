@@ -20,8 +20,10 @@ from web_servers import ScriptedChat, html, json_answer, serving, status
 
 from flowtrain.agents.tools import Tool, ToolContext, run_tool
 from flowtrain.agents.tools.registry import make_tools
+from flowtrain.agents.tools.retrieval import corpus as corpus_module
 from flowtrain.agents.tools.retrieval import index as index_module
 from flowtrain.agents.tools.retrieval.corpus import open_corpus
+from flowtrain.agents.tools.retrieval.index import ensure_index
 from flowtrain.agents.tools.retrieval.passages import Passage, read_passages
 from flowtrain.config import Config
 from flowtrain.types import UserError
@@ -109,6 +111,14 @@ def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> 
         assert "is in the corpus; take one from a search result" in ask(reader, url=url, query="capital")
 
 
+def test_pages_whose_hashes_collide_are_told_apart(corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (index_module, corpus_module):
+        monkeypatch.setattr(module, "page_hash", lambda url: np.uint64(7))
+    reader = made(corpus())["Web_Reader"]
+    assert ask(reader, url="https://wiki.example/Bamako", query="river").endswith("\nBamako Bamako lies on the river Niger.")
+    assert "is in the corpus; take one" in ask(reader, url="https://wiki.example/Oslo", query="river")
+
+
 def test_what_a_search_lists_can_be_read(corpus: Callable[..., str]) -> None:
     tools = made(corpus())
     for entry in ask(tools["Web_Search"], query="capital river chairs west").split("\n\n"):
@@ -155,7 +165,7 @@ def test_the_index_is_built_once_and_shared(
 
 def test_another_file_or_column_has_another_index(corpus: Callable[..., str]) -> None:
     path = corpus()
-    assert "Bamako" in ask(made(path)["Web_Search"], query="Bamako")
+    assert "river Niger" in ask(made(path)["Web_Search"], query="Bamako")
     corpus([{"text": "Ouagadougou is a city.", "other": "Kigali is a city."}])
     assert "nothing was found" in ask(made(path)["Web_Search"], query="Bamako")
     assert "Ouagadougou" in ask(made(path)["Web_Search"], query="city")
@@ -163,8 +173,16 @@ def test_another_file_or_column_has_another_index(corpus: Callable[..., str]) ->
     assert sorted(child.name for child in Path(path).parent.iterdir()) == ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
 
 
+def test_a_file_of_the_same_size_is_another_file(corpus: Callable[..., str]) -> None:
+    path = corpus([{"text": "Bamako"}])
+    made(path)
+    corpus([{"text": "Niamey"}])
+    os.utime(path, ns=(0, 0))
+    assert ask(made(path)["Web_Search"], query="Niamey") == "corpus:0\ncorpus:0\nNiamey"
+
+
 def test_the_index_lies_where_the_config_says(corpus: Callable[..., str], tmp_path: Path) -> None:
-    assert "Bamako" in ask(made(corpus(), index=str(tmp_path / "deep" / "index"))["Web_Search"], query="Bamako")
+    assert "river Niger" in ask(made(corpus(), index=str(tmp_path / "deep" / "index"))["Web_Search"], query="Bamako")
     assert (tmp_path / "deep" / "index" / "stamp.json").exists() and not (tmp_path / "corpus.jsonl.index").exists()
 
 
@@ -186,6 +204,20 @@ def test_processes_that_start_together_build_one_index(corpus: Callable[..., str
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         found = pool.map(_open, [path] * 3)
     assert found[0].startswith("https://wiki.example/") and found[0] == found[1] == found[2]
+
+
+def test_who_has_waited_for_the_lock_finds_the_index_there(corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options, built = config(corpus()).corpus, []
+    build = index_module._build
+    monkeypatch.setattr(index_module, "_build", lambda *args: (built.append(args), build(*args)))
+
+    def another_was_faster(*_: object) -> None:
+        monkeypatch.setattr(index_module.fcntl, "flock", lambda *_: None)
+        ensure_index(options, None)
+
+    monkeypatch.setattr(index_module.fcntl, "flock", another_was_faster)
+    ensure_index(options, None)
+    assert len(built) == 1
 
 
 def test_a_foreign_folder_is_not_replaced(corpus: Callable[..., str], tmp_path: Path) -> None:
