@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import trustme
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from web_servers import PUBLIC, Answer, Internet, Server, drip, endless, hang_up, html, redirect, serving, silent, status, tasks_left
 
 from flowtrain.agents.tools import ToolError
 from flowtrain.agents.tools.web.addresses import Refused, Rules
-from flowtrain.agents.tools.web.fetch import Fetcher, Page
+from flowtrain.agents.tools.web.fetch import Fetcher, Page, _content_type
 
 MAX_BYTES = 100_000
 
@@ -100,6 +102,7 @@ def test_tls_names_and_checks_the_host_of_the_url(tmp_path: Path, monkeypatch: p
         ("http://site.example:8080/", "port 8080"),
         ("http://u:p@site.example/", "user name"),
         ("file:///etc/passwd", "only http"),
+        ("/" + "x" * 60_000, "more than 2000 characters"),
         ("http://site.example:port/", "redirects to what is no URL"),
     ],
 )
@@ -146,6 +149,16 @@ def test_other_content_types_are_refused_by_name(kind: str) -> None:
     )
 
 
+@given(
+    st.text(alphabet=st.characters(max_codepoint=255, exclude_characters="\r\n\0"), max_size=40),
+    st.sampled_from(["", "text/html; charset="]),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_content_type_has_a_type_and_a_charset(header: str, start: str) -> None:
+    kind, charset = _content_type(start + header)
+    assert isinstance(kind, str) and not any(character.isspace() for character in charset)
+
+
 def test_a_page_without_content_type_is_refused() -> None:
     assert "no content type" in problem(html("x", Content_Type=None))
 
@@ -161,6 +174,7 @@ def test_a_page_without_content_type_is_refused() -> None:
         (html(b"x", Content_Encoding="br"), "the encoding 'br', which was not asked for"),
         (hang_up, "site.example cannot be read: RemoteProtocolError"),
         (html("x", Content_Length=10), "site.example cannot be read: RemoteProtocolError"),
+        (html("x", Content_Length="9" * 5000), "site.example cannot be read: RemoteProtocolError"),
         (lambda handler: handler.wfile.write(b"garbage\r\n\r\n"), "site.example cannot be read: RemoteProtocolError"),
         (html("x", **{f"H{n}": "x" * 8000 for n in range(30)}), "site.example cannot be read: RemoteProtocolError"),
     ],

@@ -13,7 +13,7 @@ import httpx2
 
 from flowtrain import __version__
 from flowtrain.agents.tools.base import ToolError
-from flowtrain.agents.tools.web.addresses import Checked, Refused, Resolve, Rules
+from flowtrain.agents.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
 from flowtrain.agents.tools.web.per_loop import PerLoop
 
 MAX_REDIRECTS = 5
@@ -87,22 +87,23 @@ class Fetcher:
             kind, charset = _content_type(answer.get("content-type", ""))
             if kind not in READABLE:
                 raise ToolError(f"{url.host} sent {kind or 'no content type'}; only {', '.join(READABLE)} can be read")
-            if int(length if (length := answer.get("content-length", "")).isdecimal() else 0) > self._max_bytes:
+            length = answer.get("content-length", "")
+            if length.isdecimal() and int(length[:20]) > self._max_bytes:
                 raise self._too_long(url)
-            stream = response.aiter_stream()
-            return Page(str(url), kind, charset, await self._body(url, stream, answer.get("content-encoding", "identity")))
+            encoding = answer.get("content-encoding", "identity").strip().lower()
+            return Page(str(url), kind, charset, await self._body(url, response.aiter_stream(), encoding))
 
     def _next(self, url: httpx2.URL, location: str) -> httpx2.URL:
         try:
-            return self._rules.parse(url.join(location))
+            return self._rules.parse(url.join(location[: MAX_URL + 1]))
         except httpx2.InvalidURL as error:
             raise Refused(f"{url.host} redirects to what is no URL: {error}") from None
 
     async def _body(self, url: httpx2.URL, stream: AsyncIterator[bytes], encoding: str) -> bytes:
         """The body, decompressed a piece at a time, so that what a bomb unfolds to never is in memory."""
-        if encoding.strip().lower() not in ("identity", "gzip", "x-gzip", "deflate", ""):
+        if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
             raise ToolError(f"{url.host} sent the encoding {encoding[:40]!r}, which was not asked for")
-        is_plain = encoding.strip().lower() in ("identity", "")
+        is_plain = encoding in ("identity", "")
         inflate = zlib.decompressobj(wbits=47)  # gzip and zlib, told apart by their headers
         body = bytearray()
         async for raw in stream:
