@@ -56,7 +56,7 @@ class WebReader(Section):
 
 class Corpus(Section):
     path: str = ""
-    """.jsonl or .parquet file of passages, for tools whose provider is corpus"""
+    """.jsonl, .json or .parquet file of passages, for tools whose provider is corpus"""
     text_key: str = "text"
     """key or column of the passage"""
     title_key: str = "title"

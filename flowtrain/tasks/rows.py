@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,10 +70,19 @@ def type_name(value: Any) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
-    # Not splitlines: JSON strings may hold U+2028 and its like as they are.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            yield number, f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
+    """A line at a time: files of passages have millions. Lines of bytes end at a line feed alone; JSON strings may hold U+2028 as it is."""
+    place = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode()
+                place += len(line)
+                if text.strip():
+                    yield number, f"{path}, line {number}", parse_json(text, f"{path}, line {number}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text (byte {place + error.start})") from error
 
 
 def _json(path: Path) -> Iterator[tuple[int, str, Any]]:

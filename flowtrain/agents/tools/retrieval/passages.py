@@ -8,11 +8,11 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flowtrain.config.search import Corpus
+from flowtrain.tasks.rows import column_names, read_rows, type_name
 from flowtrain.types import UserError
 
 
@@ -26,72 +26,19 @@ class Passage:
 
 
 def read_passages(corpus: Corpus) -> Iterator[Passage]:
-    """The passages of a .jsonl or .parquet file, in file order.
+    """The passages of a .jsonl, .json or .parquet file, in file order.
 
     Raises UserError naming the file, the line or row, the key and what it may be.
     """
-    path = Path(corpus.path)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise UserError(f"corpus.path={corpus.path!r}: the file name must end in .jsonl or .parquet")
-    keys = {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")}
-    for where, row in readers[path.suffix](path, corpus):
+    path, keys = Path(corpus.path), {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")}
+    for _, where, row in read_rows(path, tuple(keys.values())):
+        if row.get(corpus.text_key) is None:
+            there = ", ".join(map(repr, column_names(path)))
+            raise UserError(f"{where}: no {corpus.text_key!r}, which corpus.text_key names; the file has {there or 'none'}")
         for name, key in keys.items():
-            value = row.get(key)
-            if not isinstance(value, str) and (value is not None or name == "text_key"):
-                raise UserError(f"{where}: {key!r} must be a string, not {str(value)[:60]!r}; corpus.{name} may name another")
+            if not isinstance(value := row.get(key), str | None):
+                raise UserError(f"{where}: {key!r} must be a string, not {type_name(value)}; corpus.{name} may name another")
         yield Passage(*(row.get(key) or "" for key in keys.values()))
-
-
-def _read_jsonl(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file, line 3", object) of every line."""
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            # Not splitlines: JSON strings may hold U+2028 and its like as they are.
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield (where := f"{path}, line {number}"), _object(line, where, corpus)
-    except OSError as error:
-        raise UserError(f"corpus.path={corpus.path!r}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"corpus.path={corpus.path!r}: is not UTF-8 text ({error.reason})") from error
-
-
-def _object(line: str, where: str, corpus: Corpus) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if "\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is not JSON that can be read ({error})") from error
-    if not isinstance(row, dict) or corpus.text_key not in row:
-        has = f"the keys {', '.join(map(repr, row))}" if isinstance(row, dict) else "no object"
-        raise UserError(f"{where}: has {has} and not corpus.text_key={corpus.text_key!r}; name the one that holds the passage")
-    return row
-
-
-def _read_parquet(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file, row 3", columns) of every row; of the file only a batch is in memory."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except OSError as error:
-        raise UserError(f"corpus.path={corpus.path!r}: cannot be read ({error.strerror or error})") from error
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"corpus.path={corpus.path!r}: is not Parquet ({error})") from error
-    names = file.schema_arrow.names
-    if corpus.text_key not in names:
-        columns = ", ".join(map(repr, names))
-        raise UserError(
-            f"{path}: has the columns {columns} and not corpus.text_key={corpus.text_key!r}; name the one that holds the passage"
-        )
-    number = 0
-    for batch in file.iter_batches(1024, columns=[n for n in names if n in (corpus.text_key, corpus.title_key, corpus.url_key)]):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row
 
 
 class Passages:
