@@ -145,7 +145,10 @@ def test_a_cancelled_question_leaves_nothing_behind() -> None:
         while not server.hung_up and time.monotonic() < end:
             server.released.wait(0.01)
         assert server.hung_up
-    assert threading.active_count() == threads
+    end = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < end:  # those of the server end too
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
 
 
 def test_a_key_is_in_its_variable_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def _wiki_pages(answer: Any) -> list[WikiPage]:
 
 
 def _text(value: object) -> str:
-    """ "" where there is none. JSON can spell half a surrogate pair, which no tokenizer takes."""
+    """Stripped, "" where there is none. JSON can spell half a surrogate pair, which no tokenizer takes."""
     return value.encode(errors="replace").decode().strip() if isinstance(value, str) else ""
 
 
