@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -14,3 +15,30 @@ class ChatEngine(Protocol):
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
         """The reply to one user message. Raises EngineError when there is none by the deadline, or at all."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """What an engine was asked for since it started, and what that cost."""
+
+    price_in: float = 0.0
+    """Of a million prompt tokens."""
+    price_out: float = 0.0
+    """Of a million reply tokens."""
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    """Requests that got no reply."""
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+
+    def count(self, prompt_tokens: int, reply_tokens: int) -> None:
+        """A reply has come."""
+        self.prompt_tokens += prompt_tokens
+        self.reply_tokens += reply_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """All of them add up over ranks."""
+        cost = (self.prompt_tokens * self.price_in + self.reply_tokens * self.price_out) / 1e6
+        counts = {name: getattr(self, name) for name in ("requests", "retries", "failures", "prompt_tokens", "reply_tokens")}
+        return {**counts, "cost": cost}

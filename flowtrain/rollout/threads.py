@@ -61,12 +61,13 @@ class Caller:
     async def call(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
         """Its result. Raises TimeoutError at `deadline` (of time.monotonic()), and Ended when the other loop has ended or ends."""
         loop = asyncio.get_running_loop()
-        if self._replies is None or self._replies.loop is not loop:
-            self._replies = Mailbox(loop)
+        replies = self._replies
+        if replies is None or replies.loop is not loop:
+            replies = self._replies = Mailbox(loop)
         answer: asyncio.Future[T] = loop.create_future()
         running: list[asyncio.Task[T]] = []
         try:
-            self._mailbox.post(_run, coroutine, answer, self._replies, running)
+            self._mailbox.post(_run, coroutine, answer, replies, running)
         except Ended:
             coroutine.close()
             raise
@@ -77,6 +78,39 @@ class Caller:
             with contextlib.suppress(Ended):
                 self._mailbox.post(lambda: running[0].cancel())
             raise
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for what outlives the loops of its callers: connection pools, for one."""
+
+    def __init__(self, name: str) -> None:
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._mailbox = Mailbox(self._loop)
+        self._caller = Caller(self._mailbox)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def call(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
+        """See `Caller.call`."""
+        return await self._caller.call(coroutine, deadline)
+
+    def close(self, last: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Run `last` and end; may be called from any thread, once."""
+
+        async def end() -> None:
+            await last
+            self._stop.set()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        await self._stop.wait()
+        self._mailbox.close()
 
 
 def _run(coroutine: Coroutine[Any, Any, T], answer: asyncio.Future[T], replies: Mailbox, running: list[asyncio.Task[T]]) -> None:

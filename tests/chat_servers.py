@@ -1,0 +1,128 @@
+"""A real OpenAI-compatible server on loopback that answers as a test's script says, or misbehaves as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+Script = Callable[[dict[str, Any]], "Response | str"]
+"""From the body of a request to the reply: a text, or a whole response."""
+
+
+@dataclass
+class ChatServer:
+    """What the test sees of it."""
+
+    base_url: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of all requests, in the order in which they came."""
+    headers: list[dict[str, str]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    now: int = 0
+    most: int = 0
+    """Requests under way at a time."""
+
+    @property
+    def prompts(self) -> list[str]:
+        return [body["messages"][0]["content"] for body in self.asked]
+
+
+@contextlib.contextmanager
+def chat_server(script: Script, wait: Callable[[], Any] | None = None) -> Iterator[ChatServer]:
+    """`wait` makes an awaitable that every request waits for."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    state = ChatServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+
+    async def complete(request: Request) -> Response:
+        body = await request.json()
+        state.asked.append(body)
+        state.headers.append(dict(request.headers))
+        state.times.append(time.monotonic())
+        state.now += 1
+        state.most = max(state.most, state.now)
+        try:
+            if wait is not None:
+                await wait()
+            said = script(body)
+        finally:
+            state.now -= 1
+        return JSONResponse(reply(said, body)) if isinstance(said, str) else said
+
+    app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def reply(text: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A chat completion as OpenAI words it; its usage counts words."""
+    prompt = body["messages"][0]["content"] if body else ""
+    usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}
+
+
+@contextlib.contextmanager
+def raw_server(*answers: bytes) -> Iterator[ChatServer]:
+    """Sends these bytes, each to one connection after its request, and hangs up; the last answer is for all that come later."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    state = ChatServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+    listener.settimeout(0.05)
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.settimeout(5)
+                state.asked.append(_request(connection))
+                state.times.append(time.monotonic())
+                with contextlib.suppress(OSError):  # the client may have had enough
+                    connection.sendall(answers[min(len(state.asked), len(answers)) - 1])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        is_over.set()
+        thread.join(10)
+        listener.close()
+
+
+def http(body: bytes, status: str = "200 OK", *headers: str, length: int | None = None) -> bytes:
+    """A response; `length`: what its header claims."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _request(connection: socket.socket) -> dict[str, Any]:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    found = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+    while found and len(body) < int(found[1]):
+        body += connection.recv(65536)
+    return dict(json.loads(body))
