@@ -45,16 +45,21 @@ class TorchEngine:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
-        store: Source,
+        store: Source | None,
         version: int = 0,
         max_batch_size: int = 256,
         scrub_every: int = 0,
     ) -> None:
-        """The model's weights are taken to be `version` until `load` was called; `scrub_every` as for `WeightReader`."""
+        """The model's weights are taken to be `version` until `load` was called; `scrub_every` as for `WeightReader`.
+
+        Without a store they stay what they are.
+        """
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
-        self._reader = WeightReader(store, dict(model.named_parameters()), torch.get_num_threads(), scrub_every)
+        self._reader = None
+        if store is not None:
+            self._reader = WeightReader(store, dict(model.named_parameters()), torch.get_num_threads(), scrub_every)
         self.loaded: Loaded | None = None
         """What the last load did."""
         self._version = version
@@ -73,7 +78,9 @@ class TorchEngine:
 
     def load(self, version: int) -> None:
         """Bring the model's weights to `version`, in place."""
+        assert self._reader is not None, "a model without a store is frozen"
         assert self._batcher is None or self._batcher.done(), "weights change only between batches of rollouts"
+        self._thread.submit(int).result()  # the last batch of rollouts that were cut may still be sampled
         try:
             self.loaded = self._reader.load(version)
         finally:
@@ -194,7 +201,7 @@ class TorchEngine:
                 request.finish_reason = FinishReason.STOP
             elif len(request.ids) >= sampling.max_new_tokens:
                 request.finish_reason = FinishReason.LENGTH
-            elif now >= request.deadline:
+            elif now >= request.deadline or request.answer.done():  # or its rollout was cut, and no longer listens
                 request.finish_reason = FinishReason.DEADLINE
 
 

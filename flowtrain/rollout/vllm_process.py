@@ -50,10 +50,10 @@ class VllmModel:
     """Variables of vLLM's processes, see `vllm_process`."""
 
 
-def check_installed() -> None:
-    """Raises UserError where vLLM is missing; its version is checked by `check_version` once it is imported."""
+def check_installed(key: str = "rollout.engine") -> None:
+    """Raises UserError where vLLM is missing; its version is checked by `check_version` once it is imported. `key`: who asks for it."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"rollout.engine='vllm' needs vLLM, which is not installed: {INSTALL}")
+        raise UserError(f"{key}='vllm' needs vLLM, which is not installed: {INSTALL}")
 
 
 def check_version(version: str) -> None:

@@ -28,36 +28,36 @@ _SMALL = 50_000_000
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model folder or hub name; it must know how a response ends."""
+def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder or hub name; it must know how a response ends. `key`: the option that names the path."""
     try:
         # One of `new_tokenizer` is loaded as it was saved: AutoTokenizer would take the class of the model's family, which has other rules
         # and one token more than the model.
         is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
         tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path!r} holds no tokenizer that transformers can load: {_first_line(error)}") from error
+        raise UserError(f"{key}={path!r} holds no tokenizer that transformers can load: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of model.path={path!r} has no end-of-sequence token")
+        raise UserError(f"the tokenizer of {key}={path!r} has no end-of-sequence token")
     return tokenizer
 
 
-def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME) -> PreTrainedModel:
+def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path") -> PreTrainedModel:
     """A causal language model on the CPU. `attn` is the attention of packed rows for training, "sdpa" for sampling."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"model.path={path!r} is no causal language model that transformers can load: {_first_line(error)}") from error
-    check_model(model.config, path)
+        raise UserError(f"{key}={path!r} is no causal language model that transformers can load: {_first_line(error)}") from error
+    check_model(model.config, path, key)
     return model
 
 
-def check_model(config: AutoConfig, path: str) -> None:
+def check_model(config: AutoConfig, path: str, key: str = "model.path") -> None:
     """Refuse what the attention of packed rows would silently compute wrongly."""
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"model.path={path!r} has layers other than full attention ({set(config.layer_types)}); they are not supported")
+        raise UserError(f"{key}={path!r} has layers other than full attention ({set(config.layer_types)}); they are not supported")
     if getattr(config, "attn_logit_softcapping", None):
-        raise UserError(f"model.path={path!r} caps its attention logits; that is not supported")
+        raise UserError(f"{key}={path!r} caps its attention logits; that is not supported")
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
