@@ -84,8 +84,13 @@ async def run_tool(tool: Tool, arguments: Mapping[str, object], timeout_s: float
     if error is None and not output.strip():
         output, error = "", "no output"
     if error is not None:
-        error = shorten(error, max_chars)
-    return ToolResult(shorten(output, max_chars), error, time.perf_counter() - start)
+        error = shorten(_whole(error), max_chars)
+    return ToolResult(shorten(_whole(output), max_chars), error, time.perf_counter() - start)
+
+
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs, which neither tokenizers nor wires take."""
+    return text.encode(errors="replace").decode()
 
 
 def shorten(text: str, max_chars: int) -> str:
