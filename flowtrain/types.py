@@ -181,7 +181,8 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the loop ended before STOP: "" (it did not), "turns", "time" or "prompt" (the prompt outgrew the model)."""
+    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt outgrew the model) or "straggler" (the others
+    of its batch were done and did not wait any longer)."""
     reward: float | None = None
     """In [0, 1]; None until `rewards.score` fills it."""
     scored_by: str = ""
@@ -189,7 +190,10 @@ class Trajectory:
     analysis: str = ""
     """What the analyst wrote about the question before the first turn; "" where there is none."""
     error: str = ""
-    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing about the planner and is not trained."""
+    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing about the planner, gets no reward and is
+    not trained."""
+    output: str = ""
+    """All that the generator wrote, the answer among it; "" where a rule answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +203,11 @@ class Group:
     index: int
     """Place of the task within the step's batch over all ranks; decides the mini-batch."""
     trajectories: tuple[Trajectory, ...]
+
+    @property
+    def finished(self) -> tuple[Trajectory, ...]:
+        """Without those that failed (`Trajectory.error`): what has a reward, and what algorithms look at."""
+        return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowtrain import config as cfg
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents import roles
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
 from flowtrain.agents.planner import Planner, PolicyPlanner
@@ -50,8 +50,18 @@ def make_planner(config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, p
     return PolicyPlanner(engine, tokenizer, prompt, config.agent.tools, rollout.max_new_tokens, temperature, rollout.request_timeout_s)
 
 
-def make_flow(config: cfg.Config, planner: Planner, tools: Mapping[str, Tool], max_turns: int) -> Flow:
-    agent = config.agent
+def make_flow(
+    config: cfg.Config, planner: Planner, tools: Mapping[str, Tool], max_turns: int, chats: Mapping[str, ChatEngine] | None = None
+) -> Flow:
+    """`chats`: the engine of every role that has one."""
+    agent, chats = config.agent, chats or {}
+    assert not (unfilled := roles.unfilled(config.roles, chats)), f"no engine for {unfilled}"
     is_enough, extract = _RULES[config.tasks.name]
-    executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
-    return Flow(planner, executor, RuleVerifier(is_enough), RuleGenerator(extract), FlowLimits(max_turns, agent.rollout_timeout_s))
+    return Flow(
+        planner,
+        roles.make_executor(agent, tools, chats),
+        roles.make_verifier(RuleVerifier(is_enough), tools, chats),
+        roles.make_generator(RuleGenerator(extract), chats),
+        FlowLimits(max_turns, agent.rollout_timeout_s, agent.module_timeout_s, agent.memory_tokens),
+        roles.make_analyst(agent, tools, chats),
+    )

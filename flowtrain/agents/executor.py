@@ -1,27 +1,28 @@
-"""The executor, E(e^t | a^t, K): turns a sub-goal into a tool command and runs it.
-
-AgentFlow's command is a line of Python, `execution = tool.execute(query="...")`. Here it is data: it is parsed, never executed.
-"""
+"""The executor, E(e^t | a^t, K): turns a sub-goal into a tool command and runs it. Whatever goes wrong is an error in the result."""
 
 from __future__ import annotations
 
-import ast
-import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowtrain.agents.commands import find_command, parse_command, write_command
 from flowtrain.agents.planner import NO_TOOL
+from flowtrain.agents.prompts import tool_text
 from flowtrain.agents.tools import Tool, run_tool
+from flowtrain.agents.tools.base import shorten
+from flowtrain.rollout.chat import ChatEngine
+from flowtrain.rollout.engine import EngineError
 from flowtrain.types import Action, ToolResult
 
 NO_COMMAND = "No command was run."
 
 
 class Executor(Protocol):
-    """Runs an action; whatever goes wrong is an error in the result."""
+    """Runs an action within `deadline_s` seconds; `seed` is this turn's."""
 
-    async def execute(self, action: Action, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
         """(command, result)"""
 
 
@@ -35,26 +36,71 @@ class RuleExecutor:
     max_chars: int
     """Characters of a result that are kept."""
 
-    async def execute(self, action: Action, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
         tool = self.tools.get(action.tool_name)
         if tool is None:
-            return NO_COMMAND, ToolResult(error=f"tool {action.tool_name.removeprefix(NO_TOOL)!r} was not found")
-        command = f"execution = tool.execute(query={json.dumps(action.sub_goal, ensure_ascii=False)})"
+            return _not_found(action)
+        command = write_command({"query": action.sub_goal})
         return command, await run_tool(tool, parse_command(command), min(self.timeout_s, deadline_s), self.max_chars)
 
 
-def parse_command(command: str) -> dict[str, object]:
-    """Keyword arguments of `execution = tool.execute(name=literal, ...)`.
+@dataclass(frozen=True, slots=True)
+class LLMExecutor:
+    """AgentFlow's: a model writes the command from the sub-goal, the planner's context and the tool's card.
 
-    Raises:
-        ValueError: anything else than that one call with literal arguments.
+    One command is run per turn, the first that can be read; a note in the command says when there were more.
     """
-    try:
-        statement = ast.parse(command.strip()).body
-        call = statement[0].value  # type: ignore[attr-defined]
-        is_execute = isinstance(call, ast.Call) and ast.unparse(call.func) == "tool.execute" and not call.args
-        if len(statement) == 1 and isinstance(statement[0], ast.Assign) and is_execute and all(k.arg for k in call.keywords):
-            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, AttributeError, IndexError, RecursionError, MemoryError):
-        pass
-    raise ValueError(f"not a tool command: {command[:80]!r}")
+
+    engine: ChatEngine
+    tools: Mapping[str, Tool]
+    timeout_s: float
+    """Seconds per command."""
+    ask_timeout_s: float
+    """Seconds that the model may take to write it."""
+    max_chars: int
+    """Characters that are kept of a result, and of a reply that holds no command."""
+
+    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
+        tool = self.tools.get(action.tool_name)
+        if tool is None:
+            return _not_found(action)
+        due = time.monotonic() + deadline_s
+        prompt = PROMPT.format(question=question, sub_goal=action.sub_goal, context=action.context, tool=tool_text(tool.card))
+        try:
+            reply = await self.engine.ask(prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s))
+            arguments, count = find_command(reply, tool.card)
+        except EngineError as error:
+            return NO_COMMAND, ToolResult(error=shorten(f"the executor failed: {error}", self.max_chars))
+        except ValueError:
+            return f"No command found in: {shorten(reply, self.max_chars)}", ToolResult(error="the executor wrote no command")
+        note = f"  # the first of {count} commands" if count > 1 else ""
+        left_s = max(0.0, due - time.monotonic())
+        return write_command(arguments) + note, await run_tool(tool, arguments, min(self.timeout_s, left_s), self.max_chars)
+
+
+def _not_found(action: Action) -> tuple[str, ToolResult]:
+    """AgentFlow's rule for a bad tool: nothing is called, the turn is spent, and the memory says so."""
+    return NO_COMMAND, ToolResult(error=f"tool {action.tool_name.removeprefix(NO_TOOL)!r} was not found")
+
+
+PROMPT = """You write the command that makes a tool do one step of a larger task.
+
+The question behind it all, for orientation: {question}
+
+Sub-goal of this step: {sub_goal}
+
+What is known for it: {context}
+
+The tool:
+{tool}
+
+Write exactly one command, as a Python call with literal arguments: no variables, no other statements. The tool knows nothing but the
+arguments, so put every name, number and detail that the sub-goal needs into them, exactly as given above.
+
+Answer in this form and add nothing after it:
+Analysis: what the sub-goal asks of the tool
+Explanation: why these arguments
+Generated Command:
+```python
+execution = tool.execute(query="...")
+```"""

@@ -34,6 +34,9 @@ class ScriptedPlanner:
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
         return Plan(self.like.encode(task.question, memory), completion, text, action)
 
+    def measure(self, memory: Memory) -> int:
+        return self.like.measure(memory)
+
 
 def next_step(task: Task, memory: Memory) -> PlanStep:
     """The first step of the plan that the memory has not done yet, in order; the last one when all are done."""

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
+from flowtrain.agents.prompts import analysis_text, memory_json
+from flowtrain.rollout.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
 
 
 class Generator(Protocol):
     """Answers the question from the memory alone."""
 
-    async def answer(self, question: str, memory: Memory) -> str: ...
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+        """The final answer, and the text in which it was given: "" where a rule answered. Raises EngineError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,27 @@ class RuleGenerator:
 
     extract: Callable[[Memory], str]
 
-    async def answer(self, question: str, memory: Memory) -> str:
-        return self.extract(memory)
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+        return self.extract(memory), ""
+
+
+@dataclass(frozen=True, slots=True)
+class LLMGenerator:
+    """AgentFlow's "direct" output: a summary of the process, then the answer."""
+
+    engine: ChatEngine
+
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+        prompt = PROMPT.format(question=question, analysis=analysis_text(memory), memory=memory_json(memory))
+        output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
+        return final_answer(output), output
+
+
+def final_answer(output: str) -> str:
+    """What stands between the last <answer> and </answer>; without them the whole output."""
+    end = output.rfind("</answer>")
+    start = output.rfind("<answer>", 0, max(end, 0))
+    return output[start + len("<answer>") : end].strip() if start >= 0 else output.strip()
 
 
 def last_result(memory: Memory) -> str:
@@ -37,3 +59,17 @@ def last_result(memory: Memory) -> str:
 def last_expression(memory: Memory) -> str:
     """The last expression that was computed, for Game of 24, where the expression is the answer."""
     return next((e.sub_goal for e in reversed(memory.entries) if e.tool_name == "Python_Coder" and not e.is_error), "")
+
+
+PROMPT = """You write the final answer to a question from what a team has found out.
+
+Question: {question}
+{analysis}
+Steps that were taken, with their results:
+{memory}
+
+Write two parts:
+1. Process summary: what was done and what each step found, in a few sentences.
+2. Answer: the answer to the question, from these results. Where they are not enough, give the most probable answer all the same.
+
+End with the final answer alone, as short as the question allows, between tags: <answer>...</answer>"""

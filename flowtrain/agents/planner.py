@@ -37,6 +37,9 @@ class Planner(Protocol):
 
     async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan: ...
 
+    def measure(self, memory: Memory) -> int:
+        """Tokens that the steps of the memory take in its prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlanner:
@@ -64,6 +67,9 @@ class PolicyPlanner:
         completion = await self.engine.generate(prompt_ids, sampling)
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
         return Plan(prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names))
+
+    def measure(self, memory: Memory) -> int:
+        return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
 
     def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False))

@@ -1,7 +1,8 @@
 """What the planner reads. What is constant for a question comes first and the memory last, so the prompts of a rollout extend each other.
 
 "compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no instructions, no tool descriptions, and the answer
-opened with the field that matters. "full" states the task, the tools and all four fields and goes through the model's chat template.
+opened with the field that matters. "full" states the task, the tools, the analysis and all four fields and goes through the model's chat
+template. The prompts of the other modules stand beside these.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
+from flowtrain.agents.commands import write_command
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.tools import Tool
+from flowtrain.agents.tools import Tool, ToolCard
 from flowtrain.types import Action
 
 
@@ -34,6 +36,9 @@ class PlannerPrompt(Protocol):
 
     def render(self, question: str, memory: Memory) -> str: ...
 
+    def steps(self, memory: Memory) -> str:
+        """The part of the prompt that grows from turn to turn; what the memory's budget is measured on."""
+
     def write(self, action: Action) -> str:
         """The answer that parses to `action`, without the prefix; what a scripted expert says."""
 
@@ -49,8 +54,10 @@ class CompactPrompt:
     prefix = "Sub-Goal:"
 
     def render(self, question: str, memory: Memory) -> str:
-        steps = [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
-        return "\n".join([f"Question: {question}", *steps, self.prefix])
+        return "\n".join(filter(None, [f"Question: {question}", self.steps(memory), self.prefix]))
+
+    def steps(self, memory: Memory) -> str:
+        return "\n".join(f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1))
 
     def write(self, action: Action) -> str:
         return f" {action.sub_goal}\nTool Name: {action.tool_name}"
@@ -63,25 +70,44 @@ class FullPrompt:
 
     def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared") -> None:
         """`order`: "shared" puts the memory last, so that the turns of a rollout share all before it; "paper" puts the rules last."""
-        self._template = {"shared": _FULL, "paper": _PAPER}[order]
-        self._tools = "\n".join(f"- {tool.card.name}: {tool.card.description}" for tool in tools)
+        self._template = TEMPLATES[order]
+        self._tools = "\n".join(tool_text(tool.card) for tool in tools)
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
-        message = self._template.format(
-            question=question, tools=self._tools, memory=json.dumps(memory.as_dict(), indent=1, ensure_ascii=False)
-        )
+        message = self._template.format(question=question, analysis=analysis_text(memory), tools=self._tools, memory=self.steps(memory))
         return self._tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
+
+    def steps(self, memory: Memory) -> str:
+        return memory_json(memory)
 
     def write(self, action: Action) -> str:
         fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)
         return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
 
 
+def memory_json(memory: Memory) -> str:
+    """The steps in AgentFlow's form."""
+    return json.dumps(memory.as_dict(), indent=1, ensure_ascii=False)
+
+
+def analysis_text(memory: Memory) -> str:
+    """The analysis as a paragraph with its heading, or nothing."""
+    return f"\nAnalysis of the question:\n{memory.analysis}\n" if memory.analysis else ""
+
+
+def tool_text(card: ToolCard) -> str:
+    """All that a card says, for a model to choose the tool and to call it."""
+    inputs = "; ".join(f"{p.name} ({p.kind.__name__}{'' if p.is_required else ', optional'}): {p.meaning}" for p in card.parameters)
+    notes = ("Input", inputs), ("Output", card.output), ("Limits", card.limits), ("Advice", card.advice)
+    examples = [("Example", write_command(arguments)) for arguments in card.examples]
+    return "\n".join([f"- {card.name}: {card.description}", *(f"  {label}: {text}" for label, text in (*notes, *examples) if text)])
+
+
 _TASK = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and its tool.
 
 Question: {question}
-
+{analysis}
 Tools:
 {tools}"""
 
@@ -99,5 +125,5 @@ Tool Name: name of the tool"""
 _MEMORY = """Steps so far:
 {memory}"""
 
-_FULL = "\n\n".join([_TASK, _RULES, _MEMORY])
-_PAPER = "\n\n".join([_TASK, _MEMORY, _RULES])
+TEMPLATES = {"shared": "\n\n".join([_TASK, _RULES, _MEMORY]), "paper": "\n\n".join([_TASK, _MEMORY, _RULES])}
+"""By `agent.prompt_order`."""

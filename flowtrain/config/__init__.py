@@ -96,6 +96,10 @@ class Agent(Section):
     """MiB of address space that the code may use"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory keeps"""
+    memory_tokens: int = Field(0, ge=0)
+    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first, commands never; 0: no bound"""
+    module_timeout_s: PositiveFloat = 120.0
+    """seconds that analyst, executor, verifier and generator may take for one reply, retries included"""
 
     @field_validator("tools")
     @classmethod
@@ -122,6 +126,10 @@ class Rollout(Section):
     """responses that the torch engine samples at a time"""
     max_in_flight: PositiveInt = 512
     """rollouts of a rank under way at a time"""
+    straggler_share: float = Field(1.0, gt=0, le=1)
+    """once this share of a rank's rollouts of a step is done, the rest have straggler_s seconds more; 1: all are waited for"""
+    straggler_s: PositiveFloat = 60.0
+    """then a rollout that still takes turns ends like one that is out of time: it answers from its finished turns, and is counted"""
 
 
 class Chat(Section):

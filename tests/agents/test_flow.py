@@ -83,9 +83,16 @@ async def _silent(query: str) -> str:
     return " \n"
 
 
-TOOLS: Mapping[str, Tool] = {
-    act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in (_echo, _raise, _exit, _hang, _flood, _silent)
-}
+async def _half(query: str) -> str:
+    return "half a pair: \ud83d."
+
+
+async def _halferror(query: str) -> str:
+    raise ValueError("\ude00 is the other half")
+
+
+_ACTS = (_echo, _raise, _exit, _hang, _flood, _silent, _half, _halferror)
+TOOLS: Mapping[str, Tool] = {act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in _ACTS}
 
 
 def never(question: str, memory: Memory) -> bool:
@@ -218,6 +225,13 @@ def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(too
     assert (entry.tool_name, entry.result, entry.is_error) == (tool, text, True)
 
 
+@pytest.mark.parametrize(("tool", "text"), [("Half", "half a pair: ?."), ("Halferror", "Error: ValueError: ? is the other half")])
+def test_half_a_surrogate_pair_becomes_a_question_mark(tool: str, text: str) -> None:
+    """No tokenizer takes it, and the next prompt would end the run."""
+    (turn,) = run(flow([Action("", "", "x", tool)], max_turns=1)).turns
+    assert turn.result.text == text
+
+
 def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
     (turn,) = run(flow([Action("", "", "x", "Flood")], max_turns=1)).turns
     assert len(turn.result.output) < 200 and "999900 characters left out" in turn.result.output
@@ -236,7 +250,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
 
     action = Action("", "", sub_goal, "Note")
     executor = RuleExecutor({"Note": FakeTool("Note", note)}, 5.0, 100)
-    command, result = asyncio.run(executor.execute(action, 5.0))
+    command, result = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
 
@@ -318,3 +332,32 @@ def test_rollouts_wait_at_the_same_time() -> None:
     started = time.monotonic()
     assert len(asyncio.run(many())) == 50
     assert time.monotonic() - started < 5, "one after another they take 20 s"
+
+
+class NotingModule:
+    """A verifier and a generator that note what they may take."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, float]] = []
+
+    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
+        self.told.append(("verify", seed, deadline_s))
+        return Verdict.CONTINUE, "so far so good"
+
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+        self.told.append(("answer", seed, deadline_s))
+        return "42", "it is 42"
+
+
+@pytest.mark.parametrize(("timeout_s", "module_timeout_s", "longest"), [(60.0, 5.0, 5.0), (3.0, 20.0, 2.9)])
+def test_modules_are_told_seeds_of_their_own_and_the_time_that_is_left(timeout_s: float, module_timeout_s: float, longest: float) -> None:
+    """The answer gets its time also when the rollout's is up."""
+    noting = NotingModule()
+    executor = RuleExecutor(TOOLS, 5.0, max_chars=100)
+    limits = FlowLimits(2, timeout_s, module_timeout_s)
+    trajectory = run(Flow(FakePlanner([ECHO], seconds=0.1), executor, noting, noting, limits))
+    *verdicts, (last, _, answer_s) = noting.told
+    assert [name for name, *_ in verdicts] == ["verify"] * 2 and all(0 < deadline_s <= longest for *_, deadline_s in verdicts)
+    assert (last, answer_s) == ("answer", module_timeout_s)
+    assert len({seed for _, seed, _ in noting.told}) == 3
+    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == ("42", "it is 42", "so far so good")

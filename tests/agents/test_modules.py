@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
-from flowtrain.agents.executor import parse_command
+from flowtrain.agents.commands import parse_command
 from flowtrain.agents.expert import ScriptedPlanner, next_step
 from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
@@ -78,7 +78,9 @@ def test_24_is_enough(entry: tuple[str, str], enough: bool) -> None:
 
 def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     async def verdict(result: str) -> Verdict:
-        return await RuleVerifier(any_result_enough).verify("q", memory(("Search", "fine"), ("Search", result)))
+        verdict, text = await RuleVerifier(any_result_enough).verify("q", memory(("Search", "fine"), ("Search", result)), 0, 1.0)
+        assert text == "", "a rule gives no reasons"
+        return verdict
 
     assert asyncio.run(verdict("Error: no passage matches")) is Verdict.CONTINUE
     assert asyncio.run(verdict("Errors: none")) is Verdict.STOP
@@ -101,7 +103,7 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries))) == answer
+    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0)) == (answer, "")
 
 
 def test_the_last_expression_that_was_computed_is_the_answer() -> None:

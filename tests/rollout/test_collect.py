@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -14,8 +16,8 @@ from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
-from flowtrain.rollout.collect import collect
-from flowtrain.types import Action, Completion, FinishReason, Group, Task, Trajectory
+from flowtrain.rollout.collect import _collect, collect
+from flowtrain.types import Action, Completion, FinishReason, Group, Task, Trajectory, UserError
 
 
 @dataclass
@@ -132,3 +134,95 @@ def test_an_unforeseen_failure_comes_out_and_stops_the_rest() -> None:
         collect(flow(planner), TASKS, group_size=2, seed=1)
     assert caught.group_contains(KeyError, match="a bug of ours")
     assert planner.cancelled > 0, "the others were told, so this did not wait a minute for them"
+
+
+# ---- stragglers
+
+
+@dataclass
+class SlowPlanner(FakePlanner):
+    """Hangs at the second turn of some tasks."""
+
+    slow: tuple[str, ...] = ()
+    seconds: float = 3600.0
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        if task.id in self.slow and turn == 1:
+            await asyncio.sleep(self.seconds)
+        plan = await super().plan(task, memory, turn, seed, deadline_s)
+        return replace(plan, action=Action("", "", f"{task.id} turn {turn}", "Echo"))
+
+
+def never(question: str, memory: Memory) -> bool:
+    return False
+
+
+def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
+    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    return Flow(SlowPlanner(slow=slow, seconds=seconds), executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(3, 60.0))
+
+
+def test_stragglers_answer_from_their_finished_turns_and_nobody_waits_longer() -> None:
+    started = time.monotonic()
+    groups = collect(slow_flow(("task-2", "task-5")), TASKS, group_size=2, seed=1, straggler_share=0.7, straggler_s=0.2)
+    assert 0.2 <= time.monotonic() - started < 10
+    for group in groups:
+        is_slow = group.index in (2, 5)
+        for trajectory in group.trajectories:
+            assert (trajectory.truncated, len(trajectory.turns)) == (("straggler", 1) if is_slow else ("turns", 3))
+            assert trajectory.answer == f"task-{group.index} turn {0 if is_slow else 2}"
+            assert trajectory.error == "", "as if it were out of time: trained, and scored by its answer"
+
+
+def test_a_straggler_that_makes_it_in_time_is_none() -> None:
+    """All are done within the grace: nothing is cut."""
+    groups = collect(slow_flow(()), TASKS, group_size=2, seed=1, straggler_share=0.1, straggler_s=30.0)
+    assert {t.truncated for group in groups for t in group.trajectories} == {"turns"}
+
+
+@pytest.mark.parametrize(("share", "num_slow"), [(0.5, 4), (0.7, 3)])
+def test_too_many_slow_ones_are_no_stragglers(share: float, num_slow: int) -> None:
+    """7 rollouts: fewer than the share get done, so all are waited for until the time of the rollout is up."""
+    flow = slow_flow(tuple(f"task-{i}" for i in range(num_slow)))
+
+    async def impatient() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await _collect(flow, list(enumerate(TASKS)), 1, 1, 512, math.ceil(share * 7), 0.0)
+
+    asyncio.run(impatient())
+
+
+def test_the_share_is_of_all_rollouts_of_a_rank() -> None:
+    """8 of 14 get done soon, one too few for 60 %: the next one takes half a second and is waited for."""
+    groups = collect(slow_flow(("task-0", "task-1", "task-2"), 0.5), TASKS, group_size=2, seed=1, straggler_share=0.6, straggler_s=0.0)
+    assert [t.truncated for group in groups[3:] for t in group.trajectories] == ["turns"] * 8
+    assert "turns" in [t.truncated for group in groups[:3] for t in group.trajectories]
+
+
+def test_rollouts_that_have_not_begun_when_the_others_are_cut_take_no_turn() -> None:
+    """Those that hang hold both places; the one place that is free serves the rest, and when three are done it is over."""
+    flow = slow_flow(("task-0", "task-1"))
+    groups = collect(flow, TASKS, group_size=1, seed=1, max_in_flight=3, straggler_share=3 / 7, straggler_s=0.0)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    assert [t.truncated for t in trajectories[:5]] == ["straggler", "straggler", "turns", "turns", "turns"]
+    assert [(t.truncated, t.turns, t.answer) for t in trajectories[5:]] == [("straggler", (), "")] * 2
+
+
+def test_a_timeout_of_somebody_else_is_no_cut() -> None:
+    class Broken(FakePlanner):
+        async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+            raise TimeoutError("a bug of ours")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        collect(flow(Broken()), TASKS[:1], group_size=1, seed=1, straggler_share=0.5, straggler_s=30.0)
+    assert caught.group_contains(TimeoutError, match="a bug of ours")
+
+
+def test_a_mistake_of_the_user_comes_out_as_such() -> None:
+    class Mistaken(FakePlanner):
+        async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+            raise UserError("engines.x: no such model")
+
+    with pytest.raises(UserError, match="no such model"):
+        collect(flow(Mistaken()), TASKS, group_size=2, seed=1)

@@ -1,0 +1,436 @@
+"""The flow with every frozen role on one real server that answers as a script says; the planner's engine alone is scripted in process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from flowtrain.agents import Flow
+from flowtrain.agents.build import make_flow
+from flowtrain.agents.executor import NO_COMMAND
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.prompts import FullPrompt
+from flowtrain.agents.roles import MODULES, prompt_hashes
+from flowtrain.agents.tools import Parameter, ToolCard
+from flowtrain.algorithms import flow_grpo
+from flowtrain.config import Config
+from flowtrain.rewards import score
+from flowtrain.rollout import endpoint
+from flowtrain.rollout.collect import collect
+from flowtrain.rollout.endpoint import Endpoint
+from flowtrain.types import Action, Completion, FinishReason, Group, Sampling, Task, Trajectory, UserError, Verdict
+from tests.chat_servers import ChatServer, chat_server
+
+SECRET = re.compile(r"SECRET-\d+-END")
+ROLES = {
+    "analyst": "You prepare the work",
+    "planner": "You are the planner",
+    "executor": "You write the command",
+    "verifier": "You check whether",
+    "generator": "You write the final answer",
+}
+
+
+class CharTokenizer:
+    """One token per character."""
+
+    chat_template: str | None = "yes"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        return conversation[0]["content"]
+
+
+class ScriptedEngine:
+    """The planner's: says what the script makes of its prompt."""
+
+    version, max_tokens = 0, 1_000_000
+
+    def __init__(self, script: Callable[[str], str]) -> None:
+        self.prompts: list[str] = []
+        self._script = script
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        prompt = "".join(map(chr, prompt_ids))
+        self.prompts.append(prompt)
+        ids = tuple(map(ord, self._script(prompt)))
+        return Completion(ids, (-0.5,) * len(ids), (), FinishReason.STOP)
+
+    def load(self, version: int) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+class Wiki:
+    """A tool with a card in full."""
+
+    card = ToolCard(
+        "Wiki",
+        "Finds facts about countries.",
+        (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
+        limits="knows no people",
+        advice="name the country",
+        examples=({"query": "capital of Peru", "limit": 2},),
+    )
+
+    async def execute(self, query: str, limit: int = 1) -> str:
+        await asyncio.sleep(0)
+        return f"found {query} ({limit})"
+
+    def close(self) -> None: ...
+
+
+Script = dict[str, Callable[[str], Response | str]]
+TASK = Task("t", "What is the area of Chad?", ("1284",))
+
+
+def role_of(prompt: str) -> str:
+    return next(role for role, beginning in ROLES.items() if prompt.startswith(beginning))
+
+
+def steps(prompt: str) -> int:
+    return prompt.count('"Action Step')
+
+
+SCRIPT: Script = {
+    "analyst": lambda prompt: "1. Summary: an area.\n",
+    "planner": lambda prompt: f"Justification: j\nContext: c{steps(prompt)}\nSub-Goal: goal {steps(prompt)}\nTool Name: wiki",
+    "executor": lambda prompt: '```python\nexecution = tool.execute(query="area of Chad", limit=3)\n```',
+    "verifier": lambda prompt: f"Do not stop too early.\nConclusion: {'STOP' if steps(prompt) == 2 else 'CONTINUE'}",
+    "generator": lambda prompt: "Process summary: two look-ups.\nAnswer: <answer>1284</answer>",
+}
+
+
+@contextmanager
+def llm_flow(
+    script: Script, wait: Callable[[], Any] | None = None, agent: dict[str, Any] | None = None, **chat: Any
+) -> Iterator[tuple[Flow, ChatServer, ScriptedEngine]]:
+    """All roles by language models."""
+    said = {**SCRIPT, **script}
+    with chat_server(lambda body: said[role_of(body["messages"][0]["content"])](body["messages"][0]["content"]), wait) as server:
+        options = {"model": "m", "base_url": server.base_url, "api_key_env": "", "max_retries": 1, **chat}
+        config = Config.model_validate(
+            {"engines": {"local": options}, "roles": dict.fromkeys(MODULES, "local"), "agent": {"max_result_chars": 300, **(agent or {})}}
+        )
+        engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
+        tools = {"Wiki": Wiki()}
+        planner = PolicyPlanner(engine, CharTokenizer(), FullPrompt(list(tools.values()), CharTokenizer()), ("Wiki",), 100, 1.0, 30.0)
+        chat_engine = Endpoint("local", config.engines["local"])
+        try:
+            yield make_flow(config, planner, tools, 3, dict.fromkeys(MODULES, chat_engine)), server, engine
+        finally:
+            chat_engine.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE_S", 0.01)
+
+
+def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
+    return asyncio.run(flow.run(task, seed))
+
+
+# ---- the whole flow
+
+
+def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
+    with llm_flow({}) as (flow, server, engine):
+        trajectory = run(flow)
+    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "executor", "verifier", "executor", "verifier", "generator"]
+    assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == ("1. Summary: an area.", "1284", "", "")
+    assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
+    first, second = trajectory.turns
+    assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action("j", "c1", "goal 1", "Wiki")
+    assert first.command == 'execution = tool.execute(query="area of Chad", limit=3)'
+    assert first.result.output == "found area of Chad (3)"
+    assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
+    assert first.verdict_text == "Do not stop too early.\nConclusion: CONTINUE"
+    assert len(engine.prompts) == 2 and tuple(map(ord, engine.prompts[1])) == second.prompt_ids
+
+
+def test_every_prompt_holds_what_its_module_must_know() -> None:
+    with llm_flow({}) as (flow, server, engine):
+        run(flow)
+    prompts = {role_of(prompt): prompt for prompt in [*server.prompts, *engine.prompts]}
+    everything = [
+        "Finds facts about countries.",
+        "how many passages",
+        "knows no people",
+        "name the country",
+        'query="capital of Peru", limit=2',
+    ]
+    for role in ("analyst", "planner", "verifier", "executor"):
+        for text in everything:
+            assert text in prompts[role], role
+    for role, prompt in prompts.items():
+        assert TASK.question in prompt
+        assert ("1. Summary: an area." in prompt) == (role in ("planner", "verifier", "generator")), role
+        assert ("found area of Chad (3)" in prompt) == (role in ("planner", "verifier", "generator")), role
+        assert "{" not in re.sub(r"\{[^{}]*\}|\{\s*\"Action[\s\S]*\}", "", prompt), "no place of a template is left open"
+    assert "goal 1" in prompts["executor"] and "c1" in prompts["executor"]
+    assert '"goal 1"' in prompts["verifier"] and '"goal 1"' not in prompts["planner"]
+
+
+def test_the_analysis_stands_in_what_the_turns_of_a_question_share() -> None:
+    with llm_flow({}) as (flow, _, engine):
+        run(flow)
+    first, second = engine.prompts
+    shared = next(place for place in range(len(second)) if place >= len(first) or first[place] != second[place])
+    assert "1. Summary: an area." in second[:shared] and "name the country" in second[:shared]
+    assert shared > len(first) - 10, "the first prompt, but for the end of its empty memory"
+
+
+def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
+    with llm_flow({"analyst": lambda prompt: "about " + ("Mali" if "Mali" in prompt else "Chad")}) as (flow, server, _):
+        tasks = [TASK, Task("m", "What is the area of Mali?", ("1",))]
+        groups = collect(flow, tasks, group_size=8, seed=1)
+        asked = [role_of(prompt) for prompt in server.prompts].count("analyst")
+        collect(flow, tasks[:1], group_size=4, seed=2, max_in_flight=1)
+        again = [role_of(prompt) for prompt in server.prompts].count("analyst")
+    assert [{t.analysis for t in group.trajectories} for group in groups] == [{"about Chad"}, {"about Mali"}]
+    assert (asked, again) == (2, 3), "once per question and batch, whether its rollouts overlap or not"
+
+
+def test_an_endless_analysis_is_shortened() -> None:
+    with llm_flow({"analyst": lambda prompt: "x" * 100_000}) as (flow, *_):
+        assert 8_000 < len(run(flow).analysis) < 8_100
+
+
+def test_no_task_sees_the_memory_of_another() -> None:
+    """Forty rollouts at once, all modules over real connections, each told a secret that it repeats wherever it can."""
+    order = random.Random(0)
+
+    def secret(prompt: str) -> str:
+        return SECRET.findall(prompt)[0]
+
+    script: Script = {
+        "analyst": lambda prompt: f"about {secret(prompt)}",
+        "planner": lambda prompt: f"Context: {secret(prompt)}\nSub-Goal: ask {secret(prompt)}\nTool Name: Wiki",
+        "executor": lambda prompt: f'```python\nexecution = tool.execute(query="{secret(prompt)}")\n```',
+        "verifier": lambda prompt: f"seen {secret(prompt)}\nConclusion: CONTINUE",
+        "generator": lambda prompt: f"<answer>{secret(prompt)}</answer>",
+    }
+    with llm_flow(script, wait=lambda: asyncio.sleep(order.random() / 50)) as (flow, server, engine):
+        tasks = [Task(f"t{i}", f"What is behind SECRET-{i}-END?", ("x",)) for i in range(20)]
+        groups = collect(flow, tasks, group_size=2, seed=1)
+    assert server.most > 10, "they overlapped"
+    assert len(server.prompts) == 20 + 2 * 20 * (3 * 2 + 1) and len(engine.prompts) == 2 * 20 * 3
+    for prompt in (*server.prompts, *engine.prompts):
+        assert len(set(SECRET.findall(prompt))) == 1, prompt
+    for index, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            told = [trajectory.analysis, trajectory.answer, *(t.command + t.result.output + t.verdict_text for t in trajectory.turns)]
+            assert all(set(SECRET.findall(text)) == {f"SECRET-{index}-END"} for text in told)
+            assert len(trajectory.turns) == 3
+
+
+def test_hundreds_of_rollouts_are_under_way_at_once() -> None:
+    """Nobody is answered before the first 256 requests have come, each of another rollout."""
+    all_here, count = asyncio.Event(), itertools.count(1)
+
+    async def wait() -> None:
+        if next(count) == 256:
+            all_here.set()
+        await asyncio.wait_for(all_here.wait(), 60)
+
+    with llm_flow({}, wait=wait, max_concurrency=256) as (flow, server, _):
+        groups = collect(flow, [Task(f"t{i}", f"Question {i}?", ("1284",)) for i in range(256)], group_size=1, seed=1)
+    assert server.most == 256
+    assert {(t.answer, t.error, len(t.turns)) for group in groups for t in group.trajectories} == {("1284", "", 2)}
+
+
+def test_rollouts_ask_with_seeds_of_their_own() -> None:
+    with llm_flow({}, temperature=1.0) as (flow, server, _):
+        collect(flow, [TASK], group_size=3, seed=1)
+        first = sorted(body["seed"] for body in server.asked)
+        server.asked.clear()
+        collect(flow, [TASK], group_size=3, seed=1)
+        second = sorted(body["seed"] for body in server.asked)
+    assert first == second and len(set(first)) == len(first) == 3 * 5 + 1
+
+
+# ---- bad tools and bad replies
+
+
+def test_a_bad_tool_spends_its_turn_without_a_command_and_the_verifier_still_runs() -> None:
+    with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (flow, server, _):
+        trajectory = run(flow)
+    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator"]
+    turn = trajectory.turns[0]
+    assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
+    assert "was not found" in server.prompts[1]
+
+
+def test_a_malformed_action_is_a_turn_too() -> None:
+    with llm_flow({"planner": lambda prompt: "I do not know."}) as (flow, server, _):
+        trajectory = run(flow)
+    assert [turn.action for turn in trajectory.turns] == [None, None]
+    assert "executor" not in [role_of(prompt) for prompt in server.prompts]
+
+
+@pytest.mark.parametrize(
+    ("reply", "command", "error"),
+    [
+        ("I refuse.", "No command found in: I refuse.", "the executor wrote no command"),
+        (
+            "```python\nexecution = tool.execute(limit=2)\n```",
+            "execution = tool.execute(limit=2)",
+            "Wiki takes (query: str, limit: int (optional)); got",
+        ),
+        ("```python\nexecution = tool.execute(query=7)\n```", "execution = tool.execute(query=7)", "got (query: int)"),
+        ("```python\nexecution = tool.execute(query='a', x='b')\n```", "x=", "got (query: str, x: str)"),
+    ],
+)
+def test_a_bad_command_is_an_error_of_its_turn(reply: str, command: str, error: str) -> None:
+    with llm_flow({"executor": lambda prompt: reply}) as (flow, *_):
+        turn = run(flow).turns[0]
+    assert command in turn.command and error in (turn.result.error or "")
+    assert turn.verdict is Verdict.CONTINUE
+
+
+def test_a_reply_without_a_command_is_kept_but_not_at_any_length() -> None:
+    with llm_flow({"executor": lambda prompt: "no " * 100_000}) as (flow, *_):
+        turn = run(flow).turns[0]
+    assert 300 < len(turn.command) < 400 and "characters left out" in turn.command
+
+
+def test_of_several_commands_the_first_is_run_and_the_memory_says_so() -> None:
+    reply = "```python\nexecution = tool.execute(query='a')\nexecution = tool.execute(query='b')\n```"
+    with llm_flow({"executor": lambda prompt: reply}) as (flow, server, _):
+        turn = run(flow).turns[0]
+    assert (turn.command, turn.result.output) == ('execution = tool.execute(query="a")  # the first of 2 commands', "found a (1)")
+    assert "the first of 2 commands" in server.prompts[2]
+
+
+def test_a_generator_without_tags_answers_with_all_it_says() -> None:
+    with llm_flow({"generator": lambda prompt: " It is 1284.\n"}) as (flow, *_):
+        trajectory = run(flow)
+    assert (trajectory.answer, trajectory.output) == ("It is 1284.", " It is 1284.\n")
+
+
+# ---- roles that fail
+
+
+def broken(prompt: str) -> Response:
+    return JSONResponse({"error": "out of order"}, 500)
+
+
+def test_an_executor_that_fails_is_an_error_of_its_turn() -> None:
+    with llm_flow({"executor": broken}) as (flow, *_):
+        trajectory = run(flow)
+    for turn in trajectory.turns:
+        assert turn.command == NO_COMMAND
+        assert re.match(r"the executor failed: engines\.local: HTTP 500.*out of order", turn.result.error or "")
+    assert (trajectory.error, trajectory.answer) == ("", "1284")
+
+
+def test_a_verifier_that_fails_continues_and_says_why() -> None:
+    with llm_flow({"verifier": broken}) as (flow, *_):
+        trajectory = run(flow)
+    assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE] * 3
+    assert "the verifier failed: engines.local: HTTP 500" in trajectory.turns[0].verdict_text
+    assert (trajectory.truncated, trajectory.error, trajectory.answer) == ("turns", "", "1284")
+
+
+def test_a_generator_that_fails_for_good_fails_the_rollout() -> None:
+    with llm_flow({"generator": broken}) as (flow, *_):
+        trajectory = run(flow)
+    assert re.match(r"generator: engines\.local: HTTP 500", trajectory.error)
+    assert (trajectory.answer, trajectory.output, len(trajectory.turns)) == ("", "", 2)
+
+
+def test_an_analyst_that_fails_for_good_fails_the_group_without_a_turn() -> None:
+    with llm_flow({"analyst": broken}) as (flow, server, _):
+        (group,) = collect(flow, [TASK], group_size=3, seed=1)
+    assert {role_of(prompt) for prompt in server.prompts} == {"analyst"} and len(server.prompts) == 2, "asked by one, tried twice"
+    for trajectory in group.trajectories:
+        assert trajectory.error.startswith("analyst: engines.local: HTTP 500") and not trajectory.turns
+
+
+def test_a_module_that_hangs_costs_its_deadline_and_no_more() -> None:
+    started = time.monotonic()
+    limits = {"module_timeout_s": 0.3, "rollout_timeout_s": 60.0}
+    with llm_flow({}, wait=lambda: asyncio.sleep(60), agent=limits) as (flow, *_):
+        trajectory = run(flow)
+    assert trajectory.error.startswith("analyst: engines.local: no reply by the deadline")
+    assert time.monotonic() - started < 10
+
+
+def test_time_that_is_up_still_gets_an_answer() -> None:
+    slow = {"rollout_timeout_s": 0.25, "module_timeout_s": 20.0}
+    with llm_flow({}, wait=lambda: asyncio.sleep(0.1), agent=slow) as (flow, *_):
+        trajectory = run(flow)
+    assert trajectory.truncated == "time" and trajectory.answer == "1284"
+
+
+def test_a_wrong_key_stops_the_run_with_one_line() -> None:
+    refused = llm_flow({"analyst": lambda prompt: JSONResponse({"error": "no such key"}, 401)})
+    with refused as (flow, *_), pytest.raises(UserError, match=r"engines\.local: .* HTTP 401 .*no such key"):
+        collect(flow, [TASK, TASK], group_size=2, seed=1)
+
+
+@pytest.mark.parametrize("mode", ["paper", "released"])
+def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
+    """Real rollouts, some with a broken generator: samples, advantages and weights are those of the group without them."""
+    answers = iter(["1284", broken, "1", broken, "1284", "2"])
+
+    def generator(prompt: str) -> Response | str:
+        said = next(answers)
+        return said(prompt) if callable(said) else f"<answer>{said}</answer>"
+
+    with llm_flow({"generator": generator}, max_retries=0) as (flow, *_):
+        groups = score(collect(flow, [TASK], group_size=6, seed=1, max_in_flight=1))
+    (group,) = groups
+    assert [t.reward for t in group.trajectories] == [1.0, None, 0.0, None, 1.0, 0.0]
+    alone = Group(0, tuple(t for t in group.trajectories if not t.error))
+    assert flow_grpo(groups, mode) == flow_grpo([alone], mode)
+    assert len(flow_grpo(groups, mode).samples) == 4 * 2
+    lost = Group(0, tuple(t for t in group.trajectories if t.error))
+    assert (
+        flow_grpo([lost, Group(1, alone.trajectories)], mode).samples
+        == flow_grpo([Group(1, alone.trajectories)], mode, num_groups=2).samples
+    )
+    assert flow_grpo([lost], mode).num_dropped == 1
+
+
+# ---- prompts
+
+
+def test_prompt_hashes_tell_templates_apart_and_stay() -> None:
+    hashes = prompt_hashes()
+    assert list(hashes) == ["planner/shared", "planner/paper", "analyst", "executor", "verifier", "generator"]
+    assert len(set(hashes.values())) == 6 and all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values())
+    assert prompt_hashes() == hashes
+
+
+def test_a_role_whose_engine_nobody_started_is_our_mistake() -> None:
+    config = Config.model_validate({"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}})
+    with pytest.raises(AssertionError, match="verifier"):
+        make_flow(config, None, {}, 1)  # type: ignore[arg-type]
+
+
+def test_results_are_data() -> None:
+    """Braces and tags in what a tool found go through templates unharmed."""
+    odd = '{question} {0} {{x}} %s <answer>no</answer> """'
+    memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
+    assert FullPrompt([Wiki()], CharTokenizer()).render(odd, memory).count("{0} {{x}}") == 5
+    with llm_flow({}) as (flow, server, _):
+        asyncio.run(flow.generator.answer(odd, memory, 0, 5.0))
+        asyncio.run(flow.verifier.verify(odd, memory, 0, 5.0))
+    assert [prompt.count("{0} {{x}}") for prompt in server.prompts] == [5, 5]

@@ -1,0 +1,274 @@
+"""What is read from the replies of planner, executor, verifier and generator: nothing raises, nothing that was said is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import string
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flowtrain.agents.commands import find_command, parse_command, write_command
+from flowtrain.agents.generator import final_answer
+from flowtrain.agents.planner import parse_action
+from flowtrain.agents.tools import Parameter, ToolCard
+from flowtrain.agents.verifier import parse_verdict
+from flowtrain.types import Verdict
+
+CARD = ToolCard("Wiki", "Looks up.", (Parameter("query", "what"), Parameter("limit", "how many", int, False)))
+CALL = 'execution = tool.execute(query="area of Chad")'
+CHAD = {"query": "area of Chad"}
+
+texts = st.text(st.characters(codec="utf-8"), max_size=200)
+pieces = st.sampled_from(
+    [
+        *("execution = ", "tool.execute(", "query=", '"', "'", '"""', ")", "(", "{", "[" * 50, "**", "\\", "\n", "```", "```python\n", "#"),
+        *(
+            "Generated Command:",
+            "Conclusion:",
+            "STOP",
+            "CONTINUE",
+            "stop",
+            "<answer>",
+            "</answer>",
+            '{"command": "',
+            '"}',
+            "\x00",
+            "\ud800",
+        ),
+        *("Justification:", "Context:", "Sub-Goal:", "Tool Name:", "Wiki", '{"stop_signal": true}', "=lambda: 1", "*a", "**b", "f'{x}'"),
+    ]
+)
+noise = st.lists(st.one_of(pieces, st.text(max_size=10)), max_size=25).map("".join)
+values = st.one_of(
+    texts, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False), st.lists(texts, max_size=3)
+)
+arguments = st.dictionaries(st.sampled_from(["query", "limit", "url", "x"]), values, max_size=4)
+
+
+# ---- executor
+
+
+@given(arguments)
+def test_a_command_is_read_as_it_was_written(arguments: dict[str, object]) -> None:
+    command = write_command(arguments)
+    assert parse_command(command) == arguments
+    assert "\n" not in command
+
+
+@settings(max_examples=300)
+@given(noise)
+@example("execution = tool.execute(" + "(" * 10_000)
+@example("execution = tool.execute(a={[]: 1})")
+@example("execution = tool.execute(a=" + "9" * 5000 + ")")
+@example("execution = tool.execute(a=-" + "-" * 20_000 + "1)")
+def test_no_reply_breaks_the_command_parser(reply: str) -> None:
+    for read in (parse_command, lambda text: find_command(text, CARD)):
+        with contextlib.suppress(ValueError):
+            read(reply)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(["query", "url"]), texts, min_size=1), st.sampled_from(range(6)))
+@example({"query": "\x85 \u2028 \x0c \x1c"}, 5)
+def test_arguments_come_through_whatever_is_around_them(arguments: dict[str, str], form: int) -> None:
+    command = write_command(arguments)
+    replies = (
+        f"Analysis: find it\nExplanation: so\nGenerated Command:\n```python\n{command}\n```",
+        f"```python\n{command}\n```",
+        f"Generated Command:\n```\n{command}\n```\nThat should do.",
+        json.dumps({"analysis": "a", "explanation": "b", "command": command}),
+        "```json\n" + json.dumps({"command": f"```python\n{command}\n```"}) + "\n```",
+        f"The command is\n{command}",
+    )
+    if form in (0, 1, 2) and "```" in command:
+        return  # a fence within a fence ends it, for people too
+    assert find_command(replies[form], CARD) == (arguments, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (f"```python\n{CALL}\n```", (CHAD, 1)),
+        ('```py\nexecution = tool.execute(\n    query="area of Chad",\n)\n```', (CHAD, 1)),  # AgentFlow's parser wants one line
+        ('```python\nq = "area of Chad"\nexecution = tool.execute(query=q)\n```', (CHAD, 1)),
+        ('```python\nexecution = tool.execute("area of Chad", 3)\n```', ({"query": "area of Chad", "limit": 3}, 1)),
+        ('```python\ntool.execute(query="area " "of Chad")\n```', (CHAD, 1)),
+        (f"```python\n{CALL}\nexecution = tool.execute(query='b')\nexecution = tool.execute(query='c')\n```", (CHAD, 3)),
+        (f"```python\nexecution = tool.execute(query=open('x'))\n{CALL}\n```", (CHAD, 1)),  # the first that can be read
+        (f"```python\nimport os\nprint(1)\nfor x in 1, 2: pass\n{CALL}\n```", (CHAD, 1)),  # the rest is not run
+        (
+            f"```text\nno\n```\nGenerated Command:\n```python\n{CALL}\n```\n```python\n{'#' * 9}\nexecution = tool.execute(query='z')\n```",
+            (CHAD, 1),
+        ),
+        (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
+        (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
+        (f"> {CALL}", (CHAD, 1)),
+        (f"`{CALL}`", (CHAD, 1)),
+        ('Here:\nexecution = tool.execute(\n  query="area of Chad"\n)\nDone.', (CHAD, 1)),
+        ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
+        (r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```", ({"query": "a?b"}, 1)),
+        (r"```python" "\n" r'execution = tool.execute(query="\d+ \p")' "\n```", ({"query": r"\d+ \p"}, 1)),
+        ("execution = tool.execute()", ({}, 1)),
+    ],
+)
+def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], int]) -> None:
+    assert find_command(reply, CARD) == expected
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "I cannot do that.",
+        "```python\nprint(1)\n```",
+        "```python\nexecution = tool.run(query='x')\n```",
+        "```python\nexecution = other.execute(query='x')\n```",
+        "```python\nexecution = tool.execute(query=__import__('os').system('x'))\n```",
+        "```python\nexecution = tool.execute(query=f'{1}')\n```",
+        "```python\nexecution = tool.execute(**{'query': 'x'})\n```",
+        "```python\nexecution = tool.execute(*['x'])\n```",
+        "```python\nexecution = tool.execute('a', 1, 'more than the card has')\n```",
+        "```python\nexecution = tool.execute(query=unknown)\n```",
+        "```python\nq = 'x'\nq = input()\nexecution = tool.execute(query=q)\n```",
+        "```python\nexecution += tool.execute(query='x')\n```",
+        '{"command": null}',
+        '{"command": "No command found."}',
+    ],
+)
+def test_what_is_no_command(reply: str) -> None:
+    with pytest.raises(ValueError):
+        find_command(reply, CARD)
+
+
+def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
+    marker = f"{tmp_path}/was-run"
+    for code in (f"open({marker!r}, 'w')", f"[open({marker!r}, 'w')]", f"(lambda: open({marker!r}, 'w'))()"):
+        for reply in (f"x = {code}\n{CALL}", f"execution = tool.execute(query={code})\n{CALL}"):
+            assert find_command(f"```python\n{reply}\n```", CARD) == (CHAD, 1)
+    from pathlib import Path
+
+    assert not Path(marker).exists()
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "execution = tool.execute(" * 20_000,
+        f"{CALL[:-1]}\n" * 10_000,
+        "```" * 100_000,
+        "(" * 500_000,
+        "conclusion:" * 50_000,
+        "<answer>" * 50_000,
+    ],
+)
+def test_a_flood_takes_no_time(flood: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError):
+        find_command(flood, CARD)
+    assert parse_verdict(flood) is Verdict.CONTINUE
+    assert final_answer(flood)
+    parse_action(flood, ("Wiki",))
+    assert time.process_time() - started < 1.5
+
+
+# ---- verifier
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("All is there.\nConclusion: STOP", "STOP"),
+        ("More is needed.\nConclusion: CONTINUE", "CONTINUE"),
+        ("**Conclusion:** STOP", "STOP"),
+        ("conclusion - stop.", "STOP"),
+        ("### Conclusion\n\n**STOP**", "STOP"),
+        ("Conclusion: STOP\nNo, wait.\nConclusion: CONTINUE", "CONTINUE"),
+        ("Conclusion: CONTINUE\n...\nConclusion: STOP", "STOP"),
+        ('{"analysis": "enough", "stop_signal": true}', "STOP"),
+        ('{"analysis": "Conclusion: STOP", "stop_signal": false}', "CONTINUE"),
+        ('{"stop_signal": "true"}', "CONTINUE"),
+        ("Do not stop yet, the area is missing.", "CONTINUE"),  # AgentFlow stops here
+        ("The bus stops at noon. Conclusion: the answer is 12.", "CONTINUE"),
+        ("I will end with Conclusion: STOP or CONTINUE, as asked.", "CONTINUE"),
+        ("Conclusion: STOP|CONTINUE", "CONTINUE"),
+        ("Conclusion: STOPPING would be wrong", "CONTINUE"),
+        ("Conclusion: do not STOP", "CONTINUE"),
+        ("", "CONTINUE"),
+        ("STOP", "CONTINUE"),
+    ],
+)
+def test_verdicts(reply: str, verdict: str) -> None:
+    assert parse_verdict(reply) == verdict
+
+
+@given(noise)
+def test_no_reply_breaks_the_verdict_parser(reply: str) -> None:
+    assert isinstance(parse_verdict(reply), Verdict)
+    if "stop" not in reply.casefold():
+        assert parse_verdict(reply) is Verdict.CONTINUE
+
+
+@given(texts, st.sampled_from(Verdict))
+def test_the_last_conclusion_wins_whatever_came_before(reasons: str, verdict: Verdict) -> None:
+    assert parse_verdict(f"{reasons}\nConclusion: {verdict.value}") is verdict
+
+
+# ---- generator
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        ("Summary.\n<answer>42</answer>", "42"),
+        ("<answer>1</answer> no: <answer> 2\n</answer> as <answer> asked", "2"),
+        ("It is 42.\n", "It is 42."),
+        ("<answer>42", "<answer>42"),
+        ("42</answer>", "42</answer>"),
+        ("</answer><answer>", "</answer><answer>"),
+        ("<answer></answer>", ""),
+        ("", ""),
+    ],
+)
+def test_final_answers(output: str, answer: str) -> None:
+    assert final_answer(output) == answer
+
+
+@given(noise)
+def test_the_final_answer_is_a_part_of_the_output(output: str) -> None:
+    assert final_answer(output) in output
+
+
+@given(texts, texts.filter(lambda text: "answer>" not in text))
+def test_the_answer_between_tags_comes_through(summary: str, answer: str) -> None:
+    assert final_answer(f"{summary}\n<answer>{answer}</answer>") == answer.strip()
+
+
+# ---- planner
+
+
+@settings(max_examples=300)
+@given(noise)
+def test_no_reply_breaks_the_planners_parser(reply: str) -> None:
+    action = parse_action(reply, ("Wiki",))
+    if action is not None and not reply.lstrip().startswith("{"):
+        for value in (action.justification, action.context, action.sub_goal):
+            assert value in reply, "fields are pieces of what was said"
+
+
+line = st.text(string.ascii_letters + string.digits + " .,+*()'\u00e9", min_size=1, max_size=40).map(str.strip).filter(bool)
+
+
+@given(line, line, line, st.sampled_from(["Wiki", "wiki", "**Wiki**"]), st.booleans())
+def test_the_planners_fields_come_through_in_both_forms(why: str, context: str, goal: str, tool: str, as_json: bool) -> None:
+    if as_json:
+        reply = json.dumps({"justification": why, "context": context, "sub_goal": goal, "tool_name": tool.strip("*")})
+    else:
+        reply = f"Justification: {why}\nContext: {context}\nSub-Goal: {goal}\nTool Name: {tool}"
+    action = parse_action(reply, ("Wiki",))
+    assert action is not None
+    said = (action.justification, action.context, action.sub_goal, action.tool_name)
+    assert [field.strip("* ") for field in said] == [field.strip("* ") for field in (why, context, goal, "Wiki")]
