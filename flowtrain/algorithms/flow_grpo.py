@@ -23,7 +23,7 @@ class Advantages:
 
     samples: tuple[Sample, ...]
     num_dropped: int
-    """Groups of one reward only that were left out (mode "paper"): they carry no signal."""
+    """Groups that were left out: those whose rollouts all failed, and in mode "paper" those of one reward only; they carry no signal."""
 
 
 def flow_grpo(
@@ -32,7 +32,7 @@ def flow_grpo(
     """Advantages and token weights of scored groups.
 
     Args:
-        groups: this rank's groups, every trajectory with a reward.
+        groups: this rank's groups, every trajectory with a reward but those that failed: a group is what has finished of it.
         mode: "paper" or "released".
         num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index alone, so it is the same for any
             number of ranks.
@@ -46,12 +46,13 @@ def flow_grpo(
     samples: list[Sample] = []
     num_dropped = 0
     for group in groups:
-        rewards = [_reward(trajectory) for trajectory in group.trajectories]
-        if mode == "paper" and min(rewards) == max(rewards):
+        rewards = [_reward(trajectory) for trajectory in group.finished]
+        if not rewards or (mode == "paper" and min(rewards) == max(rewards)):
             num_dropped += 1
             continue
         minibatch = group.index * num_minibatches // num_groups
-        for member, (trajectory, advantage) in enumerate(zip(group.trajectories, _advantages(group, rewards, mode), strict=True)):
+        members = [member for member, trajectory in enumerate(group.trajectories) if not trajectory.error]
+        for member, trajectory, advantage in zip(members, group.finished, _advantages(group, rewards, mode), strict=True):
             scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(_trained_turns(trajectory)), 1))
             samples += [
                 replace(_sample(turn, advantage, scale, mode, minibatch), origin=(group.index, member, number))
@@ -66,7 +67,7 @@ def _advantages(group: Group, rewards: Sequence[float], mode: str) -> list[float
     if mode == "paper":
         mean, std = fmean(rewards), pstdev(rewards)
     else:
-        per_turn = [r for t, r in zip(group.trajectories, rewards, strict=True) for _ in _trained_turns(t)]
+        per_turn = [r for t, r in zip(group.finished, rewards, strict=True) for _ in _trained_turns(t)]
         # A single sample has no spread: the released code then keeps the reward itself.
         mean, std = (fmean(per_turn), stdev(per_turn)) if len(per_turn) > 1 else (0.0, 1.0)
     return [(reward - mean) / (std + _EPS) for reward in rewards]

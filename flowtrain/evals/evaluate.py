@@ -38,11 +38,13 @@ def evaluate(flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[
 
 
 def _mean_by(label: Callable[[Task], str], tasks: Sequence[Task], trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
-    """Mean reward per label. The labels come from all tasks, so that every rank reduces the same ones."""
+    """Mean reward per label of what did not fail. The labels come from all tasks, so that every rank reduces the same ones."""
     labels = sorted({label(task) for task in tasks})
     rewards: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
     for trajectory in trajectories:
-        rewards[label(trajectory.task)] += trajectory.reward or 0.0
-    totals = world.sum([rewards[name] for name in labels])
-    counts = [sum(label(task) == name for task in tasks) for name in labels]
-    return {name: total / count for name, total, count in zip(labels, totals, counts, strict=True)}
+        if trajectory.reward is not None:
+            rewards[label(trajectory.task)] += trajectory.reward
+            counts[label(trajectory.task)] += 1
+    totals = world.sum([*(rewards[name] for name in labels), *(counts[name] for name in labels)])
+    return {name: total / max(count, 1) for name, total, count in zip(labels, totals, totals[len(labels) :], strict=False)}

@@ -9,7 +9,10 @@ from flowtrain.agents.planner import NO_TOOL
 from flowtrain.training.world import World
 from flowtrain.types import Trajectory
 
-_COUNTS = ("rollouts", "reward", "turns", "malformed", "tool_errors", "response_tokens", "prompt_tokens", "out_of_turns", "out_of_time")
+_COUNTS = (
+    *("rollouts", "failed", "reward", "turns", "malformed", "tool_errors", "response_tokens", "prompt_tokens"),
+    *("out_of_turns", "out_of_time", "stragglers"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,12 @@ class RolloutStats:
     """Shares and means over rollouts or turns."""
 
     num_rollouts: int
+    failed_rollouts: int
+    """Those that a frozen module failed; they have no reward."""
+    straggler_rollouts: int
+    """Those that the others did not wait for; out of time, too."""
     reward_mean: float
+    """Of those that did not fail."""
     turns_mean: float
     malformed_share: float
     """Turns whose action could not be read or named no tool."""
@@ -44,7 +52,9 @@ class RolloutStats:
         rollouts, turns = max(total["rollouts"], 1), max(total["turns"], 1)
         return cls(
             num_rollouts=int(total["rollouts"]),
-            reward_mean=total["reward"] / rollouts,
+            failed_rollouts=int(total["failed"]),
+            straggler_rollouts=int(total["stragglers"]),
+            reward_mean=total["reward"] / max(total["rollouts"] - total["failed"], 1),
             turns_mean=total["turns"] / rollouts,
             malformed_share=total["malformed"] / turns,
             tool_error_share=total["tool_errors"] / turns,
@@ -62,12 +72,14 @@ class RolloutStats:
 
 
 def _count(trajectory: Trajectory, counts: dict[str, float]) -> None:
-    assert trajectory.reward is not None
+    assert trajectory.reward is not None or trajectory.error
     counts["rollouts"] += 1
-    counts["reward"] += trajectory.reward
+    counts["failed"] += bool(trajectory.error)
+    counts["reward"] += trajectory.reward or 0.0
     counts["turns"] += len(trajectory.turns)
     counts["out_of_turns"] += trajectory.truncated == "turns"
-    counts["out_of_time"] += trajectory.truncated in ("time", "prompt")
+    counts["out_of_time"] += trajectory.truncated in ("time", "prompt", "straggler")
+    counts["stragglers"] += trajectory.truncated == "straggler"
     for turn in trajectory.turns:
         counts["response_tokens"] += len(turn.response_ids)
         counts["prompt_tokens"] += len(turn.prompt_ids)

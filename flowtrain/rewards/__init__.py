@@ -30,7 +30,7 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     """The groups with every trajectory's `reward` and `scored_by` filled.
 
     A task's rule scores the final answer (`final_answer`). Where it says 0 the judge is asked, unless there is no answer; without a
-    verdict the rule's 0 stands. UserError when a task names an unknown scorer, or one that cannot use its answers.
+    verdict the rule's 0 stands. A rollout that failed gets no reward. UserError when a task names an unknown scorer, or one that cannot use its answers.
     """
     scored = [[_by_rule(trajectory) for trajectory in group.trajectories] for group in groups]
     if judge is not None:
@@ -42,6 +42,8 @@ def _by_rule(trajectory: Trajectory) -> Trajectory:
     task, answer = trajectory.task, final_answer(trajectory.answer)
     if task.scorer not in SCORERS:
         raise UserError(f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}")
+    if trajectory.error:
+        return trajectory
     reward = SCORERS[task.scorer](task, answer[-MAX_CHARS:])
     return replace(trajectory, reward=reward if answer else 0.0, scored_by=task.scorer)
 
@@ -62,11 +64,15 @@ def _is_open(trajectory: Trajectory) -> bool:
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
-    """Deal the rewards of all groups out at random: the control in which there is nothing to learn."""
-    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    """Deal the rewards of all groups out at random: the control in which there is nothing to learn. What failed keeps none."""
+    rewards = [trajectory.reward for group in groups for trajectory in group.finished]
     random.Random(seed).shuffle(rewards)
     deal = iter(rewards)
-    return [replace(group, trajectories=tuple(replace(t, reward=next(deal)) for t in group.trajectories)) for group in groups]
+
+    def dealt(trajectory: Trajectory) -> Trajectory:
+        return trajectory if trajectory.error else replace(trajectory, reward=next(deal))
+
+    return [replace(group, trajectories=tuple(map(dealt, group.trajectories))) for group in groups]
 
 
 __all__ = ["SCORERS", "Judge", "VerdictCache", "final_answer", "score", "shuffle_rewards"]

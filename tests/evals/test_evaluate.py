@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -52,6 +52,8 @@ def test_statistics_by_hand() -> None:
     stats = RolloutStats.of(ROLLOUTS, TOOLS, WORLD)
     assert stats == RolloutStats(
         num_rollouts=4,
+        failed_rollouts=0,
+        straggler_rollouts=0,
         reward_mean=1.5 / 4,
         turns_mean=6 / 4,
         malformed_share=2 / 6,
@@ -75,11 +77,20 @@ def test_a_rollout_that_was_not_scored_is_our_mistake() -> None:
         RolloutStats.of([rollout(None)], TOOLS, WORLD)
 
 
+def test_a_rollout_that_failed_is_counted_and_has_no_part_in_the_mean_reward() -> None:
+    failed = replace(rollout(None, turn("Search", 10, 4)), error="generator: no reply")
+    cut = rollout(0.0, truncated="straggler")
+    stats = RolloutStats.of([rollout(1.0), failed, cut], TOOLS, WORLD)
+    assert (stats.num_rollouts, stats.failed_rollouts, stats.straggler_rollouts) == (3, 1, 1)
+    assert (stats.reward_mean, stats.out_of_time_share, stats.turns_mean) == (1 / 2, 1 / 3, 1 / 3)
+
+
 def test_metrics_are_flat() -> None:
     metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
     assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
     assert set(metrics) == {
         *("reward_mean", "turns_mean", "malformed_share", "tool_error_share", "response_len_mean", "prompt_len_mean"),
+        *("failed_rollouts", "straggler_rollouts"),
         *("out_of_turns_share", "out_of_time_share", "tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
     }
 

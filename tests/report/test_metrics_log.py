@@ -222,7 +222,11 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "seed": 11,
         "reward": 0.75,
         "answer": "N'Djamena",
+        "scored_by": "",
         "truncated": "turns",
+        "error": "",
+        "analysis": "",
+        "output": "",
         "seconds": 1.25,
     }
     assert (second["seed"], second["reward"]) == (12, None)
@@ -238,6 +242,7 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "result": "N'Djamena",
         "is_error": False,
         "verdict": "STOP",
+        "verdict_text": "",
         "spans": [[0, 1, 6], [1, 2, 7]],
         "finish_reason": "stop",
         "num_prompt_tokens": 3,
