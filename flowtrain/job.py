@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,16 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
-from flowtrain.agents.build import make_planner, make_prompt, make_tools
-from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.agents.tools import Tool
 from flowtrain.config import Config
 from flowtrain.options import to_toml
 from flowtrain.report.run_dir import writing
 from flowtrain.rewards import score
+from flowtrain.rollout.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.rollout.engine import Engine
 from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -53,6 +55,8 @@ class Job:
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     """fp32 master weights on the CPU, not sharded yet."""
+    chats: ChatEngines
+    """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
     prompt: PlannerPrompt
 
@@ -63,8 +67,13 @@ class Job:
         tasks = task_set(config, fictional)
         _check_scorers(tasks)
         tokenizer, model = _policy(config, tasks)
-        tools = make_tools(config, tasks)
-        return cls(config, world, tasks, tokenizer, model, tools, make_prompt(config, tools, tokenizer))
+        with ExitStack() as cleanup:  # frees what has started when a later part cannot
+            chats = make_chat_engines(config, tokenizer, world.device)
+            cleanup.callback(chats.close)
+            tools = make_tools(config, tasks)
+            prompt = make_prompt(config, tools, tokenizer)
+            cleanup.pop_all()
+        return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)
 
     def open_run_dir(self) -> report.RunDir:
         """Create the folder of the run, or open it when it is to be resumed; every rank gets the same."""
@@ -77,7 +86,9 @@ class Job:
 
     def make_engine(self, store: WeightStore) -> Engine:
         """A second copy of the model that samples; its weights come from the store by version."""
-        return self._make_vllm_engine(store) if self.config.rollout.engine == "vllm" else self.make_torch_engine(store)
+        engine = self._make_vllm_engine(store) if self.config.rollout.engine == "vllm" else self.make_torch_engine(store)
+        self.chats.bind(engine)
+        return engine
 
     def make_torch_engine(self, store: WeightStore) -> TorchEngine:
         """The engine of this process."""
@@ -117,6 +128,9 @@ class Job:
     def make_planner(self, engine: Engine, temperature: float) -> PolicyPlanner:
         return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
 
+    def make_flow(self, planner: Planner, max_turns: int) -> Flow:
+        return make_flow(self.config, planner, self.tools, max_turns, self.chats.roles)
+
     def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
         """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""
         dtype = getattr(torch, self.config.model.dtype)
@@ -130,6 +144,7 @@ class Job:
     def close(self) -> None:
         for tool in self.tools.values():
             tool.close()
+        self.chats.close()
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from pathlib import Path
 from flowkernels import LossSpec
 
 from flowtrain import report
-from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
@@ -50,14 +49,14 @@ def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     config, world, rft = job.config, job.world, job.config.rft
     store = WeightStore(Path(config.run.dir) / "weights")
     # The scripted expert samples nothing.
-    engine = job.make_engine(store) if rft.expert == "policy" else job.make_torch_engine(store)
+    engine = job.make_engine(store) if _samples(config) else job.make_torch_engine(store)
     cleanup.callback(engine.close)
     expert = _expert(job, job.make_planner(engine, config.rollout.temperature))
     run_dir = job.open_run_dir()
     started = time.monotonic()
     _sync_engine(job, store, engine)
     demonstrations = _demonstrate(job, expert)
-    kept = [t for t in demonstrations if rft.keep == "all" or t.reward == 1]
+    kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
     samples = [_sample(turn, rft.prompt_weight) for t in kept for turn in t.turns if turn.response_ids]
     num_kept, num_rewarded, num_samples = world.sum([len(kept), sum(t.reward or 0 for t in demonstrations), len(samples)])
     if world.max([not samples])[0]:
@@ -90,9 +89,14 @@ def _expert(job: Job, policy: PolicyPlanner) -> Planner:
     return ScriptedPlanner(policy, config.rft.expert_error, job.tokenizer.eos_token_id)
 
 
+def _samples(config: Config) -> bool:
+    """Whether anyone asks the policy: the expert, or a role."""
+    return config.rft.expert == "policy" or "policy" in config.roles.model_dump().values()
+
+
 def _sync_engine(job: Job, store: WeightStore, engine: Engine) -> None:
     """Give the engine the policy's weights, through the store as in training."""
-    if job.config.rft.expert == "policy":
+    if _samples(job.config):
         with saving(store.root):
             job.make_publisher(store).publish(named_weights(job.model), 0)
         engine.load(0)
@@ -101,7 +105,7 @@ def _sync_engine(job: Job, store: WeightStore, engine: Engine) -> None:
 def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
     """This rank's share of scored rollouts."""
     config, world = job.config, job.world
-    flow = make_flow(config, expert, job.tools, config.agent.max_turns)
+    flow = job.make_flow(expert, config.agent.max_turns)
     tasks = _balanced(job.tasks, config)
     groups = collect(
         flow,

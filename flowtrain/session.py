@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain import report
-from flowtrain.agents.build import make_flow
 from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
@@ -21,7 +20,7 @@ from flowtrain.evals import Evaluation, RolloutStats, evaluate
 from flowtrain.job import Job, check_divides, loss_spec, optim_spec, resume_point, saving
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
-from flowtrain.rollout.engine import Engine
+from flowtrain.rollout.engine import Engine, EngineError
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
@@ -127,11 +126,12 @@ class Session:
             self._metrics = report.MetricsLog(path, last_step, log.tensorboard, log.wandb_project or None, config.model_dump())
             self._cleanup.callback(self._metrics.close)
 
-    def collect_options(self, step: int) -> dict[str, int]:
+    def collect_options(self, step: int) -> dict[str, Any]:
         """Keyword arguments of `collect` for a training step."""
         rollout = self._config.rollout
         seed = derive_seed(self._config.run.seed, "train", step)
-        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **self._ranks()}
+        waits = {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
+        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **waits, **self._ranks()}
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""
@@ -162,7 +162,12 @@ class Session:
         config = self._config
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rollouts = RolloutStats.of(trajectories, config.agent.tools, self.world)
+        if rollouts.failed_rollouts == rollouts.num_rollouts:
+            reason = next((trajectory.error for trajectory in trajectories), "")
+            raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
         (num_dropped,) = self.world.sum([batch.num_dropped])
+        chats = self._job.chats.metrics()
+        chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
         evaluation = {}
         if config.eval.every and step % config.eval.every == 0:
             with clock("eval"):
@@ -171,7 +176,7 @@ class Session:
             self._log_held_out(step, held_out.trajectories)
         self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.scores.by_origin()))
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
-        self._write({**head, **stats, **self._weights_metrics, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
+        self._write({**head, **stats, **self._weights_metrics, **chats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
@@ -203,7 +208,7 @@ class Session:
         print(f"to look at it: python -m flowtrain.view {path}")
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
-        return make_flow(self._config, self._job.make_planner(self.engine, temperature), self._job.tools, max_turns)
+        return self._job.make_flow(self._job.make_planner(self.engine, temperature), max_turns)
 
     def _ranks(self) -> dict[str, int]:
         return {"rank": self.world.rank, "num_ranks": self.world.size}

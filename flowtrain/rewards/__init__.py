@@ -30,7 +30,8 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     """The groups with every trajectory's `reward` and `scored_by` filled.
 
     A task's rule scores the final answer (`final_answer`). Where it says 0 the judge is asked, unless there is no answer; without a
-    verdict the rule's 0 stands. A rollout that failed gets no reward. UserError when a task names an unknown scorer, or one that cannot use its answers.
+    verdict the rule's 0 stands. A rollout that failed gets no reward. UserError when a task names an unknown scorer, or one that cannot
+    use its answers.
     """
     scored = [[_by_rule(trajectory) for trajectory in group.trajectories] for group in groups]
     if judge is not None:

@@ -1,0 +1,97 @@
+"""A training run as a person starts it, its frozen roles on an OpenAI-compatible server: what it logs, and how it ends when that fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+pytest.register_assert_rewrite("cli_runs")
+from cli_runs import Server, read  # noqa: E402
+
+from tests.chat_servers import chat_server  # noqa: E402
+
+pytest_plugins = ("cli_runs",)
+
+
+def chance(prompt: str) -> float:
+    """The same for the same prompt."""
+    return hashlib.sha256(prompt.encode()).digest()[0] / 256
+
+
+def script(body: dict[str, Any]) -> Response | str:
+    prompt = body["messages"][0]["content"]
+    if prompt.startswith("You prepare"):
+        return "1. Summary: a sum."
+    if prompt.startswith("You check"):
+        return "Good.\nConclusion: STOP" if chance(prompt) < 0.3 else "Conclusion: CONTINUE"
+    if chance(prompt) < 0.2:
+        return JSONResponse({"error": "not today"}, 400)
+    return f"<answer>{10 + int(chance(prompt) * 8)}</answer>"
+
+
+def options(words: tuple[str, ...], base_url: str) -> tuple[str, ...]:
+    roles = [word for role in ("analyst", "verifier", "generator") for word in (f"--roles.{role}", "local")]
+    engine = ("--engines.local.base_url", base_url, "--engines.local.model", "m", "--engines.local.api_key_env", "")
+    return (*words, *roles, *engine, "--engines.local.price_out", "1000000", "--train.num_steps", "2", "--eval.num_tasks", "4")
+
+
+def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, words: tuple[str, ...]) -> None:
+    run = place / "roles"
+    with chat_server(script) as chat:
+        code, lines, _ = server.run("train", *options(words, chat.base_url), "--run.dir", run)
+    assert (code, lines) == (0, [])
+    records = read(run / "trajectories.jsonl")
+    failed = [record for record in records if record["error"]]
+    assert 0 < len(failed) < len(records) == 64
+    for record in records:
+        assert record["analysis"] == "1. Summary: a sum."
+        assert (record["reward"] is None) == bool(record["error"]) == (record["output"] == "")
+        assert all("Conclusion: " in turn["verdict_text"] for turn in record["turns"])
+    assert all(record["error"].startswith("generator: engines.local: HTTP 400: ") for record in failed)
+    _, *steps = read(run / "metrics.jsonl")
+    assert [step["failed_rollouts"] for step in steps] == [sum(r["step"] == n for r in failed) for n in (1, 2)]
+    for number, step in enumerate(steps, 1):
+        rewards = [record["reward"] for record in records if record["step"] == number and not record["error"]]
+        assert step["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    last = steps[-1]
+    assert steps[0]["engines/local/requests"] < last["engines/local/requests"] <= len(chat.asked)
+    assert last["engines/local/cost"] == last["engines/local/reply_tokens"] > 0
+    assert last["engines/local/failures"] >= len(failed)
+    assert any(step["num_tokens"] > 0 for step in steps), "something was trained"
+
+
+def test_a_run_does_not_go_on_when_every_rollout_fails(place: Path, server: Server, words: tuple[str, ...]) -> None:
+    with chat_server(lambda body: JSONResponse({"error": "not today"}, 400)) as chat:
+        code, lines, _ = server.run("train", *options(words, chat.base_url), "--run.dir", place / "failing")
+    assert code == 1
+    assert "all 32 rollouts of step 1 failed" in lines[-1] and "analyst: engines.local: HTTP 400" in lines[-1]
+    assert not (place / "failing" / "checkpoints").exists() or not list((place / "failing" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ("--roles.verifier", "nobody"),
+            "roles.verifier='nobody' may be 'rules', 'policy' or a name in [engines], which holds nothing yet",
+        ),
+        (("--roles.verifier", "policy"), "has no chat template"),
+        (("--roles.verifier", "a", "--engines.a.model", "m", "--engines.a.api_key_env", "NOT_SET"), "engines.a.api_key_env='NOT_SET'"),
+    ],
+)
+def test_a_role_that_cannot_be_filled_is_named_before_the_run(
+    argv: tuple[str, ...], line: str, place: Path, server: Server, words: Any
+) -> None:
+    code, lines, _ = server.run("train", *words, *argv, "--run.dir", place / "never")
+    assert code == 2 and len(lines) == 1 and line in lines[0]
+    assert not (place / "never").exists()
+
+
+def test_the_config_that_is_left_names_the_engines(place: Path) -> None:
+    text = (place / "roles" / "config.toml").read_text()
+    assert "[engines.local]" in text and json.dumps("local") in text
