@@ -105,14 +105,17 @@ class Simulated:
         await asyncio.sleep(self.latencies.tool_s(query))
         return "result"
 
-    async def verify(self, question: str, memory: Memory) -> Verdict:
+    def measure(self, memory: Memory) -> int:
+        return 0
+
+    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
         key = memory.entries[-1].sub_goal
         await asyncio.sleep(self.latencies.chat_s(key, "verdict"))
-        return Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE
+        return Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE, ""
 
-    async def answer(self, question: str, memory: Memory) -> str:
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
         await asyncio.sleep(self.latencies.chat_s(memory.entries[-1].sub_goal, "answer"))
-        return "answer"
+        return "answer", ""
 
     def close(self) -> None:
         """Nothing to release."""
@@ -125,9 +128,9 @@ class SimulatedExecutor:
     latencies: Latencies
     runner: RuleExecutor
 
-    async def execute(self, action: Action, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
-        return await self.runner.execute(action, deadline_s)
+        return await self.runner.execute(question, action, seed, deadline_s)
 
 
 def simulated_flow(scale: float) -> Flow:

@@ -70,7 +70,7 @@ class Job:
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             chats = make_chat_engines(config, tokenizer, world.device)
             cleanup.callback(chats.close)
-            tools = make_tools(config, tasks)
+            tools = make_tools(config, tasks, chats.roles.get("tools"))
             prompt = make_prompt(config, tools, tokenizer)
             cleanup.pop_all()
         return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from flowtrain.rewards import score
 from flowtrain.rollout import endpoint
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.endpoint import Endpoint
-from flowtrain.types import Action, Completion, FinishReason, Group, Sampling, Task, Trajectory, UserError, Verdict
+from flowtrain.types import Action, Completion, FinishReason, Group, Sample, Sampling, Task, Trajectory, UserError, Verdict
 from tests.chat_servers import ChatServer, chat_server
 
 SECRET = re.compile(r"SECRET-\d+-END")
@@ -398,14 +399,17 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
         groups = score(collect(flow, [TASK], group_size=6, seed=1, max_in_flight=1))
     (group,) = groups
     assert [t.reward for t in group.trajectories] == [1.0, None, 0.0, None, 1.0, 0.0]
-    alone = Group(0, tuple(t for t in group.trajectories if not t.error))
-    assert flow_grpo(groups, mode) == flow_grpo([alone], mode)
-    assert len(flow_grpo(groups, mode).samples) == 4 * 2
-    lost = Group(0, tuple(t for t in group.trajectories if t.error))
-    assert (
-        flow_grpo([lost, Group(1, alone.trajectories)], mode).samples
-        == flow_grpo([Group(1, alone.trajectories)], mode, num_groups=2).samples
-    )
+    alone = Group(0, group.finished)
+
+    def samples(groups: list[Group]) -> list[Sample]:
+        """Without the place of each trajectory in its group."""
+        return [replace(sample, origin=None) for sample in flow_grpo(groups, mode, num_groups=2).samples]
+
+    assert len(alone.trajectories) == 4 and len(samples(groups)) == 4 * 2
+    assert samples(groups) == samples([alone])
+    assert {sample.origin[1] for sample in flow_grpo(groups, mode).samples if sample.origin} == {0, 2, 4, 5}, "the log finds its turns"
+    lost = Group(1, tuple(t for t in group.trajectories if t.error))
+    assert samples([alone, lost]) == samples([alone])
     assert flow_grpo([lost], mode).num_dropped == 1
 
 
