@@ -28,7 +28,7 @@ from flowtrain.agents.tools import Tool
 from flowtrain.config import Config
 from flowtrain.options import to_toml
 from flowtrain.report.run_dir import writing
-from flowtrain.rewards import score
+from flowtrain.rewards import Judge, VerdictCache, score
 from flowtrain.rollout.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.rollout.engine import Engine
 from flowtrain.rollout.requests import stop_ids
@@ -130,6 +130,11 @@ class Job:
 
     def make_flow(self, planner: Planner, max_turns: int) -> Flow:
         return make_flow(self.config, planner, self.tools, max_turns, self.chats.roles)
+
+    def make_judge(self) -> Judge | None:
+        """None where `roles.judge` says so."""
+        engine = self.chats.roles.get("judge")
+        return None if engine is None else Judge(engine, VerdictCache(Path(self.config.judge.cache)), self.config.judge)
 
     def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
         """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""

@@ -116,7 +116,7 @@ def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
         rank=world.rank,
         num_ranks=world.size,
     )
-    return [trajectory for group in score(groups) for trajectory in group.trajectories]
+    return [trajectory for group in score(groups, job.make_judge()) for trajectory in group.trajectories]
 
 
 def _balanced(tasks: TaskSet, config: Config) -> list[Task]:

@@ -20,6 +20,7 @@ from flowtrain.evals import Evaluation, RolloutStats, evaluate
 from flowtrain.job import Job, check_divides, loss_spec, optim_spec, resume_point, saving
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
+from flowtrain.rewards import Judge
 from flowtrain.rollout.engine import Engine, EngineError
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
@@ -61,6 +62,7 @@ class Session:
     world: World
     cursor: TaskCursor | MixedCursor
     flow: Flow
+    judge: Judge | None
     engine: Engine
     trainer: Trainer
     start_step: int
@@ -93,6 +95,7 @@ class Session:
         self._cleanup.callback(self.engine.close)
         self._publisher = self._job.make_publisher(self._store)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
+        self.judge = self._job.make_judge()
         self._run_dir = self._job.open_run_dir()
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
@@ -166,7 +169,7 @@ class Session:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
         (num_dropped,) = self.world.sum([batch.num_dropped])
-        chats = self._job.chats.metrics()
+        chats = {**self._job.chats.metrics(), **(self.judge.metrics() if self.judge is not None else {})}
         chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
         evaluation = {}
         if config.eval.every and step % config.eval.every == 0:
@@ -218,7 +221,9 @@ class Session:
         config = self._config
         flow = self._make_flow(temperature, config.agent.eval_max_turns)
         seed = derive_seed(config.run.seed, "eval", step)
-        return evaluate(flow, self._job.tasks.held_out[split], seed, config.agent.tools, self.world, config.rollout.max_in_flight)
+        return evaluate(
+            flow, self._job.tasks.held_out[split], seed, config.agent.tools, self.world, config.rollout.max_in_flight, self.judge
+        )
 
     def _evaluate_warm(self) -> dict[str, Any]:
         """The policy that training starts from, measured once per run."""

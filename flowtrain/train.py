@@ -35,7 +35,7 @@ def train(config: Config) -> int:
             with clock("collect"):
                 groups = collect(run.flow, tasks, **run.collect_options(step))
             with clock("train"):
-                groups = score(groups)
+                groups = score(groups, run.judge)
                 if config.algorithm.shuffle_rewards:
                     groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
                 batch = flow_grpo(groups, config.algorithm.mode, config.train.num_minibatches, len(tasks))

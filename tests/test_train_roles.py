@@ -29,21 +29,24 @@ def script(body: dict[str, Any]) -> Response | str:
         return "1. Summary: a sum."
     if prompt.startswith("You check"):
         return "Good.\nConclusion: STOP" if chance(prompt) < 0.3 else "Conclusion: CONTINUE"
+    if prompt.startswith("You decide whether"):
+        return f"It may.\nVerdict: {chance(prompt) < 0.5}"
     if chance(prompt) < 0.2:
         return JSONResponse({"error": "not today"}, 400)
     return f"<answer>{10 + int(chance(prompt) * 8)}</answer>"
 
 
-def options(words: tuple[str, ...], base_url: str) -> tuple[str, ...]:
-    roles = [word for role in ("analyst", "verifier", "generator") for word in (f"--roles.{role}", "local")]
+def options(place: Path, words: tuple[str, ...], base_url: str) -> tuple[str, ...]:
+    roles = [word for role in ("analyst", "verifier", "generator", "judge") for word in (f"--roles.{role}", "local")]
     engine = ("--engines.local.base_url", base_url, "--engines.local.model", "m", "--engines.local.api_key_env", "")
-    return (*words, *roles, *engine, "--engines.local.price_out", "1000000", "--train.num_steps", "2", "--eval.num_tasks", "4")
+    cache = ("--judge.cache", str(place / "judge.sqlite"))
+    return (*words, *roles, *engine, *cache, "--engines.local.price_out", "1000000", "--train.num_steps", "2", "--eval.num_tasks", "4")
 
 
 def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, words: tuple[str, ...]) -> None:
     run = place / "roles"
     with chat_server(script) as chat:
-        code, lines, _ = server.run("train", *options(words, chat.base_url), "--run.dir", run)
+        code, lines, _ = server.run("train", *options(place, words, chat.base_url), "--run.dir", run)
     assert (code, lines) == (0, [])
     records = read(run / "trajectories.jsonl")
     failed = [record for record in records if record["error"]]
@@ -58,7 +61,10 @@ def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, wor
     for number, step in enumerate(steps, 1):
         rewards = [record["reward"] for record in records if record["step"] == number and not record["error"]]
         assert step["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert {record["scored_by"] for record in records} == {"exact", "judge", ""}
+    assert {record["reward"] for record in records if record["scored_by"] == "judge"} == {0.0, 1.0}
     last = steps[-1]
+    assert 0 < last["judge/asked"] <= sum(prompt.startswith("You decide") for prompt in chat.prompts), "the last evaluation asks, too"
     assert steps[0]["engines/local/requests"] < last["engines/local/requests"] <= len(chat.asked)
     assert last["engines/local/cost"] == last["engines/local/reply_tokens"] > 0
     assert last["engines/local/failures"] >= len(failed)
@@ -67,7 +73,7 @@ def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, wor
 
 def test_a_run_does_not_go_on_when_every_rollout_fails(place: Path, server: Server, words: tuple[str, ...]) -> None:
     with chat_server(lambda body: JSONResponse({"error": "not today"}, 400)) as chat:
-        code, lines, _ = server.run("train", *options(words, chat.base_url), "--run.dir", place / "failing")
+        code, lines, _ = server.run("train", *options(place, words, chat.base_url), "--run.dir", place / "failing")
     assert code == 1
     assert "all 32 rollouts of step 1 failed" in lines[-1] and "analyst: engines.local: HTTP 400" in lines[-1]
     assert not (place / "failing" / "checkpoints").exists() or not list((place / "failing" / "checkpoints").iterdir())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flowtrain.agents.flow import Flow
 from flowtrain.evals.stats import RolloutStats
-from flowtrain.rewards import score
+from flowtrain.rewards import Judge, score
 from flowtrain.rollout.collect import collect
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory
@@ -25,10 +25,12 @@ class Evaluation:
     trajectories: tuple[Trajectory, ...]
 
 
-def evaluate(flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[str], world: World, max_in_flight: int) -> Evaluation:
+def evaluate(
+    flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[str], world: World, max_in_flight: int, judge: Judge | None = None
+) -> Evaluation:
     """One rollout of each task; collective."""
     groups = collect(flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=world.rank, num_ranks=world.size)
-    trajectories = tuple(trajectory for group in score(groups) for trajectory in group.trajectories)
+    trajectories = tuple(trajectory for group in score(groups, judge) for trajectory in group.trajectories)
     return Evaluation(
         RolloutStats.of(trajectories, tool_names, world),
         _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),
