@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import gc
 import os
@@ -22,10 +23,16 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
+from flowkernels import LossSpec  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from flowtrain import _delta  # noqa: E402
-from flowtrain.types import UserError  # noqa: E402
+from flowtrain.training import attention  # noqa: E402
+from flowtrain.training import model as models  # noqa: E402
+from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
+from flowtrain.training.tree import pack, pack_rows  # noqa: E402
+from flowtrain.training.world import World  # noqa: E402
+from flowtrain.types import Sample, UserError  # noqa: E402
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
 from flowtrain.weights.boxes import BoxTarget  # noqa: E402
 from flowtrain.weights.target import HostTensors  # noqa: E402
@@ -93,6 +100,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=8,
+            logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
             worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports",
         )
@@ -122,6 +130,19 @@ class Engine:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+    def sample(self, temperature: float, number: int, version: int) -> list[Sample]:
+        """Responses of 16 tokens, as the trainer takes them."""
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)]
+        options = {"max_tokens": 16, "temperature": temperature, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(seed=i, flat_logprobs=True, **options) for i in range(number)]
+        outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), tuple(out.logprobs.logprobs), 1.0, (1.0,) * 16)
+            for prompt, out in zip(prompts, outputs, strict=True)
+        ]
 
     @property
     def transfer(self) -> Any:
@@ -222,6 +243,67 @@ def test_another_name_of_the_tied_head_is_taken_for_what_it_is(at_work: Any, tmp
     engine.transfer.__dict__.update(connected)
     engine.transfer.reader._manifest = None  # what it holds is of another store
     engine.update(int(own_store.head()))
+
+
+def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
+    """Another one that takes packed rows."""
+    other = copy.deepcopy(model).float()
+    other.set_attn_implementation(attention.NAME)
+    return other
+
+
+@pytest.fixture
+def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
+    """The engine on a store of its own, at version 0 of a policy with fp32 master weights that computes in bf16."""
+    engine, own_store, _, model = at_work
+    connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
+    policy = in_fp32(model)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(0.2)  # the head too: logits of the size of a new model's, and their rounding with them
+    models.shard(policy, World(0, 1, torch.device("cpu")), torch.bfloat16)
+    publisher = Publisher(store, PublishOptions(torch.bfloat16))
+    publisher.publish(models.named_weights(policy), 0)
+    engine.connect(store)
+    engine.update(0)
+    yield engine, store, publisher, policy
+    engine.transfer.__dict__.update(connected)
+    engine.transfer.reader._manifest = None
+    engine.update(int(own_store.head()))
+
+
+def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> Trainer:
+    return Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, at_work: Any, temperature: float) -> None:
+    """Its own log-probs, through token trees and the loss's head, of what vLLM sampled."""
+    engine, store, _, policy = trained
+    exact = in_fp32(at_work[3])
+    exact.load_state_dict(pull(store, 0), strict=False)
+    samples = engine.sample(temperature, 96, version=0)
+    rows = pack_rows(samples, 400)
+    trainer_T, exact_T = (torch.cat(trainer_of(policy, 0.0, temperature).score(model, rows)) for model in (policy, exact))
+    sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
+    difference_T = trainer_T - sampler_T
+    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.3, "or there would be little to disagree about"
+    assert 0 < difference_T.abs().mean() <= 0.005
+    assert (difference_T.exp() - 1 - difference_T).mean() <= 2e-5
+    assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), "no more than what bf16 itself is off by"
+
+
+def test_ten_updates_at_learning_rate_0_change_nothing(trained: Any) -> None:
+    """Words and log-probs stay those of version 0; the same steps at another rate move both."""
+    engine, store, publisher, policy = trained
+    start, first = store.manifest(0).digests, engine.sample(1.0, 8, version=0)
+    for version in range(1, 12):
+        trainer = trainer_of(policy, 0.0 if version < 11 else 1e-3)
+        trainer.step(pack(engine.sample(1.0, 8, version - 1), 1, 400))
+        publisher.publish(models.named_weights(policy), version)
+        engine.update(version)
+        assert engine.holds(store, version)
+        is_as_before = store.manifest(version).digests == start, engine.sample(1.0, 8, version) == first
+        assert is_as_before == ((True, True) if version < 11 else (False, False))
 
 
 def publish_next(at_work: Any) -> int:
