@@ -20,6 +20,7 @@ pytest.register_assert_rewrite("cli_runs")
 from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
+NO_PICTURE = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None"
 
 # ---- what a run leaves
 
@@ -72,6 +73,14 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
         )
         assert record["logprob_mismatch"] < 1e-4, "sampler and trainer agree on the tokens of the step"
     assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), "this run shows something"
+
+
+def test_the_trainer_takes_logprobs_among_what_was_sampled_from(words: tuple[str, ...], server: Server, place: Path) -> None:
+    argv = ("--run.dir", place / "truncated", "--train.num_steps", 2, "--rollout.top_k", 8, "--rollout.top_p", 0.8)
+    code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
+    assert code == 0, lines
+    _, *steps = read(place / "truncated" / "metrics.jsonl")
+    assert len(steps) == 2 and all(step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps)
 
 
 def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(full: Path) -> None:

@@ -118,6 +118,10 @@ class Rollout(Section):
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0
     """of the planner, in sampling and in the log-probs of training"""
+    top_k: int = Field(0, ge=0)
+    """sample from so many most likely tokens, and train the probabilities among them; 0: from all"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """of those, from the fewest whose probabilities sum to this; below 1 it needs a top_k, which bounds how many tokens are kept"""
     max_new_tokens: PositiveInt = 48
     """tokens per planner response (AgentFlow: 2048)"""
     request_timeout_s: PositiveFloat = 60.0
@@ -361,6 +365,10 @@ class Config(Section):
         if self.web_reader.overlap_words >= self.web_reader.chunk_words:
             reader = self.web_reader
             raise ValueError(f"web_reader.overlap_words={reader.overlap_words} must be below web_reader.chunk_words={reader.chunk_words}")
+        if self.rollout.top_p < 1 and not self.rollout.top_k:
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p} needs rollout.top_k above 0, say 50: it bounds the tokens kept for training"
+            )
         for key, value in (("tis", self.algorithm.tis), ("mis", self.algorithm.mis)):
             if value is not None and not self.train.rescore:
                 raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")

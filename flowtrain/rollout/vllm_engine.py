@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from flowtrain.config import Vllm
 from flowtrain.rollout.engine import EngineError
 from flowtrain.rollout.lives import Dead, Lives
-from flowtrain.rollout.requests import Decodes, check_fits, completion, stop_place
+from flowtrain.rollout.requests import Decodes, check_request, completion, kept_sets, stop_place
 from flowtrain.rollout.threads import Caller, Ended, Mailbox, within
 from flowtrain.rollout.vllm_process import (
     ERROR_FILE,
@@ -96,8 +96,8 @@ class VllmEngine:
         raise EngineError(f"vLLM died twice while it loaded version {version}") from error
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises UserError when prompt and response cannot fit the model's positions, EngineError when vLLM died over it twice."""
-        check_fits(prompt_ids, sampling, self.max_tokens)
+        """Raises UserError for a request that `check_request` refuses, EngineError when vLLM died over it twice."""
+        check_request(prompt_ids, sampling, self.max_tokens)
         deadline = time.monotonic() + sampling.deadline_s
         error: Dead | None = None
         for _ in range(2):
@@ -329,19 +329,23 @@ class _Core:
         timer = self._loop.call_later(deadline - time.monotonic(), self._abort, llm, name)
         ids: list[int] = []
         logprobs: list[float] = []
+        kept: list[list[int]] | None = [] if sampling.is_truncated else None
         stopped_at = 0
         try:
-            async for output in llm.generate(prompt, _params(sampling, self._model.stop_ids), name):
+            async for output in llm.generate(prompt, _params(sampling, self._model.stop_ids, llm.model_config.get_vocab_size()), name):
                 (part,) = output.outputs
                 ids += part.token_ids
-                logprobs += part.logprobs.logprobs if part.logprobs else []
+                if part.logprobs:
+                    logprobs += [part.logprobs.logprobs[start] for start in part.logprobs.start_indices]
+                if part.logprobs and kept is not None:
+                    kept += kept_sets(part.logprobs)
                 if sampling.stop_strings and not stopped_at:
                     stopped_at = stop_place(ids, len(ids) - len(part.token_ids), sampling.stop_strings, self._tokenizer)
                     if stopped_at and part.finish_reason is None:
                         await llm.abort(name)
             reason = FinishReason.STOP if stopped_at else _REASONS[part.finish_reason]
             end = stopped_at or len(ids)
-            return completion(ids[:end], logprobs[:end], self._labels[name], reason)
+            return completion(ids[:end], logprobs[:end], self._labels[name], reason, None if kept is None else kept[:end])
         except Exception as error:
             if llm.errored:
                 raise Dead("its process has ended") from error
@@ -362,7 +366,7 @@ def _make_llm(model: VllmModel, options: Vllm) -> Any:
     return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**engine_args(model, options)))
 
 
-def _params(sampling: Sampling, stop_ids: frozenset[int]) -> Any:
+def _params(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -372,7 +376,8 @@ def _params(sampling: Sampling, stop_ids: frozenset[int]) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sampling.seed,
-        logprobs=0,  # the sampled token's alone
+        # The sampled token's alone; or those of all that could be sampled: more than top_k, because vLLM keeps what ties with the last.
+        logprobs=min(2 * sampling.top_k + 8, num_vocab) if sampling.is_truncated else 0,
         flat_logprobs=True,
         ignore_eos=True,  # the tokens that end a response are these, whatever the model's folder says
         stop_token_ids=[] if sampling.ignore_end else sorted(stop_ids),

@@ -129,6 +129,7 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # as many as a request asks for
         "enable_prefix_caching": True,
         "distributed_executor_backend": "uni",
         "worker_extension_cls": "flowtrain.rollout.vllm_worker.Worker",

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +28,14 @@ from flowkernels import LossSpec  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from flowtrain import _delta  # noqa: E402
+from flowtrain.rollout.requests import kept_sets  # noqa: E402
+from flowtrain.rollout.vllm_engine import _params  # noqa: E402
 from flowtrain.training import attention  # noqa: E402
 from flowtrain.training import model as models  # noqa: E402
 from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
 from flowtrain.training.tree import pack, pack_rows  # noqa: E402
 from flowtrain.training.world import World  # noqa: E402
-from flowtrain.types import Sample, UserError  # noqa: E402
+from flowtrain.types import KeptTokens, Sample, Sampling, UserError  # noqa: E402
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
 from flowtrain.weights.boxes import BoxTarget  # noqa: E402
 from flowtrain.weights.target import HostTensors  # noqa: E402
@@ -101,6 +104,7 @@ class Engine:
             max_model_len=64,
             max_num_seqs=8,
             logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
             weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
             worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports",
         )
@@ -131,18 +135,18 @@ class Engine:
         prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, sampling, use_tqdm=False)]
 
-    def sample(self, temperature: float, number: int, version: int) -> list[Sample]:
-        """Responses of 16 tokens, as the trainer takes them."""
-        from vllm import SamplingParams
-
+    def sample(self, sampling: Sampling, number: int, version: int) -> list[Sample]:
+        """Responses as the trainer takes them."""
         prompts = [{"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)]
-        options = {"max_tokens": 16, "temperature": temperature, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-        params = [SamplingParams(seed=i, flat_logprobs=True, **options) for i in range(number)]
+        params = [_params(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"]) for i in range(number)]
         outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
-        return [
-            Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), tuple(out.logprobs.logprobs), 1.0, (1.0,) * 16)
-            for prompt, out in zip(prompts, outputs, strict=True)
-        ]
+        samples = []
+        for prompt, out in zip(prompts, outputs, strict=True):
+            flat = out.logprobs
+            kept = KeptTokens.of(kept_sets(flat)) if sampling.is_truncated else None
+            logprobs, weights = tuple(flat.logprobs[at] for at in flat.start_indices), (1.0,) * len(out.token_ids)
+            samples.append(Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), logprobs, 1.0, weights, kept=kept))
+        return samples
 
     @property
     def transfer(self) -> Any:
@@ -275,18 +279,22 @@ def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> 
     return Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature)
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 1.0), (20, 0.9)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, at_work: Any, temperature: float) -> None:
+def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, at_work: Any, temperature: float, top_k: int, top_p: float) -> None:
     """Its own log-probs, through token trees and the loss's head, of what vLLM sampled."""
     engine, store, _, policy = trained
     exact = in_fp32(at_work[3])
     exact.load_state_dict(pull(store, 0), strict=False)
-    samples = engine.sample(temperature, 96, version=0)
+    samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
     rows = pack_rows(samples, 400)
     trainer_T, exact_T = (torch.cat(trainer_of(policy, 0.0, temperature).score(model, rows)) for model in (policy, exact))
     sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
     difference_T = trainer_T - sampler_T
-    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.3, "or there would be little to disagree about"
+    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.1, "or there would be little to disagree about"
+    if top_k:
+        counts = [count for sample in samples if sample.kept for count in sample.kept.counts]
+        assert any(count > top_k for count in counts), "of bf16 logits, some tie with the last that is kept"
     assert 0 < difference_T.abs().mean() <= 0.005
     assert (difference_T.exp() - 1 - difference_T).mean() <= 2e-5
     assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), "no more than what bf16 itself is off by"
@@ -295,14 +303,14 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, at_work: Any,
 def test_ten_updates_at_learning_rate_0_change_nothing(trained: Any) -> None:
     """Words and log-probs stay those of version 0; the same steps at another rate move both."""
     engine, store, publisher, policy = trained
-    start, first = store.manifest(0).digests, engine.sample(1.0, 8, version=0)
+    start, first = store.manifest(0).digests, engine.sample(Sampling(16), 8, version=0)
     for version in range(1, 12):
         trainer = trainer_of(policy, 0.0 if version < 11 else 1e-3)
-        trainer.step(pack(engine.sample(1.0, 8, version - 1), 1, 400))
+        trainer.step(pack(engine.sample(Sampling(16), 8, version - 1), 1, 400))
         publisher.publish(models.named_weights(policy), version)
         engine.update(version)
         assert engine.holds(store, version)
-        is_as_before = store.manifest(version).digests == start, engine.sample(1.0, 8, version) == first
+        is_as_before = store.manifest(version).digests == start, engine.sample(Sampling(16), 8, version) == first
         assert is_as_before == ((True, True) if version < 11 else (False, False))
 
 
