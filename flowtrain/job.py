@@ -120,10 +120,10 @@ class Job:
         )
         return VllmEngine(model, self.tokenizer, options)
 
-    def make_publisher(self, store: WeightStore) -> Publisher:
-        """Publishes the policy in the dtype that engines sample with."""
+    def make_publisher(self, store: WeightStore, trainers: World) -> Publisher:
+        """Publishes the policy in the dtype that engines sample with; of those that train it."""
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
-        return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), self.world)
+        return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), trainers)
 
     def make_planner(self, engine: Engine, temperature: float) -> PolicyPlanner:
         return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
@@ -136,15 +136,15 @@ class Job:
         engine = self.chats.roles.get("judge")
         return None if engine is None else Judge(engine, VerdictCache(Path(self.config.judge.cache)), self.config.judge)
 
-    def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
-        """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""
+    def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
+        """Shards the model over those that train; with a KL term a frozen copy of it becomes the reference policy."""
         dtype = getattr(torch, self.config.model.dtype)
         reference = None
         if loss.kl_coef > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-            reference = models.shard(frozen, self.world, dtype)
-        model = models.shard(self.model, self.world, dtype, self.config.train.recompute)
-        return Trainer(model, self.world, loss, optim, self.config.rollout.temperature, reference)
+            reference = models.shard(frozen, trainers, dtype)
+        model = models.shard(self.model, trainers, dtype, self.config.train.recompute)
+        return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference)
 
     def close(self) -> None:
         for tool in self.tools.values():
@@ -173,12 +173,6 @@ def loss_spec(config: Config) -> LossSpec:
 def optim_spec(config: Config) -> OptimSpec:
     t = config.train
     return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
-
-
-def check_divides(key: str, number: int, world: World) -> None:
-    """Every rank gets the same share of a batch."""
-    if number % world.size:
-        raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
 
 
 def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:

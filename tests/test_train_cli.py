@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from flowtrain.options import parse
@@ -332,6 +333,32 @@ def test_eight_ranks_train_two_steps(words: tuple[str, ...], tmp_path: Path) -> 
         assert [(record["step"], record["group_index"]) for record in read(log)] == [(step, rank) for step in (1, 2) for _ in range(8)]
     assert "summary.json" in {path.name for path in run.iterdir()}
     assert done.stdout.count("held-out reward") == 1, "one rank speaks"
+
+
+@pytest.mark.dist
+def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+    """The same rollouts, metrics, checkpoints and versions."""
+    run = tmp_path / "run"
+    done = torchrun(2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_same_run(run, full)
+    assert sorted(path.name for path in run.glob("*.jsonl")) == ["metrics.jsonl", "trajectories.jsonl"]
+    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, "what one rank shows, once"
+
+
+@pytest.mark.dist
+def test_two_ranks_train_for_one_and_then_one_for_two(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+    """The run of one rank, but for the rounding of sums; it is resumed with the ranks placed otherwise."""
+    run = tmp_path / "run"
+    for num_engines, num_steps in ((1, 2), (2, NUM_STEPS)):
+        argv = ("--run.dir", run, "--run.resume", "auto", "--rollout.num_engine_ranks", num_engines, "--train.num_steps", num_steps)
+        done = torchrun(3, *words, *argv, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = (load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors") for each in (run, full))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+    rewards = [[record.get("reward_mean") for record in read(each / "metrics.jsonl")] for each in (run, full)]
+    assert rewards[0] == rewards[1]
+    assert {(record["step"] > 2, record["group_index"] % 2) for record in read(run / "trajectories.rank1.jsonl")} == {(True, 1)}
 
 
 @pytest.mark.dist

@@ -112,8 +112,10 @@ class Agent(Section):
 class Rollout(Section):
     engine: Literal["torch", "vllm"] = "torch"
     """torch: sampling in this process; vllm: by vLLM in processes of its own, one per rank"""
+    num_engine_ranks: int = Field(0, ge=0)
+    """0: every rank samples and trains; else the last so many ranks only sample, with an engine each, and the others only train"""
     num_questions: PositiveInt = 16
-    """questions per step over all ranks (AgentFlow: 32); the number of ranks divides it"""
+    """questions per step over all ranks (AgentFlow: 32); the number of ranks that sample divides it"""
     group_size: PositiveInt = 8
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0

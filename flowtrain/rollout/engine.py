@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.types import Completion, Sampling
@@ -34,3 +35,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds; it is not used any more."""
+
+
+@dataclass(slots=True)
+class NoEngine:
+    """Of a rank that only trains: nobody asks it anything."""
+
+    max_tokens: int
+    version: int = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        raise AssertionError("no task falls to a rank that only trains")
+
+    def load(self, version: int) -> None:
+        self.version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """It holds nothing."""

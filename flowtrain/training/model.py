@@ -112,8 +112,8 @@ def shard(model: PreTrainedModel, world: World, dtype: torch.dtype, recompute: b
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if model.num_parameters() > _SMALL:
         for layer in model.get_decoder().layers:
-            fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=world.mesh, mp_policy=policy)
+    return fully_shard(model, mesh=world.mesh, mp_policy=policy)
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     rows: list[list[Sample]] = []
     num_tokens = 0
     previous: tuple[int, ...] = ()
-    for sample in sorted(samples, key=_inputs):
+    for sample in in_order(samples):
         inputs = _inputs(sample)
         num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
         if not rows or num_tokens + num_new > token_budget:
@@ -93,6 +93,11 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
         rows[-1].append(sample)
         num_tokens, previous = num_tokens + num_new, inputs
     return [pack_row(members, share) for members in rows]
+
+
+def in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """By their tokens, so that what is alike is together."""
+    return sorted(samples, key=_inputs)
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
