@@ -108,6 +108,8 @@ class Job:
         if options.max_model_len > positions:
             raise UserError(f"vllm.max_model_len={options.max_model_len} must be at most the model's {positions} positions")
         is_cpu = device.type == "cpu"
+        if is_cpu and options.sleep:
+            raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
         model = VllmModel(
             shape,
             self.config.model.dtype,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from flowtrain.job import Job, loss_spec, optim_spec, saving
 from flowtrain.training import checkpoint
 from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import Row
 from flowtrain.training.world import World
 from flowtrain.weights import Publisher, WeightStore
 
@@ -28,6 +32,13 @@ class Learner:
         """Shards the model of `job`."""
         trainer = job.make_trainer(loss_spec(job.config), optim_spec(job.config), ranks)
         return cls(job, ranks, store, trainer, job.make_publisher(store, ranks))
+
+    def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+        """One optimizer step per mini-batch. Returns statistics of all ranks."""
+        stats = self.trainer.step(minibatches)
+        if self.job.config.vllm.sleep:
+            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself
+        return stats
 
     def publish(self, version: int) -> dict[str, float | str]:
         """Put the policy's weights into the store. Returns what that was, for the log."""

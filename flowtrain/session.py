@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowtrain import report
 from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
@@ -19,6 +21,7 @@ from flowtrain.config import Config
 from flowtrain.evals import Evaluation, RolloutStats, evaluate
 from flowtrain.job import Job, resume_point
 from flowtrain.learner import Learner
+from flowtrain.memory import check_memory
 from flowtrain.placement import Placement
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
@@ -89,6 +92,7 @@ class Session:
         self._cleanup.callback(self.world.leave)
         self._placement = Placement.of(config, self.world)
         self._job = Job.prepare(config, self.world)
+        self._check_memory()
         self._cleanup.callback(self._job.close)
         store = WeightStore(Path(config.run.dir) / "weights")
         self._engine = self._make_engine(store)
@@ -102,6 +106,12 @@ class Session:
         self._resume()
         self._open_logs()
         self._warm = self._evaluate_warm()
+
+    def _check_memory(self) -> None:
+        device, trainers = self.world.device, self._placement.trainers
+        if device.type == "cuda" and trainers.is_member:
+            total = torch.cuda.get_device_properties(device).total_memory
+            check_memory(self._config, self._job.model.num_parameters(), trainers.size, total)
 
     def _make_engine(self, store: WeightStore) -> Engine:
         if self._placement.samplers.is_member:
@@ -156,8 +166,11 @@ class Session:
         return self._placement.deal(samples)
 
     def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """One optimizer step per mini-batch. Returns statistics of all ranks that train; none on the others."""
-        return {} if self._learner is None else self._learner.trainer.step(minibatches)
+        """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all ranks that train; none on the others."""
+        if self._learner is None:
+            return {}
+        self._engine.sleep()
+        return self._learner.train(minibatches)
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""

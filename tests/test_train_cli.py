@@ -254,6 +254,8 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
         (("--run.dir", "broken.toml"), ("broken.toml is a file",)),
         (("--run.dir", "broken.toml/run"), ("cannot write broken.toml/run",)),
         (("--run.device", "cuda"), ("run.device='cuda'",)),
+        (("--rollout.num_engine_ranks", "1"), ("rollout.num_engine_ranks=1 leaves none of the 1 ranks",)),
+        (("--rollout.engine", "vllm", "--vllm.sleep", "true"), ("vllm.sleep=true needs a GPU",)),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

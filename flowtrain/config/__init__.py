@@ -196,6 +196,8 @@ class Vllm(Section):
     """tokens of prompt and response together; 0: as many as the model has positions"""
     max_num_seqs: PositiveInt = 256
     """responses that are sampled at a time; more wait in vLLM"""
+    sleep: bool = False
+    """while the rank trains, vLLM's weights go to the host and its cache away, which leaves the trainer its share of the GPU"""
     enforce_eager: bool = False
     """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
     start_timeout_s: PositiveFloat = 600.0
@@ -380,6 +382,10 @@ class Config(Section):
             packages = list(self.agent.python_packages)
             raise ValueError(
                 f"agent.python_packages={packages} needs files, which agent.sandbox='seccomp' has not; 'auto' finds one that has"
+            )
+        if self.vllm.sleep and self.rollout.num_engine_ranks:
+            raise ValueError(
+                f"vllm.sleep=true does not go with rollout.num_engine_ranks={self.rollout.num_engine_ranks}: no engine shares a GPU then"
             )
         tasks = self.tasks
         if (tasks.name == "file") != bool(tasks.path or tasks.mixture):

@@ -30,6 +30,9 @@ class Engine(Protocol):
     def load(self, version: int) -> None:
         """Sample with the weights `version` of the store from now on."""
 
+    def sleep(self) -> None:
+        """Give up memory until the next `load`, if the engine can; nothing is sampled meanwhile."""
+
     def metrics(self) -> dict[str, float]:
         """What the last load did, and what went wrong so far."""
 
@@ -49,6 +52,9 @@ class NoEngine:
 
     def load(self, version: int) -> None:
         self.version = version
+
+    def sleep(self) -> None:
+        """It holds nothing."""
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -89,6 +89,9 @@ class TorchEngine:
             if self._reader.version is not None:
                 self._version = self._reader.version
 
+    def sleep(self) -> None:
+        """It keeps its weights, and has no cache between batches."""
+
     def metrics(self) -> dict[str, float]:
         return {} if self.loaded is None else self.loaded.metrics()
 

@@ -118,6 +118,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         device["block_size"] = 32  # not 128: shorter prefixes would not be shared
     if options.kv_cache_gb or model.is_cpu:
         device["kv_cache_memory_bytes"] = int((options.kv_cache_gb or 1) * 2**30)
+    if options.sleep:
+        device["enable_sleep_mode"] = True
     if model.store:
         device |= {"load_format": "dummy", "weight_transfer_config": {"backend": "sparse_delta"}}
     return {

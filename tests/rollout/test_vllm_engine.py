@@ -28,7 +28,7 @@ from flowtrain.config import Vllm
 from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.rollout.vllm_engine import VllmEngine
-from flowtrain.rollout.vllm_process import VllmModel, check_version, cpu_environment, environment, explain, without_main
+from flowtrain.rollout.vllm_process import VllmModel, check_version, cpu_environment, engine_args, environment, explain, without_main
 from flowtrain.training import attention, head
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -289,6 +289,32 @@ class TestVllm:
         at_0.engine.load(1)
         metrics = at_0.engine.metrics()
         assert metrics["weights_loaded_by_delta"] == 1 and 0 < metrics["weights_pause_s"] < 5
+
+    def test_an_engine_that_slept_is_awake_before_it_is_updated(self, at_0: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it calls; vLLM itself can sleep on a GPU only."""
+        core, called = at_0.engine._lives.present.result(), []
+
+        def record(name: str, instead: bool) -> None:
+            real = getattr(core._llm, name)
+
+            async def call(*args: Any, **options: Any) -> Any:
+                called.append(name)
+                return None if instead else await real(*args, **options)
+
+            monkeypatch.setattr(core._llm, name, call)
+
+        for name in ("sleep", "wake_up", "start_weight_update", "pause_generation", "resume_generation"):
+            record(name, instead=name in ("sleep", "wake_up"))
+        at_0.engine.sleep()
+        assert called == [], "unless vllm.sleep says so"
+        monkeypatch.setattr(at_0.engine, "_options", OPTIONS.model_copy(update={"sleep": True}))
+        at_0.engine.sleep()
+        at_0.engine.load(1)
+        at_0.engine.load(2)
+        update = ["start_weight_update", "pause_generation", "resume_generation"]
+        assert called == ["sleep", "wake_up", *update, *update]
+        assert not engine_args(VllmModel("x", "float32", 64, frozenset()), OPTIONS).get("enable_sleep_mode")
+        assert engine_args(VllmModel("x", "float32", 64, frozenset()), at_0.engine._options)["enable_sleep_mode"]
 
     # --- an engine that dies ---------------------------------------------------------------------------------------------------------
 

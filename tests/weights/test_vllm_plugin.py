@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 from flowtrain import _delta  # noqa: E402
 from flowtrain.rollout.requests import kept_sets  # noqa: E402
-from flowtrain.rollout.vllm_engine import _params  # noqa: E402
+from flowtrain.rollout.vllm_core import _params  # noqa: E402
 from flowtrain.training import attention  # noqa: E402
 from flowtrain.training import model as models  # noqa: E402
 from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
