@@ -18,6 +18,7 @@ from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
+from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.engine import Engine
@@ -33,7 +34,7 @@ IN_FLIGHT, WORKERS = 256, 16
 class SimulatedTool:
     """Takes as long as its query says, and counts."""
 
-    name, description = "Simulated", "Sleeps."
+    card = ToolCard("Simulated", "Sleeps.")
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -57,7 +58,7 @@ class SamplingPlanner:
         order = random.Random(task.id)
         prompt = tuple(order.randrange(5, 250) for _ in range(8 + 4 * turn))
         done = await self.engine.generate(prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s))
-        return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.name))
+        return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name))
 
 
 def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
 def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[float, list[float]]:
     """Seconds of all, and of each tool call."""
     tool = SimulatedTool()
-    executor = RuleExecutor({tool.name: tool}, timeout_s=300.0, max_chars=10)
+    executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
     goes_on = RuleVerifier(lambda question, memory: False)
     flow = Flow(SamplingPlanner(engine), executor, goes_on, RuleGenerator(last_result), FlowLimits(TURNS, 600.0))
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from flowtrain.config import Config
 from flowtrain.placement import Placement, share
 from flowtrain.training.tree import in_order
-from flowtrain.training.wire import from_bytes, to_bytes
+from flowtrain.training.wire import from_bytes, scores_from_bytes, scores_to_bytes, to_bytes
 from flowtrain.training.world import World
 from flowtrain.types import KeptTokens, Sample, UserError
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple)
 FLOATS = st.floats(width=32, allow_nan=False)
+ORIGINS = st.tuples(*[st.integers(0, 1000)] * 3)
 
 
 @st.composite
@@ -25,7 +27,8 @@ def a_sample(draw: st.DrawFn) -> Sample:
     response = draw(IDS)
     per_token = st.lists(FLOATS, min_size=len(response), max_size=len(response)).map(tuple)
     kept = draw(st.none() | st.lists(IDS, min_size=len(response), max_size=len(response)).map(KeptTokens.of))
-    return Sample(draw(IDS), response, draw(per_token), draw(FLOATS), draw(per_token), draw(st.integers(0, 3)), kept)
+    minibatch, origin = draw(st.integers(0, 3)), draw(st.none() | ORIGINS)
+    return Sample(draw(IDS), response, draw(per_token), draw(FLOATS), draw(per_token), minibatch, origin, kept)
 
 
 def config(num_engine_ranks: int, num_questions: int = 12) -> Config:
@@ -40,6 +43,13 @@ def world(size: int, rank: int = 0) -> World:
 @given(st.lists(a_sample(), max_size=6))
 def test_samples_arrive_as_they_left(samples: list[Sample]) -> None:
     assert from_bytes(to_bytes(samples)) == samples
+
+
+@given(st.dictionaries(ORIGINS, st.lists(FLOATS).map(tuple), max_size=6))
+def test_scores_arrive_as_they_left(scores: dict[tuple[int, int, int], tuple[float, ...]]) -> None:
+    assert scores_from_bytes(scores_to_bytes(scores)) == scores
+    (nan,) = scores_from_bytes(scores_to_bytes({(1, 2, 3): (math.nan,)}))[1, 2, 3]
+    assert math.isnan(nan)
 
 
 def test_a_float_arrives_as_what_a_row_makes_of_it() -> None:
@@ -65,6 +75,7 @@ def test_colocated_ranks_train_what_they_sampled() -> None:
     assert placement.trainers is placement.samplers is placement.world and not placement.is_split
     samples = [Sample((1,), (2,), (-0.1,), 0.1, (1.0,))]
     assert placement.deal(samples) is samples and placement.of_first_sampler({"a": 1.0}) == {"a": 1.0}
+    assert placement.gather_scores({(0, 0, 0): (-0.5,)}) == {(0, 0, 0): (-0.5,)}
 
 
 @pytest.mark.parametrize(
