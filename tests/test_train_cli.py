@@ -344,7 +344,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(word
     done = torchrun(2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     check_same_run(run, full)
-    assert sorted(path.name for path in run.glob("*.jsonl")) == ["metrics.jsonl", "trajectories.jsonl"]
+    assert sorted(path.name for path in run.glob("*.jsonl")) == ["held_out.jsonl", "metrics.jsonl", "trajectories.jsonl"]
     assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, "what one rank shows, once"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import gc
 import os
@@ -249,21 +248,21 @@ def test_another_name_of_the_tied_head_is_taken_for_what_it_is(at_work: Any, tmp
     engine.update(int(own_store.head()))
 
 
-def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
-    """Another one that takes packed rows."""
-    other = copy.deepcopy(model).float()
-    other.set_attn_implementation(attention.NAME)
-    return other
+def new_policy() -> PreTrainedModel:
+    """In fp32, of the shape that is at work; takes packed rows."""
+    policy = new_model("Qwen3, tied head, query and key norms").float()
+    policy.set_attn_implementation(attention.NAME)
+    return policy
 
 
 @pytest.fixture
 def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
     """The engine on a store of its own, at version 0 of a policy with fp32 master weights that computes in bf16."""
-    engine, own_store, _, model = at_work
+    engine, own_store, _, _ = at_work
     connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
-    policy = in_fp32(model)
+    policy = new_policy()
     with torch.no_grad():
-        policy.get_input_embeddings().weight.mul_(0.2)  # the head too: logits of the size of a new model's, and their rounding with them
+        policy.get_input_embeddings().weight.mul_(0.15)  # the head too: logits of the size of a new model's, and their rounding with them
     models.shard(policy, World(0, 1, torch.device("cpu")), torch.bfloat16)
     publisher = Publisher(store, PublishOptions(torch.bfloat16))
     publisher.publish(models.named_weights(policy), 0)
@@ -281,20 +280,20 @@ def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 1.0), (20, 0.9)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, at_work: Any, temperature: float, top_k: int, top_p: float) -> None:
+def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, temperature: float, top_k: int, top_p: float) -> None:
     """Its own log-probs, through token trees and the loss's head, of what vLLM sampled."""
     engine, store, _, policy = trained
-    exact = in_fp32(at_work[3])
+    exact = new_policy()
     exact.load_state_dict(pull(store, 0), strict=False)
     samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
     rows = pack_rows(samples, 400)
     trainer_T, exact_T = (torch.cat(trainer_of(policy, 0.0, temperature).score(model, rows)) for model in (policy, exact))
     sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
     difference_T = trainer_T - sampler_T
-    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.1, "or there would be little to disagree about"
+    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, "or there would be little to disagree about"
     if top_k:
         counts = [count for sample in samples if sample.kept for count in sample.kept.counts]
-        assert any(count > top_k for count in counts), "of bf16 logits, some tie with the last that is kept"
+        assert max(counts) > top_k if top_p == 1 else min(counts) < top_k, "of bf16 logits, some tie with the last that is kept"
     assert 0 < difference_T.abs().mean() <= 0.005
     assert (difference_T.exp() - 1 - difference_T).mean() <= 2e-5
     assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), "no more than what bf16 itself is off by"
