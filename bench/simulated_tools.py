@@ -60,6 +60,10 @@ class SamplingPlanner:
         done = await self.engine.generate(prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s))
         return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name))
 
+    def measure(self, memory: Memory) -> int:
+        """Its prompts do not show the memory."""
+        return 0
+
 
 def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
     """One run of each."""
