@@ -129,7 +129,7 @@ class Server:
         """(exit code, lines on stderr without progress, stdout)"""
         process = self.start(module, *argv, **options)
         code = process.wait()
-        lines = [line for line in process.err.read_text().splitlines() if not line.startswith("step ")]
+        lines = [line for line in process.err.read_text().splitlines() if not line.startswith(("step ", "rollout "))]
         return code, lines, process.out.read_text()
 
     def close(self) -> None:

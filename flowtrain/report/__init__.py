@@ -3,19 +3,22 @@
 The curves live in `flowtrain.report.curves`, which is a command of its own and is therefore not imported here.
 """
 
-from flowtrain.report.metrics import MetricsLog, TrajectoryLog
-from flowtrain.report.progress import Progress
+from flowtrain.report.metrics import MetricsLog, TrajectoryLog, trajectory_record
+from flowtrain.report.progress import Progress, ProgressLine
 from flowtrain.report.run_dir import RunDir, atomic_write_text, manifest
-from flowtrain.report.tables import comparison_table, rollout_text, write_summary
+from flowtrain.report.tables import aligned, comparison_table, rollout_text, write_summary
 
 __all__ = [
     "MetricsLog",
     "Progress",
+    "ProgressLine",
     "RunDir",
     "TrajectoryLog",
+    "aligned",
     "atomic_write_text",
     "comparison_table",
     "manifest",
     "rollout_text",
+    "trajectory_record",
     "write_summary",
 ]

@@ -31,7 +31,7 @@ def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
     last_step = max(steps[-1] for steps, _ in series.values())
     with panels.style():
         figure = panels.run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
-        return _save(figure, run_dir / "curves.png" if out is None else Path(out))
+        return save_figure(figure, run_dir / "curves.png" if out is None else Path(out))
 
 
 def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
@@ -40,7 +40,7 @@ def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
 
     rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
     with panels.style():
-        return _save(panels.comparison_figure(rewards), Path(out))
+        return save_figure(panels.comparison_figure(rewards), Path(out))
 
 
 def read_series(run_dir: Path) -> dict[str, Series]:
@@ -87,7 +87,8 @@ def _eval_reward(run_dir: Path) -> Series:
     return series["eval_reward"]
 
 
-def _save(figure: Any, out: Path) -> Path:
+def save_figure(figure: Any, out: Path) -> Path:
+    """As a PNG, whole or not at all."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     atomic_write_bytes(out, picture.getvalue())

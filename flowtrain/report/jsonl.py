@@ -29,8 +29,11 @@ def json_value(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Appends one line per record, and either all of them or none: when the disk is full the file is cut back."""
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool = False) -> None:
+    """Appends one line per record, and either all of them or none: when the disk is full the file is cut back.
+
+    `durable`: they are on disk when this returns, and a machine that loses power keeps them.
+    """
     lines = [json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     # What backslashreplace makes of a lone surrogate is JSON's own escape of it.
     data = "".join(lines).encode("utf-8", "backslashreplace")
@@ -39,6 +42,9 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         try:
             with path.open("ab") as file:
                 file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError:
             # A torn last line is harmless to every reader, so a failure here must not hide the first one.
             with contextlib.suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
     Both hold `eval_reward`, `eval_reward_greedy`, `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`,
     `tool_shares` (name -> number each) and `turns_mean`.
     """
-    return _aligned([("", "frozen", "trained", "difference"), *comparison_rows(warm, trained, indent="  ")])
+    return aligned([("", "frozen", "trained", "difference"), *comparison_rows(warm, trained, indent="  ")])
 
 
 def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any], indent: str = "") -> list[Row]:
@@ -100,13 +100,14 @@ def _share(value: float, sign: str) -> str:
     return f"{100 * value:{sign}.1f} {'pp' if sign else '%'}"
 
 
-def _aligned(table: list[Row]) -> str:
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as text: the first is the heading, the first column flush left, all others flush right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for name, *numbers in table:
         cells = [name.ljust(widths[0]), *(number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * (sum(widths) + 6))
+    lines.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
     return "\n".join(lines) + "\n"
 
 
