@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +18,29 @@ class ChatEngine(Protocol):
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
         """The reply to one user message. Raises EngineError when there is none by the deadline, or at all."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens and money of some requests."""
+
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+    cost: float = 0.0
+
+
+_usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
+
+
+@contextmanager
+def metered() -> Iterator[Usage]:
+    """Adds up what is asked inside, by this task and those that it starts: with every rollout in a task of its own, that of each."""
+    usage = Usage()
+    token = _usage.set(usage)
+    try:
+        yield usage
+    finally:
+        _usage.reset(token)
 
 
 @dataclass(slots=True)
@@ -36,9 +62,15 @@ class Meter:
         """A reply has come."""
         self.prompt_tokens += prompt_tokens
         self.reply_tokens += reply_tokens
+        if (usage := _usage.get()) is not None:
+            usage.prompt_tokens += prompt_tokens
+            usage.reply_tokens += reply_tokens
+            usage.cost += self._cost(prompt_tokens, reply_tokens)
 
     def metrics(self) -> dict[str, float]:
         """All of them add up over ranks."""
-        cost = (self.prompt_tokens * self.price_in + self.reply_tokens * self.price_out) / 1e6
         counts = {name: getattr(self, name) for name in ("requests", "retries", "failures", "prompt_tokens", "reply_tokens")}
-        return {**counts, "cost": cost}
+        return {**counts, "cost": self._cost(self.prompt_tokens, self.reply_tokens)}
+
+    def _cost(self, prompt_tokens: int, reply_tokens: int) -> float:
+        return (prompt_tokens * self.price_in + reply_tokens * self.price_out) / 1e6

@@ -51,13 +51,15 @@ class ChatEngines:
                 chat.close()
 
 
-def make_chat_engines(config: Config, tokenizer: ChatTokenizer, device: torch.device) -> ChatEngines:
-    """Start what the roles name. `tokenizer` is the policy's, frozen models compute on `device`.
+def make_chat_engines(config: Config, tokenizer: ChatTokenizer, device: torch.device, planner: str = "") -> ChatEngines:
+    """Start what the roles name, and a frozen `planner` if one is named. `tokenizer` is the policy's, frozen models compute on `device`.
 
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key, no model, no chat template.
     """
     named = {role: name for role, name in config.roles.model_dump().items() if name not in NO_ENGINE}
     _check(config, named)
+    if planner:
+        named["planner"] = planner
     with ExitStack() as cleanup:  # closes what has started when another cannot
         started: dict[str, Endpoint | TokenChat] = {}
         for name in dict.fromkeys(named.values()):

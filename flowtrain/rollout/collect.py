@@ -36,7 +36,7 @@ def collect(
     try:
         return asyncio.run(_collect(flow, mine, group_size, seed, max_in_flight, *patience))
     except ExceptionGroup as failures:
-        if mistake := next(_user_errors(failures), None):
+        if mistake := next(user_errors(failures), None):
             raise mistake from None
         raise
 
@@ -62,9 +62,10 @@ async def _collect(
     return [Group(index, tuple(task.result() for task in members)) for index, members in groups]
 
 
-def _user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
+def user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
+    """Those among the failures of a task group."""
     for failure in failures.exceptions:
         if isinstance(failure, BaseExceptionGroup):
-            yield from _user_errors(failure)
+            yield from user_errors(failure)
         elif isinstance(failure, UserError):
             yield failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 import time
 from collections import deque
@@ -59,7 +60,10 @@ class Caller:
         self._replies: Mailbox | None = None
 
     async def call(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
-        """Its result. Raises TimeoutError at `deadline` (of time.monotonic()), and Ended when the other loop has ended or ends."""
+        """Its result; the coroutine sees the caller's context variables.
+
+        Raises TimeoutError at `deadline` (of time.monotonic()), and Ended when the other loop has ended or ends.
+        """
         loop = asyncio.get_running_loop()
         replies = self._replies
         if replies is None or replies.loop is not loop:
@@ -67,7 +71,7 @@ class Caller:
         answer: asyncio.Future[T] = loop.create_future()
         running: list[asyncio.Task[T]] = []
         try:
-            self._mailbox.post(_run, coroutine, answer, replies, running)
+            self._mailbox.post(contextvars.copy_context().run, _run, coroutine, answer, replies, running)
         except Ended:
             coroutine.close()
             raise
