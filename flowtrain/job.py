@@ -135,8 +135,7 @@ class Job:
 
     def make_judge(self) -> Judge | None:
         """None where `roles.judge` says so."""
-        engine = self.chats.roles.get("judge")
-        return None if engine is None else Judge(engine, VerdictCache(Path(self.config.judge.cache)), self.config.judge)
+        return make_judge(self.config, self.chats)
 
     def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
         """Shards the model over those that train; with a KL term a frozen copy of it becomes the reference policy."""
@@ -163,6 +162,12 @@ def saving(path: Path) -> Iterator[None]:
         except SafetensorError as error:
             number = re.search(r"os error (\d+)", str(error))
             raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
+
+
+def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
+    """The judge behind the rules; None where `roles.judge` says so."""
+    engine = chats.roles.get("judge")
+    return None if engine is None else Judge(engine, VerdictCache(Path(config.judge.cache)), config.judge)
 
 
 def loss_spec(config: Config) -> LossSpec:

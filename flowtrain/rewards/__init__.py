@@ -39,6 +39,14 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     return [replace(group, trajectories=tuple(members)) for group, members in zip(groups, scored, strict=True)]
 
 
+async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Trajectory:
+    """`score` for one rollout, in an event loop."""
+    scored = _by_rule(trajectory)
+    if judge is None or not _is_open(scored):
+        return scored
+    return _judged(scored, await judge.verdict(scored.task, final_answer(scored.answer)))
+
+
 def _by_rule(trajectory: Trajectory) -> Trajectory:
     task, answer = trajectory.task, final_answer(trajectory.answer)
     if task.scorer not in SCORERS:
@@ -54,8 +62,11 @@ def _overrule(scored: Sequence[list[Trajectory]], judge: Judge) -> None:
     places = [(i, j) for i, members in enumerate(scored) for j, trajectory in enumerate(members) if _is_open(trajectory)]
     verdicts = judge.verdicts([(scored[i][j].task, final_answer(scored[i][j].answer)) for i, j in places])
     for (i, j), is_right in zip(places, verdicts, strict=True):
-        if is_right is not None:
-            scored[i][j] = replace(scored[i][j], reward=float(is_right), scored_by="judge")
+        scored[i][j] = _judged(scored[i][j], is_right)
+
+
+def _judged(trajectory: Trajectory, is_right: bool | None) -> Trajectory:
+    return trajectory if is_right is None else replace(trajectory, reward=float(is_right), scored_by="judge")
 
 
 def _is_open(trajectory: Trajectory) -> bool:
@@ -76,4 +87,4 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [replace(group, trajectories=tuple(map(dealt, group.trajectories))) for group in groups]
 
 
-__all__ = ["SCORERS", "Judge", "VerdictCache", "final_answer", "score", "shuffle_rewards"]
+__all__ = ["SCORERS", "Judge", "VerdictCache", "final_answer", "score", "score_one", "shuffle_rewards"]

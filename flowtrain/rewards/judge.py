@@ -59,6 +59,13 @@ class Judge:
         known |= asyncio.run(self._ask_all(new)) if new else {}
         return [known[prompt] for prompt in prompts]
 
+    async def verdict(self, task: Task, answer: str) -> bool | None:
+        """Whether one final answer is right; for callers that run in an event loop and bound what is under way themselves."""
+        prompt = judge_prompt(task, answer)
+        known = self._cache.get(self._engine.name, prompt)
+        self._counts["cached"] += known is not None
+        return await self._ask(prompt) if known is None else known
+
     def metrics(self) -> dict[str, float]:
         """Since the start: replies asked for, answers that an earlier verdict served, unreadable replies, questions without a reply."""
         return {f"judge/{name}": float(count) for name, count in self._counts.items()}
