@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, PolicyPlanner
 from flowtrain.seeds import derive_seed
+from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Completion, FinishReason, PlanStep, Task
 
 
@@ -15,8 +16,8 @@ from flowtrain.types import Action, Completion, FinishReason, PlanStep, Task
 class ScriptedPlanner:
     """Follows `task.plan` from where the memory has got to; with probability `error` it guesses instead.
 
-    A guess has the step's sub-goal, but asks the base generator. Its tokens are those of `like`, the planner that shall learn from it; its
-    log-probs are 0, because nobody sampled them.
+    A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any expression of the numbers. Its tokens are
+    those of `like`, the planner that shall learn from it; its log-probs are 0, because nobody sampled them.
     """
 
     like: PolicyPlanner
@@ -27,8 +28,8 @@ class ScriptedPlanner:
     async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
         assert task.plan, f"task {task.id} has no plan to follow"
         step = next_step(task, memory)
-        is_error = random.Random(derive_seed(seed, turn)).random() < self.error
-        action = Action("", "", step.sub_goal, "Base_Generator" if is_error else step.tool_name)
+        rng = random.Random(derive_seed(seed, turn))
+        action = _guess(task, step, rng) if rng.random() < self.error else Action("", "", step.sub_goal, step.tool_name)
         text = self.like.prompt.write(action)
         ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
@@ -36,6 +37,12 @@ class ScriptedPlanner:
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
+
+
+def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:
+    if task.scorer == "gameof24":
+        return Action("", "", random_expression(task.answers, rng), step.tool_name)
+    return Action("", "", step.sub_goal, "Base_Generator")
 
 
 def next_step(task: Task, memory: Memory) -> PlanStep:

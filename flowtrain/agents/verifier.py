@@ -84,9 +84,11 @@ def facts_enough(question: str, memory: Memory) -> bool:
 
 
 def gameof24_enough(question: str, memory: Memory) -> bool:
-    """The last expression came out as 24."""
+    """The last expression came out as 24 and has the numbers that the question states in brackets, each once."""
     entry = memory.entries[-1]
-    return entry.tool_name == "Python_Coder" and _is_24(entry.result)
+    given = re.search(r"\[([0-9, ]+)\]", question)
+    uses_them = given is None or sorted(re.findall("[0-9]+", entry.sub_goal)) == sorted(re.findall("[0-9]+", given[1]))
+    return entry.tool_name == "Python_Coder" and _is_24(entry.result) and uses_them
 
 
 def any_result_enough(question: str, memory: Memory) -> bool:

@@ -13,6 +13,11 @@ from flowtrain.types import PlanStep, Task, UserError
 
 SPLITS = ("train", "texts")
 TARGET = 24
+_QUESTION = (
+    "Using the numbers [{numbers}], create an expression that equals 24. You must use basic arithmetic operations (+, -, \u00d7, /) and "
+    "parentheses. **Each number can only be used once.**  Example: for [1, 2, 3, 4], one solution is (1+2+3)\u00d74."
+)
+"""In the words of AgentFlow's benchmark, so that what was learnt on other puzzles can be measured on its."""
 
 _Numbers = tuple[int, ...]
 
@@ -28,6 +33,15 @@ def solve(numbers: Sequence[int]) -> str | None:
     ordered = tuple(sorted(numbers))
     expression = next(_solutions(ordered), None)
     return None if expression is None else expression[1:-1]
+
+
+def random_expression(numbers: Sequence[str], rng: random.Random) -> str:
+    """An expression that uses each of two or more numbers once, and is 24 by chance only."""
+    parts = list(numbers)
+    while len(parts) > 1:
+        left, right = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        parts.append(f"({left} {rng.choice('+-*/')} {right})")
+    return parts[0][1:-1]
 
 
 def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
@@ -55,8 +69,7 @@ def _task(task_id: str, puzzle: _Numbers) -> Task:
 
 
 def _question(puzzle: _Numbers) -> str:
-    a, b, c, d = puzzle
-    return f"Use the numbers {a}, {b}, {c} and {d} once each with + - * / to make {TARGET}."
+    return _QUESTION.format(numbers=", ".join(map(str, puzzle)))
 
 
 def _is_text(question: str) -> bool:

@@ -76,6 +76,15 @@ def test_24_is_enough(entry: tuple[str, str], enough: bool) -> None:
     assert gameof24_enough("Use the numbers 1, 2, 3 and 4", memory(("Python_Coder", "24"), entry)) is enough
 
 
+@pytest.mark.parametrize(
+    ("expression", "enough"),
+    [("(1 + 1 + 1) * 12", True), ("12 * (1 + 1 / 1)", True), ("(1 + 1) * 12", False), ("1 + 1 + 1 * 24", False), ("12 + 12", False)],
+)
+def test_24_from_other_numbers_is_not_enough(expression: str, enough: bool) -> None:
+    question = "Using the numbers [1, 1, 1, 12], create an expression that equals 24. Example: for [1, 2, 3, 4], one is (1+2+3)*4."
+    assert gameof24_enough(question, memory(("Python_Coder", expression, "24"))) is enough
+
+
 def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     async def verdict(result: str) -> Verdict:
         verdict, text = await RuleVerifier(any_result_enough).verify("q", memory(("Search", "fine"), ("Search", result)), 0, 1.0)
@@ -254,6 +263,19 @@ def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> 
     some = tools(0.6, 1)
     assert 20 <= some.count("Base_Generator") <= 40
     assert some == tools(0.6, 1) != tools(0.6, 2)
+
+
+def test_in_the_game_of_24_an_expert_that_errs_writes_some_expression() -> None:
+    puzzle = Task("24", "?", ("1", "2", "3", "4"), scorer="gameof24", plan=(PlanStep("(1 + 2 + 3) * 4", "Python_Coder"),))
+
+    def sub_goals(error: float) -> set[str]:
+        plans = [asyncio.run(expert(error).plan(puzzle, Memory(), turn, 0, 1.0)) for turn in range(20)]
+        assert all(plan.action is not None and plan.action.tool_name == "Python_Coder" for plan in plans)
+        return {plan.action.sub_goal for plan in plans if plan.action is not None}
+
+    assert sub_goals(0.0) == {"(1 + 2 + 3) * 4"}
+    guesses = sub_goals(1.0)
+    assert len(guesses) > 15 and all(sorted(filter(str.isdigit, guess)) == ["1", "2", "3", "4"] for guess in guesses)
 
 
 # ---- put together from the config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from fractions import Fraction
 from itertools import combinations_with_replacement, permutations, product
@@ -9,7 +10,7 @@ from itertools import combinations_with_replacement, permutations, product
 import pytest
 
 from flowtrain.rewards.gameof24 import check_expression, gameof24
-from flowtrain.tasks.gameof24 import gameof24_tasks, solvable_puzzles, solve
+from flowtrain.tasks.gameof24 import gameof24_tasks, random_expression, solvable_puzzles, solve
 from flowtrain.types import UserError
 
 
@@ -72,16 +73,25 @@ def test_tasks() -> None:
     assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 40
     for task in tasks:
         assert (task.kind, task.num_turns, task.scorer) == ("gameof24", 1, "gameof24")
-        a, b, c, d = task.answers
-        assert task.question == f"Use the numbers {a}, {b}, {c} and {d} once each with + - * / to make 24."
+        assert task.question.startswith(f"Using the numbers [{', '.join(task.answers)}], create an expression that equals 24. ")
         (step,) = task.plan
         assert step.tool_name == "Python_Coder" and gameof24(task, step.sub_goal) == 1.0
     assert tasks == gameof24_tasks("train", 40, 0) != gameof24_tasks("train", 40, 1)
 
 
+def test_a_random_expression_uses_each_number_once_and_is_seldom_24() -> None:
+    rng, num_right = random.Random(0), 0
+    for _ in range(300):
+        numbers = [str(rng.randint(1, 13)) for _ in range(4)]
+        reason = check_expression(random_expression(numbers, rng), [int(number) for number in numbers])
+        assert reason is None or reason == "divides by zero" or reason.startswith("makes ")
+        num_right += reason is None
+    assert 0 < num_right < 15
+
+
 def test_splits_are_disjoint_and_complete() -> None:
     train, texts = ({task.answers for task in gameof24_tasks(split, None, 0)} for split in ("train", "texts"))
-    assert (len(train), len(texts)) == (1230, 132)
+    assert (len(train), len(texts)) == (1216, 146)
     assert not train & texts and len(train | texts) == 1362
 
 
@@ -89,8 +99,8 @@ def test_splits_are_disjoint_and_complete() -> None:
     ("split", "num_tasks", "message"),
     [
         ("forms", 1, "split 'forms' is unknown; known: train, texts"),
-        ("train", 0, "1 to 1230 tasks, not 0"),
-        ("texts", 133, "1 to 132 tasks, not 133"),
+        ("train", 0, "1 to 1216 tasks, not 0"),
+        ("texts", 147, "1 to 146 tasks, not 147"),
     ],
 )
 def test_bad_arguments_are_refused(split: str, num_tasks: int, message: str) -> None:
