@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from flowtrain.config import Config
@@ -17,11 +17,14 @@ INTERRUPTED = 130
 _ECHO_S = 2.0
 
 
-def run_command(module: str, body: Callable[[Config], int]) -> int:
-    """The exit code of `body`: 0, 2 after a UserError, 130 when it was interrupted. Under torchrun only rank 0 speaks."""
+def run_command(module: str, body: Callable[[Config], int], argv: Sequence[str] | None = None) -> int:
+    """The exit code of `body`: 0, 2 after a UserError, 130 when it was interrupted. Under torchrun only rank 0 speaks.
+
+    `argv`: the words that make up the config, where a command takes others besides.
+    """
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(sys.argv[1:])
+        config = parse(sys.argv[1:] if argv is None else argv)
         if config is None:
             print(help_text(module))
             return 0

@@ -190,14 +190,16 @@ class Turn:
     result: ToolResult
     verdict: Verdict
     seconds: float
-    verdict_text: str = ""
-    """What the verifier wrote; "" where a rule decided."""
     plan_s: float = 0.0
     """Those of them that the planner took."""
+    verdict_text: str = ""
+    """What the verifier wrote; "" where a rule decided."""
     training: TurnTraining | None = None
     """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
     response_kept: KeptTokens | None = None
     """The engine's, as for `Completion`."""
+    prompt_text: str = ""
+    """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; "" otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

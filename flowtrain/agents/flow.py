@@ -142,6 +142,7 @@ class Flow:
             verdict_text=verdict_text,
             plan_s=plan_s,
             response_kept=done.kept,
+            prompt_text=plan.prompt_text,
         )
         rollout.memory, rollout.shown = memory, shown
         rollout.turns.append(turn)

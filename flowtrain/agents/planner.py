@@ -30,6 +30,8 @@ class Plan:
     text: str
     action: Action | None
     """None when the text was malformed."""
+    prompt_text: str = ""
+    """What a planner without tokens of its own has read."""
 
 
 class Planner(Protocol):

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.training.world import World
-from flowtrain.types import Trajectory
+from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
     *("rollouts", "failed", "reward", "turns", "malformed", "tool_errors", "response_tokens", "prompt_tokens"),
     *("out_of_turns", "out_of_time", "stragglers"),
 )
+
+
+class Pass(NamedTuple):
+    """What is counted of one turn."""
+
+    tool_name: str | None
+    """None where the action could not be read."""
+    is_error: bool
+    num_prompt_tokens: int
+    num_response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is counted of one rollout."""
+
+    reward: float | None
+    """None when it failed."""
+    truncated: str
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Outcome:
+        assert trajectory.reward is not None or trajectory.error
+        return cls(trajectory.reward, trajectory.truncated, tuple(map(_pass, trajectory.turns)))
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Outcome:
+        """From what `report.trajectory_record` wrote down."""
+        return cls(record["reward"], record["truncated"], tuple(map(_pass_of_record, record["turns"])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +76,16 @@ class RolloutStats:
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World) -> RolloutStats:
         """Over the rollouts of all ranks; collective."""
-        counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
-        for trajectory in trajectories:
-            _count(trajectory, counts)
-        total = dict(zip(counts, world.sum(list(counts.values())), strict=True))
+        counts = _count(map(Outcome.of, trajectories), tool_names)
+        return cls._from(dict(zip(counts, world.sum(list(counts.values())), strict=True)), tool_names)
+
+    @classmethod
+    def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
+        """Over rollouts that are all known here."""
+        return cls._from(_count(outcomes, tool_names), tool_names)
+
+    @classmethod
+    def _from(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
         rollouts, turns = max(total["rollouts"], 1), max(total["turns"], 1)
         return cls(
             num_rollouts=int(total["rollouts"]),
@@ -71,20 +108,32 @@ class RolloutStats:
         return plain | {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
 
 
-def _count(trajectory: Trajectory, counts: dict[str, float]) -> None:
-    assert trajectory.reward is not None or trajectory.error
-    counts["rollouts"] += 1
-    counts["failed"] += bool(trajectory.error)
-    counts["reward"] += trajectory.reward or 0.0
-    counts["turns"] += len(trajectory.turns)
-    counts["out_of_turns"] += trajectory.truncated == "turns"
-    counts["out_of_time"] += trajectory.truncated in ("time", "prompt", "straggler")
-    counts["stragglers"] += trajectory.truncated == "straggler"
-    for turn in trajectory.turns:
-        counts["response_tokens"] += len(turn.response_ids)
-        counts["prompt_tokens"] += len(turn.prompt_ids)
-        if turn.action is None or turn.action.tool_name.startswith(NO_TOOL):
-            counts["malformed"] += 1
-        else:
-            counts["tool_errors"] += turn.result.error is not None
-            counts[turn.action.tool_name] += 1
+def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+    counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
+    for outcome in outcomes:
+        counts["rollouts"] += 1
+        counts["failed"] += outcome.reward is None
+        counts["reward"] += outcome.reward or 0.0
+        counts["turns"] += len(outcome.passes)
+        counts["out_of_turns"] += outcome.truncated == "turns"
+        counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
+        counts["stragglers"] += outcome.truncated == "straggler"
+        for tool_name, is_error, num_prompt_tokens, num_response_tokens in outcome.passes:
+            counts["prompt_tokens"] += num_prompt_tokens
+            counts["response_tokens"] += num_response_tokens
+            if tool_name is None or tool_name.startswith(NO_TOOL):
+                counts["malformed"] += 1
+            else:
+                counts["tool_errors"] += is_error
+                counts[tool_name] += 1
+    return counts
+
+
+def _pass(turn: Turn) -> Pass:
+    tool_name = None if turn.action is None else turn.action.tool_name
+    return Pass(tool_name, turn.result.error is not None, len(turn.prompt_ids), len(turn.response_ids))
+
+
+def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
+    tool_name = None if turn["action"] is None else turn["action"]["tool_name"]
+    return Pass(tool_name, turn["is_error"], turn["num_prompt_tokens"], len(turn["response_ids"]))

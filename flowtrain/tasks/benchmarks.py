@@ -46,7 +46,7 @@ def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> lis
     """
     if name not in BENCHMARKS:
         raise UserError(f"benchmark {name!r} is unknown; known: {', '.join(BENCHMARKS)}")
-    benchmark, path = BENCHMARKS[name], _file(name, Path(folder))
+    benchmark, path = BENCHMARKS[name], benchmark_file(name, folder)
     tasks = [
         replace(read_task(row, benchmark.layout, where, f"{name}-{number - 1}"), kind=name, scorer=benchmark.scorer)
         for number, where, row in read_rows(path)
@@ -61,8 +61,9 @@ def available(folder: str | Path) -> list[str]:
     return [name for name in BENCHMARKS if any(path.is_file() for path in _places(name, Path(folder)))]
 
 
-def _file(name: str, folder: Path) -> Path:
-    places = _places(name, folder)
+def benchmark_file(name: str, folder: str | Path) -> Path:
+    """Where the benchmark lies; UserError, which says where to get it, when it is not there."""
+    places = _places(name, Path(folder))
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise UserError(

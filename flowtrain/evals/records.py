@@ -1,0 +1,81 @@
+"""What an evaluation writes down while it runs: one line per rollout, and which rollouts need not be asked again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain.evals.stats import Outcome
+from flowtrain.report import trajectory_record
+from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.rollout.chat import Usage
+from flowtrain.types import Trajectory
+
+FILE = "trajectories.jsonl"
+Key = tuple[str, str, int]
+"""(benchmark, pid, trial); the pid is the place in the benchmark's file, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is kept in memory of a line."""
+
+    key: Key
+    error: str
+    """Why the rollout failed; "" when it did not."""
+    outcome: Outcome
+    scored_by: str
+    seconds: float
+    usage: Usage
+    """Of frozen models: planner, modules, tools, judge."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Entry:
+        key = record["benchmark"], record["pid"], record["trial"]
+        return cls(key, record["error"], Outcome.of_record(record), record["scored_by"], record["seconds"], Usage(**record["usage"]))
+
+
+class RecordLog:
+    """trajectories.jsonl of an evaluation: the lines of a training run's log, where a trial (from 1) stands for a step, and some more keys.
+
+    Example: {"step": 1, "benchmark": "aime24", "pid": "3", "trial": 1, "task_id": ..., "question": ..., "turns": [...], "reward": 1.0}
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Drops a line that a killed process has left unfinished."""
+        self.path = Path(folder) / FILE
+        cut_lines(self.path, sys.maxsize)
+        self.entries = read_entries(folder)
+        """By key; those of earlier processes included."""
+
+    @property
+    def done(self) -> set[Key]:
+        """Rollouts that came to an answer; those that failed are none."""
+        return {key for key, entry in self.entries.items() if not entry.error}
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """On disk when it returns."""
+        append_lines(self.path, [record], durable=True)
+        entry = Entry.of(record)
+        self.entries[entry.key] = entry
+
+
+def read_entries(folder: Path) -> dict[Key, Entry]:
+    """Of the lines for one rollout the last counts: a failed one may have been asked again."""
+    path = Path(folder) / FILE
+    return {entry.key: entry for entry in map(Entry.of, read_lines(path))} if path.exists() else {}
+
+
+def rollout_record(
+    key: Key, index: int, trajectory: Trajectory, usage: Usage, decode: Callable[[Sequence[int]], str] | None
+) -> dict[str, Any]:
+    """`index`: place of the question in its benchmark; `usage`: what the frozen models took; `decode`: of the planner's prompt ids."""
+    benchmark, pid, trial = key
+    record = trajectory_record(trajectory, index)
+    for turn, written in zip(trajectory.turns, record["turns"], strict=True):
+        written["prompt_text"] = decode(turn.prompt_ids) if decode else turn.prompt_text
+    head = {"step": trial, "version": 0, "benchmark": benchmark, "pid": pid, "trial": trial}
+    return {**head, **record, "usage": asdict(usage)}

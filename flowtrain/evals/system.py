@@ -1,0 +1,120 @@
+"""The system that an evaluation asks: a flow per benchmark, and the names of all that answers in it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowtrain.agents.build import make_flow, make_tools
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.planner import Planner
+from flowtrain.agents.prompts import FullPrompt
+from flowtrain.agents.roles import prompt_hashes, tools_text
+from flowtrain.agents.tools import Tool
+from flowtrain.config import Config
+from flowtrain.evals.chat_planner import ChatPlanner, PlainText
+from flowtrain.job import Job, make_judge, saving
+from flowtrain.rewards import Judge
+from flowtrain.rewards.judge import judge_prompt
+from flowtrain.rollout.chat_engines import POLICY, ChatEngines, make_chat_engines
+from flowtrain.tasks.sets import task_set
+from flowtrain.training.model import named_weights
+from flowtrain.training.world import World
+from flowtrain.types import Task, UserError
+from flowtrain.weights import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is asked."""
+
+    flows: Mapping[str, Flow]
+    """By benchmark: the rule-based modules differ."""
+    judge: Judge | None
+    pins: Mapping[str, Mapping[str, str]]
+    """Names of engines with all their settings, the policy's with the hash of its weights; hashes of prompts."""
+    decode: Callable[[Sequence[int]], str] | None
+    """Of the planner's prompt ids; None for a planner that takes text."""
+    tokenizer_json: str
+    """What makes those ids readable for others; "" for a planner that takes text."""
+
+
+@contextmanager
+def open_system(config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path) -> Iterator[System]:
+    """Start what the config names; `planner` is the policy or an engine's name. Raises UserError for what is not there.
+
+    The policy's weights go to its engine by way of a store in `scratch`, as in training.
+    """
+    with ExitStack() as cleanup:
+        world = World.join(config.run.device)
+        cleanup.callback(world.leave)
+        start = _with_policy if planner == POLICY else _without_policy
+        yield start(config, benchmarks, planner, temperature, scratch, world, cleanup)
+
+
+def _with_policy(
+    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path, world: World, cleanup: ExitStack
+) -> System:
+    job = Job.prepare(config, world)
+    cleanup.callback(job.close)
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
+    store = WeightStore(scratch)
+    engine = job.make_engine(store)
+    cleanup.callback(engine.close)
+    with saving(scratch):
+        job.make_publisher(store, world).publish(named_weights(job.model), 0)
+    engine.load(0)
+    policy = f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, temperature {temperature:g}"
+    flows = _flows(config, benchmarks, job.make_planner(engine, temperature), job.tools, job.chats)
+    pins = _pins({POLICY: policy, **_names(job.chats)}, job.tools)
+    return System(flows, job.make_judge(), pins, job.tokenizer.decode, job.tokenizer.backend_tokenizer.to_str())
+
+
+def _without_policy(
+    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path, world: World, cleanup: ExitStack
+) -> System:
+    """No model is loaded but those that `[engines]` says are."""
+    if planner not in config.engines:
+        raise UserError(
+            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds {', '.join(config.engines) or 'nothing'}"
+        )
+    if asked := [role for role, name in config.roles.model_dump().items() if name == POLICY]:
+        raise UserError(f"--planner {planner!r}: roles.{asked[0]}={POLICY!r} would need the policy too; give that role another engine")
+    chats = make_chat_engines(config, PlainText(), world.device, planner)
+    cleanup.callback(chats.close)
+    tools = make_tools(config, task_set(config), chats.roles.get("tools"))
+    for tool in tools.values():
+        cleanup.callback(tool.close)
+    prompt = FullPrompt(list(tools.values()), PlainText(), config.agent.prompt_order)
+    frozen = ChatPlanner(chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s)
+    flows = _flows(config, benchmarks, frozen, tools, chats)
+    return System(flows, make_judge(config, chats), _pins(_names(chats), tools), None, "")
+
+
+def _flows(config: Config, benchmarks: Sequence[str], planner: Planner, tools: Mapping[str, Tool], chats: ChatEngines) -> dict[str, Flow]:
+    return {name: make_flow(_rules_of(config, name), planner, tools, config.agent.eval_max_turns, chats.roles) for name in benchmarks}
+
+
+def _rules_of(config: Config, benchmark: str) -> Config:
+    """With the rules of the benchmark for those modules that go by rules."""
+    name = "gameof24" if benchmark == "gameof24" else "file"
+    return config.model_copy(update={"tasks": config.tasks.model_copy(update={"name": name})})
+
+
+def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:
+    """Besides the prompts of modules, the judge's, and what all of them read about the tools."""
+    texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools)}
+    return {"engines": engines, "prompts": {**prompt_hashes(), **{name: _digest(text) for name, text in texts.items()}}}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _names(chats: ChatEngines) -> dict[str, str]:
+    return {name: chat.name for name, chat in chats.started.items() if name != POLICY}

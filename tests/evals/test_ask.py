@@ -1,0 +1,169 @@
+"""Rollouts of an evaluation on a scripted flow: seeds, order, failures, judges and what each rollout used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.prompts import FullPrompt
+from flowtrain.config import Judge as JudgeOptions
+from flowtrain.evals.ask import ask, questions
+from flowtrain.evals.chat_planner import ChatPlanner, PlainText
+from flowtrain.evals.records import RecordLog
+from flowtrain.evals.system import System
+from flowtrain.report import ProgressLine
+from flowtrain.rewards import Judge, VerdictCache
+from flowtrain.rollout.chat import Meter, metered
+from flowtrain.rollout.engine import EngineError
+from flowtrain.types import Action, Task, Trajectory, UserError
+
+TASKS = tuple(Task(f"aime24-{number}", f"{number} + 1?", (str(number + 1),), "aime24", 0, "math") for number in range(3))
+
+
+@dataclass
+class FakeFlow:
+    """Answers as a script says, or fails as it does; each rollout costs one token for each that began before it."""
+
+    script: Callable[[Task], str]
+    seeds: dict[str, int] = field(default_factory=dict)
+    under_way: int = 0
+    most: int = 0
+    meter: Meter = field(default_factory=lambda: Meter(price_in=1e6, price_out=0))
+
+    async def run(self, task: Task, seed: int) -> Trajectory:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.seeds[task.id] = seed
+        number = len(self.seeds)
+        await asyncio.sleep(0)
+        self.meter.count(number, 1)
+        self.under_way -= 1
+        return Trajectory(task, (), self.script(task), 0.5, seed)
+
+
+def run(
+    folder: Path, flow: FakeFlow, judge: Judge | None = None, *, benchmark: str = "aime24", num_trials: int = 1, **more: int
+) -> RecordLog:
+    log = RecordLog(folder)
+    tasks = [replace(task, id=task.id.replace("aime24", benchmark)) for task in TASKS]
+    todo = questions({benchmark: tasks}, num_trials)[more.get("first", 0) :]
+    system = System({benchmark: flow}, judge, {}, None, "")  # type: ignore[dict-item]
+    ask(system, todo, log, more.get("seed", 0), 2, ProgressLine(len(todo), 0, enabled=False))
+    return log
+
+
+def right(task: Task) -> str:
+    return task.answers[0]
+
+
+def test_every_rollout_has_a_seed_of_its_own_that_its_neighbours_do_not_change(tmp_path: Path) -> None:
+    def seeds(name: str, **more: Any) -> dict[str, int]:
+        (tmp_path / name).mkdir()
+        flow = FakeFlow(right)
+        run(tmp_path / name, flow, **more)
+        return flow.seeds
+
+    first = seeds("first")
+    assert len(set(first.values())) == 3 and seeds("same") == first
+    assert seeds("alone", first=2) == {"aime24-2": first["aime24-2"]}
+    assert not set(seeds("seed", seed=1).values()) & set(first.values())
+    assert not set(seeds("benchmark", benchmark="amc23").values()) & set(first.values())
+    assert not set(seeds("trial", first=3, num_trials=2).values()) & set(first.values())
+
+
+def test_no_more_are_under_way_than_allowed_and_each_knows_what_it_used(tmp_path: Path) -> None:
+    flow = FakeFlow(right)
+    log = run(tmp_path, flow)
+    assert flow.most == 2
+    assert {entry.usage.prompt_tokens: entry.usage.cost for entry in log.entries.values()} == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_what_is_asked_outside_is_not_counted() -> None:
+    meter = Meter(price_in=2.0, price_out=10.0)
+    meter.count(5, 5)
+    with metered() as outer:
+        meter.count(1_000_000, 0)
+        with metered() as inner:
+            meter.count(0, 100_000)
+    meter.count(7, 7)
+    assert (outer.prompt_tokens, outer.reply_tokens, outer.cost) == (1_000_000, 0, 2.0)
+    assert (inner.prompt_tokens, inner.reply_tokens, inner.cost) == (0, 100_000, 1.0)
+
+
+def test_an_engine_that_fails_is_a_failed_rollout_and_a_mistake_ends_all(tmp_path: Path) -> None:
+    def script(task: Task) -> str:
+        if task.id == "aime24-1":
+            raise EngineError("no reply")
+        return right(task)
+
+    log = run(tmp_path, FakeFlow(script))
+    assert [(entry.error, entry.outcome.reward) for entry in log.entries.values() if entry.key[1] == "1"] == [("planner: no reply", None)]
+    assert {entry.key[1]: entry.outcome.reward for entry in log.entries.values()} == {"0": 1.0, "1": None, "2": 1.0}
+
+    def refused(task: Task) -> str:
+        raise UserError("engines.gpt: a wrong key")
+
+    with pytest.raises(UserError, match=r"engines\.gpt: a wrong key"):
+        run(tmp_path, FakeFlow(refused))
+
+
+@dataclass
+class FakeChat:
+    """A judge that calls everything right."""
+
+    asked: int = 0
+    name: str = "fake"
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.asked += 1
+        return "Verdict: True"
+
+
+def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: Path) -> None:
+    chat = FakeChat()
+    judge = Judge(chat, VerdictCache(tmp_path / "cache.sqlite"), JudgeOptions())
+    log = run(tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge)
+    found = {entry.key[1]: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()}
+    assert found == {"0": (1.0, "math"), "1": (1.0, "judge"), "2": (1.0, "judge")} and chat.asked == 2
+    (tmp_path / "again").mkdir()
+    run(tmp_path / "again", FakeFlow(lambda task: "seven"), judge)
+    assert chat.asked == 3, "what it has judged is in its cache"
+
+
+# ---- a frozen planner
+
+
+class Echo:
+    """Remembers what it was asked."""
+
+    name = "echo"
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.asked: list[tuple[str, int, float]] = []
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.asked.append((prompt, seed, deadline_s))
+        return self.reply
+
+
+def test_a_chat_engine_plans_from_the_question_and_the_memory() -> None:
+    echo = Echo("Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: search")
+    planner = ChatPlanner(echo, FullPrompt([], PlainText()), ("Search",), 7.0)
+    memory = Memory((MemoryEntry("Search", "area of Mali", "x", "The area of Mali is 1240."),))
+    plan = asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0))
+    assert plan.action == Action("j", "c", "area of Chad", "Search") and plan.text == echo.reply
+    ((prompt, seed, deadline_s),) = echo.asked
+    assert plan.prompt_text == prompt and TASKS[0].question in prompt and "The area of Mali is 1240." in prompt
+    assert deadline_s == 7.0 and (plan.prompt_ids, plan.completion.ids) == ((), ())
+    asyncio.run(planner.plan(TASKS[0], memory, 2, 5, 3.0))
+    assert echo.asked[1][0] == prompt and echo.asked[1][1] != seed and echo.asked[1][2] == 3.0
+    assert planner.measure(memory) > planner.measure(Memory()) >= 0
+    echo.reply = "no idea"
+    assert asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0)).action is None
