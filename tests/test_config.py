@@ -410,7 +410,7 @@ def test_the_records_refuse_unknown_keys_too() -> None:
 def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
-    assert config.rollout.engine == ("torch" if path.stem == "quickstart" else "vllm")
+    assert config.rollout.engine == ("torch" if path.stem in ("quickstart", "gameof24") else "vllm")
 
 
 # ---- tables that the user names
