@@ -119,8 +119,9 @@ class Session:
     def _open_logs(self) -> None:
         config, path, world = self._config, self._run_dir.path, self.world
         last_step = self.start_step or -1  # from the start also means: without the line of step 0
-        self._trajectories = report.TrajectoryLog(path, world.rank, last_step)
-        self._held_out = report.TrajectoryLog(path, world.rank, last_step, "held_out")
+        self._trajectories, self._held_out = (
+            report.TrajectoryLog(path, world.rank, last_step, name, world.size) for name in ("trajectories", "held_out")
+        )
         self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
         self._cleanup.callback(self._progress.close)
         self._metrics = None
