@@ -169,7 +169,8 @@ class Session:
         if rollouts.failed_rollouts == rollouts.num_rollouts:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
-        (num_dropped,) = self.world.sum([batch.num_dropped])
+        num_dropped, *num_excluded = self.world.sum([batch.num_dropped, *batch.num_excluded.values()])
+        left_out = {f"num_excluded/{reason}": number for reason, number in zip(batch.num_excluded, num_excluded, strict=True)}
         chats = {**self._job.chats.metrics(), **(self.judge.metrics() if self.judge is not None else {})}
         chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
         evaluation = {}
@@ -179,7 +180,7 @@ class Session:
             evaluation = {"eval_reward": held_out.stats.reward_mean}
             self._log_held_out(step, held_out.trajectories)
         self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.scores.by_origin()))
-        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
+        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
         self._write({**head, **stats, **self._weights_metrics, **chats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:

@@ -63,6 +63,8 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
                 "ratio_mean",
                 "logprob_mismatch",
                 "num_groups_dropped",
+                "num_excluded/too_long",
+                "num_excluded/logprob",
                 "tokens_per_s",
             ),
         }

@@ -56,6 +56,11 @@ class Trainer:
         self._reference = reference
         self.scores = TokenScores()
 
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sample that the model has positions for."""
+        return int(self.model.config.max_position_embeddings)
+
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
