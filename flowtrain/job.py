@@ -9,10 +9,11 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from flowkernels import LossSpec
@@ -39,6 +40,7 @@ from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.memory import MemoryPlan, plan_memory
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory, UserError
@@ -75,14 +77,32 @@ class Job:
             cleanup.pop_all()
         return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)
 
-    def open_run_dir(self) -> report.RunDir:
-        """Create the folder of the run, or open it when it is to be resumed; every rank gets the same."""
+    def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
+        """Create the folder of the run, or open it when it is to be resumed; every rank gets the same. `facts` are for the manifest."""
         run, path = self.config.run, Path(self.config.run.dir)
         resumes = run.resume == "auto" and (path / "manifest.json").exists()
         if self.world.is_main and not resumes:
-            report.RunDir.create(path, to_toml(self.config), report.manifest(run.seed, sys.argv, self.world.size))
+            manifest = {**report.manifest(run.seed, sys.argv, self.world.size), **(facts or {})}
+            report.RunDir.create(path, to_toml(self.config), manifest)
         self.world.barrier()
         return report.RunDir.open(path)
+
+    def memory_plan(self) -> MemoryPlan:
+        """Of a rank; vLLM, a process of its own, apart."""
+        train, dtype, on_gpu = self.config.train, getattr(torch, self.config.model.dtype), self.world.device.type == "cuda"
+        has_reference = self.config.algorithm.kl_coef > 0
+        plan = plan_memory(
+            self.model,
+            num_ranks=self.world.size,
+            dtype=dtype,
+            token_budget=train.token_budget,
+            recompute=train.recompute,
+            has_reference=has_reference,
+            on_gpu=on_gpu,
+        )
+        copy_bytes = self.model.num_parameters() * dtype.itemsize
+        engine = copy_bytes if self.config.rollout.engine == "torch" else 0
+        return MemoryPlan({**plan.parts, "published": copy_bytes // self.world.size, "engine": engine})
 
     def make_engine(self, store: WeightStore) -> Engine:
         """A second copy of the model that samples; its weights come from the store by version."""

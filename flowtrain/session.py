@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowtrain import report
 from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
@@ -27,6 +29,7 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
+from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.model import named_weights
 from flowtrain.training.scores import annotate
 from flowtrain.training.trainer import Trainer
@@ -87,6 +90,8 @@ class Session:
         config = self._config
         self.world = World.join(config.run.device)
         self._cleanup.callback(self.world.leave)
+        self._memory = MemoryPeak(self.world.device)
+        self._peak_flops = 1e12 * (config.train.peak_tflops or self._known_tflops()) * self.world.size
         check_divides("rollout.num_questions", config.rollout.num_questions, self.world)
         self._job = Job.prepare(config, self.world)
         self._cleanup.callback(self._job.close)
@@ -96,9 +101,11 @@ class Session:
         self._publisher = self._job.make_publisher(self._store)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self.judge = self._job.make_judge()
-        self._run_dir = self._job.open_run_dir()
+        self._memory_plan = self._job.memory_plan()
+        self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
+            print(self._memory_plan.text())
         self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
         self._resume()
         self._open_logs()
@@ -169,7 +176,8 @@ class Session:
         if rollouts.failed_rollouts == rollouts.num_rollouts:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
-        num_dropped, *num_excluded = self.world.sum([batch.num_dropped, *batch.num_excluded.values()])
+        counts = [batch.num_dropped, *batch.num_excluded.values()]
+        (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(counts, [self._memory.num_bytes()])
         left_out = {f"num_excluded/{reason}": number for reason, number in zip(batch.num_excluded, num_excluded, strict=True)}
         chats = {**self._job.chats.metrics(), **(self.judge.metrics() if self.judge is not None else {})}
         chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
@@ -181,7 +189,9 @@ class Session:
             self._log_held_out(step, held_out.trajectories)
         self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.scores.by_origin()))
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
-        self._write({**head, **stats, **self._weights_metrics, **chats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
+        seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
+        speed = self._speed(stats, seconds["train_s"], peak_bytes)
+        self._write({**head, **stats, **speed, **self._weights_metrics, **chats, **seconds})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
@@ -200,10 +210,12 @@ class Session:
         self.save(self._config.train.num_steps)
         trained, shown = self._evaluate_all()
         self._progress.close()
+        (peak_bytes,) = self.world.max([self._memory.num_bytes()])
         if not self.world.is_main:
             return
         path = self._run_dir.path
-        report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds()})
+        memory = {"planned_memory_gb": self._memory_plan.num_bytes / 1e9, "peak_memory_gb": peak_bytes / 1e9}
+        report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds(), **memory})
         plot_curves(path)
         for trajectory in shown[: self._config.log.num_rollouts]:
             print(report.rollout_text(trajectory))
@@ -283,9 +295,22 @@ class Session:
             totals["warm_up"] = json.loads(origin.read_text())["seconds"]
         return {key: round(value, 3) for key, value in totals.items()}
 
+    def _speed(self, stats: Mapping[str, float], train_s: float, peak_bytes: float) -> dict[str, float]:
+        """What the training of a step cost. MFU counts FLOPs that the trees need, and is there where the device's peak is known."""
+        budget = max(stats["num_rows"], 1) * self._config.train.token_budget
+        speed = {
+            "tokens_per_s": stats["num_packed_tokens"] / max(train_s, 1e-9),
+            "row_fill": stats["num_packed_tokens"] / budget,
+            "peak_memory_gb": peak_bytes / 1e9,
+        }
+        return {**speed, "mfu": 1e12 * stats["train_tflop"] / max(train_s, 1e-9) / self._peak_flops} if self._peak_flops else speed
+
+    def _known_tflops(self) -> float:
+        """0 where the table of devices does not tell."""
+        is_told = self.world.device.type == "cuda" and self._config.model.dtype == "bfloat16"
+        return (peak_tflops(torch.cuda.get_device_name()) or 0.0) if is_told else 0.0
+
     def _write(self, metrics: dict[str, Any]) -> None:
-        if "train_s" in metrics:
-            metrics["tokens_per_s"] = metrics["num_packed_tokens"] / max(metrics["train_s"], 1e-9)
         if self._metrics is not None:
             self._metrics.log(metrics)
         self._progress.update(metrics)

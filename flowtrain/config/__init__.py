@@ -257,6 +257,8 @@ class Train(Section):
     """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row of its own"""
     recompute: bool = False
     """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory for about a third more time"""
+    peak_tflops: float = Field(0.0, ge=0)
+    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for common GPUs in bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

@@ -103,17 +103,27 @@ def shard(model: PreTrainedModel, world: World, dtype: torch.dtype, recompute: b
     """
     head.equip(model)
     if recompute:
-        # The name changed within transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        recompute_layers(model)
     model.to(world.device)
     if world.size == 1 and dtype == torch.float32:
         return model
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if model.num_parameters() > _SMALL:
+    if is_sharded_by_layer(model):
         for layer in model.get_decoder().layers:
             fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep the inputs of layers alone for the backward pass."""
+    # The name changed within transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def is_sharded_by_layer(model: PreTrainedModel) -> bool:
+    """Or whole."""
+    return model.num_parameters() > _SMALL
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
