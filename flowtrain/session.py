@@ -187,7 +187,7 @@ class Session:
                 held_out = self._evaluate(MAIN_SPLIT, config.rollout.temperature, step)
             evaluation = {"eval_reward": held_out.stats.reward_mean}
             self._log_held_out(step, held_out.trajectories)
-        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.scores.by_origin()))
+        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.own_scores()))
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
         seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
         speed = self._speed(stats, seconds["train_s"], peak_bytes)

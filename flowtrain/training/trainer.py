@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from flowtrain.training.balance import balance, give_back
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
-from flowtrain.training.scores import TokenScores
+from flowtrain.training.scores import Origin, TokenScores
 from flowtrain.training.tree import Row, empty_row
 from flowtrain.training.world import World
 
@@ -56,7 +57,7 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
-        self.scores = TokenScores()
+        self._scores, self._origins = TokenScores(), list[Origin]()
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -71,10 +72,11 @@ class Trainer:
             group["lr"] = lr
 
     def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """One optimizer step per mini-batch on this rank's rows; collective. Statistics are over all ranks, tokens and steps."""
-        totals, self.scores = Totals(), TokenScores()
+        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all."""
+        totals, self._scores = Totals(), TokenScores()
+        self._origins = [origin for rows in minibatches for row in rows for origin in row.origins if origin is not None]
         totals.num_flops = self._needed_flops(minibatches)
-        prepared = [self._prepare(rows) for rows in minibatches]
+        prepared = [self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches]
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
@@ -82,6 +84,10 @@ class Trainer:
             self.forward_backward(rows, normaliser, totals, int(num_rows))
             totals.grad_norms.append(self.optim_step())
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
+
+    def own_scores(self) -> dict[Origin, tuple[float, ...]]:
+        """The log-probs of the last step's tokens, of the turns that this rank gave; collective, and waits for the device."""
+        return give_back(self._scores.by_origin(), self._origins, self._world)
 
     def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> None:
         """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective."""
@@ -94,7 +100,7 @@ class Trainer:
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
             out = row_loss(self.model, row, self._loss, scale, self._temperature)
             out.loss.backward()
-            self.scores.add(row, out.logprob_T)
+            self._scores.add(row, out.logprob_T)
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
 
     def optim_step(self) -> float:
