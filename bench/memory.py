@@ -22,7 +22,7 @@ from bench.measure import print_table, write_json
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.memory import MemoryPlan, plan_memory
-from flowtrain.training.model import shard
+from flowtrain.training.model import ShardSpec, shard
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -106,9 +106,9 @@ def _train(case: Case, world: World) -> MemoryPlan:
     on_gpu = world.device.type == "cuda"
     dtype, config = torch.bfloat16 if on_gpu else torch.float32, case.config()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    options: dict[str, Any] = {"token_budget": case.token_budget, "recompute": case.recompute, "has_reference": False, "on_gpu": on_gpu}
-    plan = plan_memory(model, num_ranks=1, dtype=dtype, **options)
-    trainer = Trainer(shard(model, world, dtype, case.recompute), world, LossSpec(), OptimSpec(lr=1e-4))
+    spec = ShardSpec(dtype, case.recompute)
+    plan = plan_memory(model, spec, num_ranks=1, token_budget=case.token_budget, has_reference=False, on_gpu=on_gpu)
+    trainer = Trainer(shard(model, world, spec), world, LossSpec(), OptimSpec(lr=1e-4))
     rows = pack_rows([_sample(case.vocab_size, case.token_budget // 2, seed) for seed in range(4)], case.token_budget)
     assert [len(row.input_ids_N) for row in rows] == [case.token_budget] * 2
     for _ in range(2):

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.memory import MemoryPlan, plan_memory
+from flowtrain.training.model import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory, UserError
@@ -89,19 +90,17 @@ class Job:
 
     def memory_plan(self) -> MemoryPlan:
         """Of a rank; vLLM, a process of its own, apart."""
-        train, dtype, on_gpu = self.config.train, getattr(torch, self.config.model.dtype), self.world.device.type == "cuda"
-        has_reference = self.config.algorithm.kl_coef > 0
+        config, spec = self.config, self._shard_spec()
         plan = plan_memory(
             self.model,
+            spec,
             num_ranks=self.world.size,
-            dtype=dtype,
-            token_budget=train.token_budget,
-            recompute=train.recompute,
-            has_reference=has_reference,
-            on_gpu=on_gpu,
+            token_budget=config.train.token_budget,
+            has_reference=config.algorithm.kl_coef > 0,
+            on_gpu=self.world.device.type == "cuda",
         )
-        copy_bytes = self.model.num_parameters() * dtype.itemsize
-        engine = copy_bytes if self.config.rollout.engine == "torch" else 0
+        copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
+        engine = copy_bytes if config.rollout.engine == "torch" else 0
         return MemoryPlan({**plan.parts, "published": copy_bytes // self.world.size, "engine": engine})
 
     def make_engine(self, store: WeightStore) -> Engine:
@@ -158,13 +157,16 @@ class Job:
 
     def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
         """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""
-        dtype = getattr(torch, self.config.model.dtype)
-        reference = None
+        spec, reference = self._shard_spec(), None
         if loss.kl_coef > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-            reference = models.shard(frozen, self.world, dtype)
-        model = models.shard(self.model, self.world, dtype, self.config.train.recompute)
+            reference = models.shard(frozen, self.world, replace(spec, recompute=False))
+        model = models.shard(self.model, self.world, spec)
         return Trainer(model, self.world, loss, optim, self.config.rollout.temperature, reference)
+
+    def _shard_spec(self) -> ShardSpec:
+        train = self.config.train
+        return ShardSpec(getattr(torch, self.config.model.dtype), train.recompute, train.compile, train.reshard, train.offload)
 
     def close(self) -> None:
         for tool in self.tools.values():

@@ -3,7 +3,7 @@
 A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a branch; the queries of a segment see the
 keys of its ancestors and, causally, its own. Attention alone is computed on segments side by side, in blocks of similar shape padded to
 the largest of the block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches; everything else in the
-model runs on the row as it is.
+model runs on the row as it is. That is the way on a CPU; `flex.py` has the one on a GPU.
 
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
@@ -87,6 +87,7 @@ class Forest:
             blocks.append(_block(members, device))
         return cls(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=device))
 
+    @torch.compiler.disable  # its loop is another one for every row
     def attend(
         self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None = None, dropout: float = 0.0
     ) -> Tensor:

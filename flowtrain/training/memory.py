@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.training import attention
-from flowtrain.training.model import is_sharded_by_layer, recompute_layers
+from flowtrain.training.model import ShardSpec, is_sharded_by_layer, recompute_layers
 
 _CPU_CHUNK = 2**25
 """Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
@@ -44,25 +44,24 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: PreTrainedModel, *, num_ranks: int, dtype: torch.dtype, token_budget: int, recompute: bool, has_reference: bool, on_gpu: bool
+    model: PreTrainedModel, spec: ShardSpec, *, num_ranks: int, token_budget: int, has_reference: bool, on_gpu: bool
 ) -> MemoryPlan:
     """For a model that is not sharded yet and rows of `token_budget` tokens; a sample that is longer takes more.
 
-    What samples is not in it, nor what the publisher keeps of the last version.
+    What samples is not in it, nor what the publisher keeps of the last version, nor what a GPU's rank has in the memory of the CPU.
     """
-    num_all = model.num_parameters()
-    size = torch.finfo(dtype).bits // 8
-    is_sharded = num_ranks > 1 or dtype != torch.float32
-    share = num_all / num_ranks
-    at_head, in_layers = activations(model.config, dtype, token_budget, recompute)
+    size = spec.dtype.itemsize
+    is_sharded = num_ranks > 1 or spec.dtype != torch.float32 or spec.offload
+    own = 0.0 if spec.offload and on_gpu else 4 * model.num_parameters() / num_ranks
+    at_head, in_layers = activations(model.config, spec.dtype, token_budget, spec.recompute)
     head_weights, head_transient = _head(model, size, token_budget, on_gpu)
     return MemoryPlan(
         {
-            "weights": round(4 * share),
-            "gradients": round(4 * share),
-            "moments": round(8 * share),
-            "reference": round(4 * share) if has_reference else 0,
-            "gathered": _gathered(model, size) if is_sharded else 0,
+            "weights": round(own),
+            "gradients": round(own),
+            "moments": round(2 * own),
+            "reference": round(own) if has_reference else 0,
+            "gathered": _gathered(model, size, spec.reshard) if is_sharded else 0,
             "activations": max(at_head, in_layers),
             "head": head_weights + max(0, head_transient - max(0, in_layers - at_head)),
         }
@@ -85,10 +84,10 @@ def _head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> t
     return 4 * config.vocab_size * config.hidden_size, chunk + 2 * num_targets * config.hidden_size * size
 
 
-def _gathered(model: PreTrainedModel, size: int) -> int:
+def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
     """Weights that a rank holds whole: all of them, or two layers and what is no layer."""
     num_all = model.num_parameters()
-    if not is_sharded_by_layer(model):
+    if not (reshard and is_sharded_by_layer(model)):
         return size * num_all
     layers = model.get_decoder().layers
     num_layer = sum(p.numel() for p in layers[0].parameters())

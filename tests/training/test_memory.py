@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from flowtrain.training import model as models
 from flowtrain.training.attention import Forest
 from flowtrain.training.devices import PEAK_TFLOPS, MemoryPeak, peak_tflops
 from flowtrain.training.memory import activations, plan_memory
+from flowtrain.training.model import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -90,21 +92,28 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["Llama"]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     num = model.num_parameters()
-    options: dict[str, Any] = {"token_budget": 96, "recompute": False, "on_gpu": False}
-    alone = plan_memory(model, num_ranks=1, dtype=torch.float32, has_reference=False, **options).parts
+    options: dict[str, Any] = {"token_budget": 96, "on_gpu": False}
+    fp32, bf16 = ShardSpec(torch.float32), ShardSpec(torch.bfloat16)
+    alone = plan_memory(model, fp32, num_ranks=1, has_reference=False, **options).parts
     assert (alone["weights"], alone["gradients"], alone["moments"]) == (4 * num, 4 * num, 8 * num)
     assert alone["reference"] == alone["gathered"] == 0
-    whole = plan_memory(model, num_ranks=2, dtype=torch.bfloat16, has_reference=True, **options).parts
+    whole = plan_memory(model, bf16, num_ranks=2, has_reference=True, **options).parts
     assert (whole["weights"], whole["moments"], whole["reference"], whole["gathered"]) == (2 * num, 4 * num, 2 * num, 2 * num)
     monkeypatch.setattr(models, "_SMALL", 0)
-    layers = plan_memory(model, num_ranks=2, dtype=torch.bfloat16, has_reference=True, **options).parts
+    layers = plan_memory(model, bf16, num_ranks=2, has_reference=True, **options).parts
     num_layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert layers["gathered"] == 2 * (num - 3 * num_layer)
+    kept = plan_memory(model, replace(bf16, reshard=False), num_ranks=2, has_reference=True, **options).parts
+    assert kept["gathered"] == 2 * num
+    options = {"token_budget": 96, "on_gpu": True, "num_ranks": 2, "has_reference": True}
+    away = plan_memory(model, replace(bf16, offload=True), **options).parts
+    assert (away["weights"], away["gradients"], away["moments"], away["reference"]) == (0, 0, 0, 0)
+    assert away["gathered"] == layers["gathered"] and away["activations"] == layers["activations"]
 
 
 def test_the_plan_is_told_in_a_line() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["Llama"], attn_implementation=attention.NAME)
-    plan = plan_memory(model, num_ranks=1, dtype=torch.float32, token_budget=4096, recompute=False, has_reference=False, on_gpu=False)
+    plan = plan_memory(model, ShardSpec(torch.float32), num_ranks=1, token_budget=4096, has_reference=False, on_gpu=False)
     assert plan.num_bytes == sum(plan.parts.values())
     assert plan.text().startswith(f"memory of a rank at the peak of a step, predicted: {plan.num_bytes / 1e9:.3g} GB (weights ")
     assert "reference" not in plan.text()
@@ -117,9 +126,9 @@ def test_the_resident_set_grows_by_what_was_planned(alone: World) -> None:
         **{**SHAPE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}, num_key_value_heads=4, head_dim=32
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    options: dict[str, Any] = {"num_ranks": 1, "dtype": torch.float32, "recompute": False, "has_reference": False, "on_gpu": False}
-    peak, plan = MemoryPeak(alone.device), plan_memory(model, token_budget=8192, **options)
-    trainer = Trainer(models.shard(model, alone, torch.float32), alone, LossSpec(), OptimSpec(lr=1e-4))
+    spec, peak = ShardSpec(torch.float32), MemoryPeak(alone.device)
+    plan = plan_memory(model, spec, num_ranks=1, token_budget=8192, has_reference=False, on_gpu=False)
+    trainer = Trainer(models.shard(model, alone, spec), alone, LossSpec(), OptimSpec(lr=1e-4))
     ids = tuple(range(64)) * 8
     samples = [Sample((seed, *ids[seed : seed + 341]), ids[:171], (-4.0,) * 171, 1.0, (1.0,) * 171) for seed in range(16)]
     trainer.step([pack_rows(samples, 8192, share=False)])

@@ -31,7 +31,9 @@ CASES = {
     "by_layer": (LossSpec(), {"rescore": True}),
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "by_layer_recompute": (LossSpec(), {}),
+    "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
 }
+HOW = {"by_layer_recompute": {"recompute": True}, "by_layer_kept_offloaded": {"reshard": False, "offload": True}}
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
     [3, 0, 2, 0],  # and here none at all
@@ -65,7 +67,7 @@ def rows_of(step: int, rank: int, size: int) -> list[list[Row]]:
 
 
 def make_trainer(
-    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, recompute: bool = False
+    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, **how: bool
 ) -> Trainer:
     reference = None
     if loss.kl_coef:
@@ -73,8 +75,8 @@ def make_trainer(
         with torch.no_grad():
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
-        reference = models.shard(frozen, world, dtype)
-    model = models.shard(models.load_model(path, torch.float32), world, dtype, recompute)
+        reference = models.shard(frozen, world, models.ShardSpec(dtype))
+    model = models.shard(models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how))
     trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1e-3  # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
@@ -88,7 +90,7 @@ def run(path: str, out: Path) -> None:
     tokenizer = models.load_tokenizer(path)
     for name, (loss, options) in CASES.items():
         models._SMALL = 50_000_000 if name == "whole" else 0
-        trainer = make_trainer(path, world, loss, options, recompute=name.endswith("recompute"))
+        trainer = make_trainer(path, world, loss, options, **HOW.get(name, {}))
         stats: list[dict[str, float]] = []
         passes, scores = [0] * len(GROUPS), []
         trainer.model.register_forward_hook(lambda *_, passes=passes, stats=stats: passes.__setitem__(len(stats), passes[len(stats)] + 1))
