@@ -105,9 +105,10 @@ class Session:
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
-            print(self._memory_plan.text())
         self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
         self._resume()
+        if self.world.is_main:
+            print(self._memory_plan.text())
         self._open_logs()
         self._warm = self._evaluate_warm()
 
