@@ -38,10 +38,12 @@ def balance(rows: Sequence[Row], cost: Callable[[Row], float], world: World) -> 
 
 
 def give_back(scores: Mapping[Origin, Sequence[float]], origins: Sequence[Origin], world: World) -> dict[Origin, tuple[float, ...]]:
-    """Of the scores that all ranks have, those of `origins`; collective."""
+    """Of the scores that all ranks have, those of `origins`; collective. One rank has no others."""
+    if world.size == 1:
+        return {origin: tuple(score) for origin, score in scores.items()}
     wanted = [[tuple(origin) for origin in json.loads(text)] for text in world.gather_text(json.dumps(origins))]
     sent = [save({json.dumps(o): torch.tensor(scores[o], dtype=torch.float64) for o in each if o in scores}) for each in wanted]
-    received = sent if world.size == 1 else _exchange(sent, world)
+    received = _exchange(sent, world)
     return {tuple(json.loads(key)): tuple(score.tolist()) for data in received for key, score in load(data).items()}
 
 

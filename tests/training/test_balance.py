@@ -71,11 +71,6 @@ def test_a_row_arrives_as_it_was(random_samples: Callable[..., list[Sample]]) ->
     assert balancing._decode(balancing._encode({})) == {}
 
 
-def test_one_rank_gets_the_scores_it_has(alone: World) -> None:
-    scores = {(0, 1, 2): (-0.1, -1 / 3), (0, 1, 3): (-2.0,), (5, 0, 0): (-7.0,)}
-    assert balancing.give_back(scores, [(0, 1, 2), (5, 0, 0), (9, 9, 9)], alone) == {k: scores[k] for k in ((0, 1, 2), (5, 0, 0))}
-
-
 def test_one_rank_keeps_its_rows(random_samples: Callable[..., list[Sample]], alone: World) -> None:
     rows = pack_rows(random_samples(9), 20)
     assert all(a is b for a, b in zip(balance(rows, lambda row: pytest.fail("nothing to weigh"), alone), rows, strict=True))
