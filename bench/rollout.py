@@ -3,6 +3,8 @@
 The torch engine against transformers' own `generate`, and, where vLLM is installed, our engine on it against its `AsyncLLM` alone. The same
 prompts within a run: all of them distinct, and groups of 8 that share one, as the first turn of a GRPO batch does. End-of-sequence is
 switched off, so that all sample the same number of tokens.
+
+Last, one run each of the flow with 256 rollouts in flight and with 16 workers, whose tools are simulated (`bench/simulated_tools.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from bench import simulated_tools
 from bench.measure import median_ratio, print_table, time_in_turn, write_json
 from flowtrain.config import Vllm
 from flowtrain.rollout.engine import Engine
@@ -39,6 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each rival (default: 5)")
     parser.add_argument("--batch", type=int, default=128, help="requests at a time (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens per response (default: 16)")
+    parser.add_argument("--rollouts", type=int, default=1024, help="rollouts of the simulation of tools (default: 1024)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -55,8 +59,10 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is not None:
         rows += _vllm_rows(distinct, args.new_tokens, args.repeats)
     print_table(rows)
+    simulated = simulated_tools.measure(engine, args.rollouts)
+    print_table(simulated)
     if args.json:
-        write_json(args.json, rows)
+        write_json(args.json, [*rows, *simulated])
 
 
 def _kinds(distinct: Prompts) -> dict[str, Prompts]:

@@ -144,7 +144,7 @@ def recorded_samples(job: Job, place: Path) -> list[Sample]:
     """Of 16 questions x 8 rollouts by the planner, with the sampler's log-probs and the rewards that they got."""
     store = WeightStore(place / "weights")
     engine = job.make_torch_engine(store)
-    job.make_publisher(store).publish(named_weights(job.model), 0)
+    job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
     engine.load(0)
     return _samples(_rollouts(job, job.make_planner(engine, job.config.rollout.temperature)), job)
 

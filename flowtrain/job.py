@@ -88,20 +88,20 @@ class Job:
         self.world.barrier()
         return report.RunDir.open(path)
 
-    def memory_plan(self) -> MemoryPlan:
-        """Of a rank; vLLM, a process of its own, apart."""
+    def memory_plan(self, num_trainers: int, samples: bool) -> MemoryPlan:
+        """Of a rank that trains, and perhaps `samples` too; vLLM, a process of its own, apart."""
         config, spec = self.config, self._shard_spec()
         plan = plan_memory(
             self.model,
             spec,
-            num_ranks=self.world.size,
+            num_ranks=num_trainers,
             token_budget=config.train.token_budget,
             has_reference=config.algorithm.kl_coef > 0,
             on_gpu=self.world.device.type == "cuda",
         )
         copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
-        engine = copy_bytes if config.rollout.engine == "torch" else 0
-        return MemoryPlan({**plan.parts, "published": copy_bytes // self.world.size, "engine": engine})
+        engine = copy_bytes if samples and config.rollout.engine == "torch" else 0
+        return MemoryPlan({**plan.parts, "published": copy_bytes // num_trainers, "engine": engine})
 
     def make_engine(self, store: WeightStore) -> Engine:
         """A second copy of the model that samples; its weights come from the store by version."""
@@ -127,6 +127,8 @@ class Job:
         if options.max_model_len > positions:
             raise UserError(f"vllm.max_model_len={options.max_model_len} must be at most the model's {positions} positions")
         is_cpu = device.type == "cpu"
+        if is_cpu and options.sleep:
+            raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
         model = VllmModel(
             shape,
             self.config.model.dtype,
@@ -139,10 +141,10 @@ class Job:
         )
         return VllmEngine(model, self.tokenizer, options)
 
-    def make_publisher(self, store: WeightStore) -> Publisher:
-        """Publishes the policy in the dtype that engines sample with."""
+    def make_publisher(self, store: WeightStore, trainers: World) -> Publisher:
+        """Publishes the policy in the dtype that engines sample with; of those that train it."""
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
-        return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), self.world)
+        return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), trainers)
 
     def make_planner(self, engine: Engine, temperature: float) -> PolicyPlanner:
         return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
@@ -155,14 +157,14 @@ class Job:
         engine = self.chats.roles.get("judge")
         return None if engine is None else Judge(engine, VerdictCache(Path(self.config.judge.cache)), self.config.judge)
 
-    def make_trainer(self, loss: LossSpec, optim: OptimSpec) -> Trainer:
-        """Shards the model; with a KL term a frozen copy of it becomes the reference policy."""
+    def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
+        """Shards the model over those that train; with a KL term a frozen copy of it becomes the reference policy."""
         spec, reference = self._shard_spec(), None
         if loss.kl_coef > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-            reference = models.shard(frozen, self.world, replace(spec, recompute=False))
-        model = models.shard(self.model, self.world, spec)
-        return Trainer(model, self.world, loss, optim, self.config.rollout.temperature, reference)
+            reference = models.shard(frozen, trainers, replace(spec, recompute=False))
+        model = models.shard(self.model, trainers, spec)
+        return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference)
 
     def _shard_spec(self) -> ShardSpec:
         train = self.config.train
@@ -195,12 +197,6 @@ def loss_spec(config: Config) -> LossSpec:
 def optim_spec(config: Config) -> OptimSpec:
     t = config.train
     return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
-
-
-def check_divides(key: str, number: int, world: World) -> None:
-    """Every rank gets the same share of a batch."""
-    if number % world.size:
-        raise UserError(f"{key}={number} must be a multiple of the {world.size} ranks that torchrun started")
 
 
 def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:

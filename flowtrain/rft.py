@@ -20,7 +20,7 @@ from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
-from flowtrain.job import Job, check_divides, saving
+from flowtrain.job import Job, saving
 from flowtrain.rewards import score
 from flowtrain.rollout.collect import collect
 from flowtrain.rollout.engine import Engine
@@ -39,7 +39,8 @@ def rft(config: Config) -> int:
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
-        check_divides("rft.batch_size", config.rft.batch_size, world)
+        if config.rft.batch_size % world.size:
+            raise UserError(f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} ranks that torchrun started")
         job = Job.prepare(config, world, fictional=config.rft.fictional)
         cleanup.callback(job.close)
         return _run(job, Interrupt(), cleanup)
@@ -98,7 +99,7 @@ def _sync_engine(job: Job, store: WeightStore, engine: Engine) -> None:
     """Give the engine the policy's weights, through the store as in training."""
     if _samples(job.config):
         with saving(store.root):
-            job.make_publisher(store).publish(named_weights(job.model), 0)
+            job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
         engine.load(0)
 
 
@@ -131,7 +132,7 @@ def _balanced(tasks: TaskSet, config: Config) -> list[Task]:
 def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interrupt: Interrupt) -> int:
     """Fine-tune with a warm-up and a linear decay; returns the last step."""
     config, world, rft = job.config, job.world, job.config.rft
-    trainer = job.make_trainer(LossSpec("nll"), OptimSpec(rft.lr, (0.9, 0.95), weight_decay=0.0, grad_clip=1.0))
+    trainer = job.make_trainer(LossSpec("nll"), OptimSpec(rft.lr, (0.9, 0.95), weight_decay=0.0, grad_clip=1.0), world)
     batches = _batches(samples, rft.batch_size // world.size, derive_seed(config.run.seed, "batches", world.rank))
     metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard) if world.is_main else None
     progress = report.Progress(rft.num_steps, 0, world.is_main)

@@ -19,22 +19,24 @@ from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
 from flowtrain.evals import Evaluation, RolloutStats, evaluate
-from flowtrain.job import Job, check_divides, loss_spec, optim_spec, resume_point, saving
+from flowtrain.job import Job, resume_point
+from flowtrain.learner import Learner
+from flowtrain.memory import check_memory
+from flowtrain.placement import Placement
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
 from flowtrain.rewards import Judge
-from flowtrain.rollout.engine import Engine, EngineError
+from flowtrain.rollout.engine import Engine, EngineError, NoEngine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
-from flowtrain.training.model import named_weights
 from flowtrain.training.scores import annotate
-from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import Row
 from flowtrain.training.world import World
-from flowtrain.types import Group, Trajectory
+from flowtrain.types import Group, Sample, Trajectory
 from flowtrain.weights import WeightStore
 
 STAGES = ("collect", "train", "publish", "load", "eval")
@@ -66,8 +68,6 @@ class Session:
     cursor: TaskCursor | MixedCursor
     flow: Flow
     judge: Judge | None
-    engine: Engine
-    trainer: Trainer
     start_step: int
 
     def __init__(self, config: Config) -> None:
@@ -88,29 +88,48 @@ class Session:
 
     def _open(self) -> None:
         config = self._config
-        self.world = World.join(config.run.device)
+        # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
+        self.world = World.join(config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0)
         self._cleanup.callback(self.world.leave)
         self._memory = MemoryPeak(self.world.device)
-        self._peak_flops = 1e12 * (config.train.peak_tflops or self._known_tflops()) * self.world.size
-        check_divides("rollout.num_questions", config.rollout.num_questions, self.world)
+        self._placement = Placement.of(config, self.world)
+        self._peak_flops = 1e12 * (config.train.peak_tflops or self._known_tflops()) * self._placement.trainers.size
         self._job = Job.prepare(config, self.world)
+        self._check_memory()
         self._cleanup.callback(self._job.close)
-        self._store = WeightStore(Path(config.run.dir) / "weights")
-        self.engine = self._job.make_engine(self._store)
-        self._cleanup.callback(self.engine.close)
-        self._publisher = self._job.make_publisher(self._store)
+        store = WeightStore(Path(config.run.dir) / "weights")
+        self._engine = self._make_engine(store)
+        self._cleanup.callback(self._engine.close)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self.judge = self._job.make_judge()
-        self._memory_plan = self._job.memory_plan()
+        self._memory_plan = self._job.memory_plan(self._placement.trainers.size, not self._placement.is_split)
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
-        self.trainer = self._job.make_trainer(loss_spec(config), optim_spec(config))
+        self._learner = self._make_learner(store)
         self._resume()
         if self.world.is_main:
             print(self._memory_plan.text())
         self._open_logs()
         self._warm = self._evaluate_warm()
+
+    def _check_memory(self) -> None:
+        device, trainers = self.world.device, self._placement.trainers
+        if device.type == "cuda" and trainers.is_member:
+            total = torch.cuda.get_device_properties(device).total_memory
+            check_memory(self._config, self._job.model.num_parameters(), trainers.size, total)
+
+    def _make_engine(self, store: WeightStore) -> Engine:
+        if self._placement.samplers.is_member:
+            return self._job.make_engine(store)
+        return NoEngine(int(self._job.model.config.max_position_embeddings))
+
+    def _make_learner(self, store: WeightStore) -> Learner | None:
+        """None on a rank that only samples."""
+        if self._placement.trainers.is_member:
+            return Learner.make(self._job, self._placement.trainers, store)
+        self._job.model.to("meta")  # its memory is not needed here
+        return None
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, or begin; either way version `start_step` is published and loaded."""
@@ -118,17 +137,20 @@ class Session:
         state = {"step": 0, "cursor": 0}
         if place is not None:
             state = checkpoint.load_state(place)
-            checkpoint.restore(place, self._job.model, self.trainer.optimizer)
+            if self._learner is not None:
+                self._learner.restore(place)
         self.start_step = state["step"]
         self.cursor = self._job.tasks.cursor(self._config.run.seed, state["cursor"])
-        self._republish(self.start_step)
+        if self._learner is not None:
+            self._weights_metrics = self._learner.republish(self.start_step)
+        self._placement.wait()
         self.load(self.start_step)
 
     def _open_logs(self) -> None:
-        config, path, world = self._config, self._run_dir.path, self.world
+        config, path, world, rank = self._config, self._run_dir.path, self.world, self._placement.samplers.rank
         last_step = self.start_step or -1  # from the start also means: without the line of step 0
         self._trajectories, self._held_out = (
-            report.TrajectoryLog(path, world.rank, last_step, name, world.size) for name in ("trajectories", "held_out")
+            report.TrajectoryLog(path, rank, last_step, name, self._placement.samplers.size) for name in ("trajectories", "held_out")
         )
         self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
         self._cleanup.callback(self._progress.close)
@@ -140,34 +162,38 @@ class Session:
 
     def collect_options(self, step: int) -> dict[str, Any]:
         """Keyword arguments of `collect` for a training step."""
-        rollout = self._config.rollout
+        rollout, samplers = self._config.rollout, self._placement.samplers
         seed = derive_seed(self._config.run.seed, "train", step)
         waits = {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
-        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **waits, **self._ranks()}
+        ranks = {"rank": samplers.rank, "num_ranks": samplers.size}
+        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **waits, **ranks}
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sample that the model has positions for."""
+        return int(self._job.model.config.max_position_embeddings)
+
+    def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """What this rank trains of what all ranks have sampled; collective."""
+        return self._placement.deal(samples)
+
+    def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+        """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all ranks that train; none on the others."""
+        if self._learner is None:
+            return {}
+        self._engine.sleep()
+        return self._learner.train(minibatches)
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""
-        with saving(self._store.root):
-            published = self._publisher.publish(named_weights(self._job.model), version)
-            if self.world.is_main:
-                self._store.collect_garbage(self._config.weights.keep)
-        self._weights_metrics = published.metrics()
-
-    def _republish(self, version: int) -> None:
-        """Have the store at `version`, where the run starts or goes on: what was published later will be trained anew."""
-        if self.world.is_main:
-            self._store.rollback(version)
-        self.world.barrier()
-        if not self._publisher.resume(named_weights(self._job.model), version):
-            if self.world.is_main:
-                self._store.rollback(version - 1)
-            self.world.barrier()
-            self.publish(version)
+        if self._learner is not None:
+            self._weights_metrics = self._learner.publish(version)
+        self._placement.wait()
 
     def load(self, version: int) -> None:
         """Have the engine sample with `version` from now on."""
-        self.engine.load(version)
-        self._weights_metrics.update(self.engine.metrics())
+        self._engine.load(version)
+        self._weights_metrics.update(self._placement.of_first_sampler(self._engine.metrics()))
 
     def log(self, step: int, groups: Sequence[Group], batch: Advantages, stats: Mapping[str, float], clock: Clock) -> None:
         """Evaluate if that is due, write the step down, save if that is due: a kill in between leaves too many lines, not too few."""
@@ -188,10 +214,11 @@ class Session:
                 held_out = self._evaluate(MAIN_SPLIT, config.rollout.temperature, step)
             evaluation = {"eval_reward": held_out.stats.reward_mean}
             self._log_held_out(step, held_out.trajectories)
-        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, self.trainer.own_scores()))
+        scores = self._placement.gather_scores({} if self._learner is None else self._learner.trainer.own_scores())
+        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, scores))
         head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
         seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
-        speed = self._speed(stats, seconds["train_s"], peak_bytes)
+        speed = {"peak_memory_gb": peak_bytes / 1e9, **self._speed(stats, seconds["train_s"])}
         self._write({**head, **stats, **speed, **self._weights_metrics, **chats, **seconds})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
@@ -200,10 +227,8 @@ class Session:
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; collective. Its seconds are in the next line of the log."""
         started = time.monotonic()
-        job, state = self._job, {"cursor": self.cursor.position, "version": step}
-        keep, place = self._config.checkpoint.keep, self._run_dir.checkpoints
-        with saving(place):
-            checkpoint.save(place, step, job.model, job.tokenizer, self.trainer.optimizer, state, self.world, keep)
+        if self._learner is not None:
+            self._learner.save(self._run_dir.checkpoints, step, {"cursor": self.cursor.position, "version": step})
         self._checkpoint_s += time.monotonic() - started
 
     def finish(self) -> None:
@@ -212,33 +237,30 @@ class Session:
         trained, shown = self._evaluate_all()
         self._progress.close()
         (peak_bytes,) = self.world.max([self._memory.num_bytes()])
+        if self._placement.samplers.is_main:
+            for trajectory in shown[: self._config.log.num_rollouts]:
+                print(report.rollout_text(trajectory))
         if not self.world.is_main:
             return
         path = self._run_dir.path
         memory = {"planned_memory_gb": self._memory_plan.num_bytes / 1e9, "peak_memory_gb": peak_bytes / 1e9}
         report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds(), **memory})
         plot_curves(path)
-        for trajectory in shown[: self._config.log.num_rollouts]:
-            print(report.rollout_text(trajectory))
         print(report.comparison_table(self._warm, trained))
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
         print(f"to look at it: python -m flowtrain.view {path}")
 
     def _make_flow(self, temperature: float, max_turns: int) -> Flow:
-        return self._job.make_flow(self._job.make_planner(self.engine, temperature), max_turns)
-
-    def _ranks(self) -> dict[str, int]:
-        return {"rank": self.world.rank, "num_ranks": self.world.size}
+        return self._job.make_flow(self._job.make_planner(self._engine, temperature), max_turns)
 
     def _evaluate(self, split: str, temperature: float, step: int) -> Evaluation:
         """One rollout of each held-out task; at a given step always with the same random numbers."""
         config = self._config
         flow = self._make_flow(temperature, config.agent.eval_max_turns)
         seed = derive_seed(config.run.seed, "eval", step)
-        return evaluate(
-            flow, self._job.tasks.held_out[split], seed, config.agent.tools, self.world, config.rollout.max_in_flight, self.judge
-        )
+        tasks, ranks = self._job.tasks.held_out[split], (self.world, config.rollout.max_in_flight, self.judge, self._placement.samplers)
+        return evaluate(flow, tasks, seed, config.agent.tools, *ranks)
 
     def _evaluate_warm(self) -> dict[str, Any]:
         """The policy that training starts from, measured once per run."""
@@ -281,7 +303,7 @@ class Session:
 
     def _log_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """This rank's rollouts of the main split, as groups of one."""
-        rank, size = self.world.rank, self.world.size
+        rank, size = self._placement.samplers.rank, self._placement.samplers.size
         self._held_out.log(step, step, [Group(rank + n * size, (trajectory,)) for n, trajectory in enumerate(trajectories)])
 
     def _seconds(self) -> dict[str, float]:
@@ -296,15 +318,13 @@ class Session:
             totals["warm_up"] = json.loads(origin.read_text())["seconds"]
         return {key: round(value, 3) for key, value in totals.items()}
 
-    def _speed(self, stats: Mapping[str, float], train_s: float, peak_bytes: float) -> dict[str, float]:
-        """What the training of a step cost. MFU counts FLOPs that the trees need, and is there where the device's peak is known."""
-        budget = max(stats["num_rows"], 1) * self._config.train.token_budget
-        speed = {
-            "tokens_per_s": stats["num_packed_tokens"] / max(train_s, 1e-9),
-            "row_fill": stats["num_packed_tokens"] / budget,
-            "peak_memory_gb": peak_bytes / 1e9,
-        }
-        return {**speed, "mfu": 1e12 * stats["train_tflop"] / max(train_s, 1e-9) / self._peak_flops} if self._peak_flops else speed
+    def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
+        """How fast a step was trained, on ranks that train. MFU counts FLOPs that the trees need, and is there where the peak is known."""
+        if not stats:
+            return {}
+        train_s, budget = max(train_s, 1e-9), max(stats["num_rows"], 1) * self._config.train.token_budget
+        speed = {"tokens_per_s": stats["num_packed_tokens"] / train_s, "row_fill": stats["num_packed_tokens"] / budget}
+        return {**speed, "mfu": 1e12 * stats["train_tflop"] / train_s / self._peak_flops} if self._peak_flops else speed
 
     def _known_tflops(self) -> float:
         """0 where the table of devices does not tell."""

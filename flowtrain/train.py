@@ -5,8 +5,9 @@ One step, top to bottom, is the system. Each verb is one call into one file:
     take      tasks/cursor.py           the next questions
     collect   rollout/collect.py        G rollouts of each: planner, executor, verifier, generator around a memory
     score     rewards/                  one reward per rollout, from its final answer
-    pack      algorithms/, training/    the reward as an advantage of every turn; all turns in token trees
-    step      training/trainer.py       clipped ratio + KL, backward, AdamW
+    deal      algorithms/, placement.py the reward as an advantage of every turn; each turn to a rank that trains
+    pack      training/tree.py          all turns in token trees
+    train     training/trainer.py       clipped ratio + KL, backward, AdamW
     publish   weights/publisher.py      what changed in the weights, as an immutable version
     load      weights/reader.py         the engine samples with them from now on
     log       report/                   metrics, rollouts, progress
@@ -33,15 +34,15 @@ def train(config: Config) -> int:
             clock = Clock()
             tasks = run.cursor.take(config.rollout.num_questions)
             with clock("collect"):
-                groups = collect(run.flow, tasks, **run.collect_options(step))
-            with clock("train"):
-                groups = score(groups, run.judge)
+                groups = score(collect(run.flow, tasks, **run.collect_options(step)), run.judge)
                 if config.algorithm.shuffle_rewards:
                     groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
                 batch = flow_grpo(groups, config.algorithm.mode, config.train.num_minibatches, len(tasks))
-                batch = screen(batch, run.trainer.max_positions)
-                rows = pack(batch.samples, config.train.num_minibatches, config.train.token_budget)
-                stats = run.trainer.step(rows)
+                batch = screen(batch, run.max_positions)
+                samples = run.deal(batch.samples)
+            with clock("train"):
+                rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
+                stats = run.train(rows)
             with clock("publish"):
                 run.publish(step)
             with clock("load"):

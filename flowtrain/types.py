@@ -7,6 +7,8 @@ natural logs, times seconds. Nothing here imports more than the standard library
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -64,10 +66,10 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     """0 means greedy; the log-probabilities are then those at temperature 1."""
-    top_p: float = 1.0
-    """Sample from the fewest tokens whose probabilities sum to this; the log-probabilities are those among them. 1: from all."""
     top_k: int = 0
-    """Sample from so many most likely tokens; 0: from all."""
+    """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from all. Greedy knows no such bound."""
+    top_p: float = 1.0
+    """Of those, sample from the fewest whose probabilities sum to this. Below 1 it needs a top_k, which bounds what has to be kept."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False
@@ -77,6 +79,11 @@ class Sampling:
     deadline_s: float = 60.0
     """Seconds from the call until the engine must answer."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Some tokens cannot be sampled."""
+        return self.top_k > 0 and self.temperature > 0
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -85,6 +92,25 @@ class VersionSpan:
     start: int
     end: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The ids that top-k and top-p left the sampler to choose from, token after token of a response. In arrays, for they are many."""
+
+    ids: array[int]
+    """int32; those of one token differ from each other."""
+    counts: array[int]
+    """int32, how many of them belong to each token of the response."""
+
+    @classmethod
+    def of(cls, sets: Iterable[Sequence[int]]) -> KeptTokens:
+        """Example: KeptTokens.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
+        ids, counts = array("i"), array("i")
+        for each in sets:
+            ids.extend(each)
+            counts.append(len(each))
+        return cls(ids, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +124,8 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Which weights sampled which ids; they cover [0, len(ids))."""
     finish_reason: FinishReason
+    kept: KeptTokens | None = None
+    """What each id was sampled from, it among them; None: from all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +196,8 @@ class Turn:
     """Those of them that the planner took."""
     training: TurnTraining | None = None
     """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
+    response_kept: KeptTokens | None = None
+    """The engine's, as for `Completion`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +258,5 @@ class Sample:
     """Which optimizer step of the batch it belongs to."""
     origin: tuple[int, int, int] | None = None
     """(group index, trajectory, turn) it was made of; None where nobody asks."""
+    kept: KeptTokens | None = None
+    """What the log-probs are taken among, the trainer's as the sampler's; None: all tokens."""

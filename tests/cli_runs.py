@@ -244,11 +244,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-CHANCE = ("seconds", "peak_memory_gb")
+CHANCE = ("seconds", "peak_memory_gb", "planned_memory_gb")
 
 
 def timeless(record: Any) -> Any:
-    """The record without what a clock or the machine's memory decides."""
+    """The record without what a clock, or the memory and number of ranks, decide."""
     if isinstance(record, dict):
         return {key: timeless(value) for key, value in record.items() if not (key.endswith("_s") or key in CHANCE)}
     return [timeless(item) for item in record] if isinstance(record, list) else record

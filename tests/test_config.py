@@ -197,6 +197,8 @@ def test_a_bad_value_is_named_with_its_key(key: str, text: str, value: str, reas
     ("words", "parts"),
     [
         (["--tiny.num_heads", "7"], ["tiny.num_heads=7", "divide", "tiny.hidden_size=96"]),
+        (["--vllm.sleep", "true", "--rollout.num_engine_ranks", "2"], ["vllm.sleep=true", "rollout.num_engine_ranks=2"]),
+        (["--rollout.top_p", "0.9"], ["rollout.top_p=0.9", "rollout.top_k above 0"]),
         (["--algorithm.tis", "2.0"], ["algorithm.tis=2.0", "train.rescore"]),
         (["--algorithm.mis", "[0.5, 2.0]"], ["algorithm.mis=(0.5, 2.0)", "train.rescore"]),
         (["--algorithm.mis", "[2.0, 0.5]", "--train.rescore", "true"], ["algorithm.mis=(2.0, 0.5)", "low < high"]),

@@ -182,7 +182,7 @@ FORBIDDEN = {
     "flowtrain.view": ("torch", "transformers", "flowtrain.training", "flowtrain.weights", "flowtrain.session", "flowtrain.job"),
     "flowtrain": ("flowtrain.train", "flowtrain.rft"),
 }
-VLLM_FILES = ("flowtrain.rollout.vllm_engine", "flowtrain.weights.vllm_plugin")
+VLLM_FILES = ("flowtrain.rollout.vllm_core", "flowtrain.weights.vllm_plugin")
 
 
 @pytest.mark.parametrize("package", ALLOWED)

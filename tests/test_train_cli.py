@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from flowtrain.options import parse
 from flowtrain.training.model import load_tokenizer
 
 pytest.register_assert_rewrite("cli_runs")
-from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
+from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 
@@ -95,6 +96,14 @@ def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
     assert parts["weights"] == parts["gradients"] == parts["reference"] == parts["engine"] == parts["moments"] // 2 > 0
     assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)
     assert summary["peak_memory_gb"] > 0
+
+
+def test_the_trainer_takes_logprobs_among_what_was_sampled_from(words: tuple[str, ...], server: Server, place: Path) -> None:
+    argv = ("--run.dir", place / "truncated", "--train.num_steps", 2, "--rollout.top_k", 8, "--rollout.top_p", 0.8)
+    code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
+    assert code == 0, lines
+    _, *steps = read(place / "truncated" / "metrics.jsonl")
+    assert len(steps) == 2 and all(step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps)
 
 
 def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(full: Path) -> None:
@@ -267,6 +276,8 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
         (("--run.dir", "broken.toml"), ("broken.toml is a file",)),
         (("--run.dir", "broken.toml/run"), ("cannot write broken.toml/run",)),
         (("--run.device", "cuda"), ("run.device='cuda'",)),
+        (("--rollout.num_engine_ranks", "1"), ("rollout.num_engine_ranks=1 leaves none of the 1 ranks",)),
+        (("--rollout.engine", "vllm", "--vllm.sleep", "true"), ("vllm.sleep=true needs a GPU",)),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -346,6 +357,32 @@ def test_eight_ranks_train_two_steps(words: tuple[str, ...], tmp_path: Path) -> 
         assert [(record["step"], record["group_index"]) for record in read(log)] == [(step, rank) for step in (1, 2) for _ in range(8)]
     assert "summary.json" in {path.name for path in run.iterdir()}
     assert done.stdout.count("held-out reward") == 1, "one rank speaks"
+
+
+@pytest.mark.dist
+def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+    """The same rollouts, metrics, checkpoints and versions."""
+    run = tmp_path / "run"
+    done = torchrun(2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_same_run(run, full)
+    assert sorted(path.name for path in run.glob("*.jsonl")) == ["held_out.jsonl", "metrics.jsonl", "trajectories.jsonl"]
+    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, "what one rank shows, once"
+
+
+@pytest.mark.dist
+def test_two_ranks_train_for_one_and_then_one_for_two(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+    """The run of one rank, but for the rounding of sums; it is resumed with the ranks placed otherwise."""
+    run = tmp_path / "run"
+    for num_engines, num_steps in ((1, 2), (2, NUM_STEPS)):
+        argv = ("--run.dir", run, "--run.resume", "auto", "--rollout.num_engine_ranks", num_engines, "--train.num_steps", num_steps)
+        done = torchrun(3, *words, *argv, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = (load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors") for each in (run, full))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+    rewards = [[record.get("reward_mean") for record in read(each / "metrics.jsonl")] for each in (run, full)]
+    assert rewards[0] == rewards[1]
+    assert {(record["step"] > 2, record["group_index"] % 2) for record in read(run / "trajectories.rank1.jsonl")} == {(True, 1)}
 
 
 @pytest.mark.dist

@@ -47,7 +47,8 @@ def make_planner(config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, p
     rollout = config.rollout
     if rollout.max_new_tokens >= engine.max_tokens:
         raise UserError(f"rollout.max_new_tokens={rollout.max_new_tokens} must be below the model's {engine.max_tokens} positions")
-    return PolicyPlanner(engine, tokenizer, prompt, config.agent.tools, rollout.max_new_tokens, temperature, rollout.request_timeout_s)
+    limits = rollout.max_new_tokens, temperature, rollout.request_timeout_s
+    return PolicyPlanner(engine, tokenizer, prompt, config.agent.tools, *limits, rollout.top_k, rollout.top_p)
 
 
 def make_flow(

@@ -141,6 +141,7 @@ class Flow:
             seconds=time.monotonic() - started,
             verdict_text=verdict_text,
             plan_s=plan_s,
+            response_kept=done.kept,
         )
         rollout.memory, rollout.shown = memory, shown
         rollout.turns.append(turn)

@@ -52,6 +52,8 @@ class PolicyPlanner:
     max_new_tokens: int
     temperature: float
     request_timeout_s: float
+    top_k: int = 0
+    top_p: float = 1.0
 
     async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
         """Raises PromptTooLong."""
@@ -61,6 +63,8 @@ class PolicyPlanner:
         sampling = Sampling(
             self.max_new_tokens,
             self.temperature,
+            self.top_k,
+            self.top_p,
             seed=derive_seed(seed, turn),
             deadline_s=min(self.request_timeout_s, deadline_s),
         )

@@ -112,12 +112,18 @@ class Agent(Section):
 class Rollout(Section):
     engine: Literal["torch", "vllm"] = "torch"
     """torch: sampling in this process; vllm: by vLLM in processes of its own, one per rank"""
+    num_engine_ranks: int = Field(0, ge=0)
+    """0: every rank samples and trains; else the last so many ranks only sample, with an engine each, and the others only train"""
     num_questions: PositiveInt = 16
-    """questions per step over all ranks (AgentFlow: 32); the number of ranks divides it"""
+    """questions per step over all ranks (AgentFlow: 32); the number of ranks that sample divides it"""
     group_size: PositiveInt = 8
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0
     """of the planner, in sampling and in the log-probs of training"""
+    top_k: int = Field(0, ge=0)
+    """sample from so many most likely tokens, and train the probabilities among them; 0: from all"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """of those, from the fewest whose probabilities sum to this; below 1 it needs a top_k, which bounds how many tokens are kept"""
     max_new_tokens: PositiveInt = 48
     """tokens per planner response (AgentFlow: 2048)"""
     request_timeout_s: PositiveFloat = 60.0
@@ -190,6 +196,8 @@ class Vllm(Section):
     """tokens of prompt and response together; 0: as many as the model has positions"""
     max_num_seqs: PositiveInt = 256
     """responses that are sampled at a time; more wait in vLLM"""
+    sleep: bool = False
+    """while the rank trains, vLLM's weights go to the host and its cache away, which leaves the trainer its share of the GPU"""
     enforce_eager: bool = False
     """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
     start_timeout_s: PositiveFloat = 600.0
@@ -369,6 +377,10 @@ class Config(Section):
         if self.web_reader.overlap_words >= self.web_reader.chunk_words:
             reader = self.web_reader
             raise ValueError(f"web_reader.overlap_words={reader.overlap_words} must be below web_reader.chunk_words={reader.chunk_words}")
+        if self.rollout.top_p < 1 and not self.rollout.top_k:
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p} needs rollout.top_k above 0, say 50: it bounds the tokens kept for training"
+            )
         for key, value in (("tis", self.algorithm.tis), ("mis", self.algorithm.mis)):
             if value is not None and not self.train.rescore:
                 raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")
@@ -378,6 +390,10 @@ class Config(Section):
             packages = list(self.agent.python_packages)
             raise ValueError(
                 f"agent.python_packages={packages} needs files, which agent.sandbox='seccomp' has not; 'auto' finds one that has"
+            )
+        if self.vllm.sleep and self.rollout.num_engine_ranks:
+            raise ValueError(
+                f"vllm.sleep=true does not go with rollout.num_engine_ranks={self.rollout.num_engine_ranks}: no engine shares a GPU then"
             )
         tasks = self.tasks
         if (tasks.name == "file") != bool(tasks.path or tasks.mixture):

@@ -26,10 +26,18 @@ class Evaluation:
 
 
 def evaluate(
-    flow: Flow, tasks: Sequence[Task], seed: int, tool_names: Sequence[str], world: World, max_in_flight: int, judge: Judge | None = None
+    flow: Flow,
+    tasks: Sequence[Task],
+    seed: int,
+    tool_names: Sequence[str],
+    world: World,
+    max_in_flight: int,
+    judge: Judge | None = None,
+    samplers: World | None = None,
 ) -> Evaluation:
-    """One rollout of each task; collective."""
-    groups = collect(flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=world.rank, num_ranks=world.size)
+    """One rollout of each task, by `samplers` (None: all ranks); collective over `world`."""
+    ranks = samplers or world
+    groups = collect(flow, tasks, group_size=1, seed=seed, max_in_flight=max_in_flight, rank=ranks.rank, num_ranks=ranks.size)
     trajectories = tuple(trajectory for group in score(groups, judge) for trajectory in group.trajectories)
     return Evaluation(
         RolloutStats.of(trajectories, tool_names, world),

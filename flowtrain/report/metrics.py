@@ -68,7 +68,7 @@ class TrajectoryLog:
     def __init__(self, run_dir: Path, rank: int, resume_step: int, name: str = "trajectories", num_ranks: int = 1) -> None:
         """Cuts what an earlier process logged after `resume_step`, rank 0 also what ranks did that are no more.
 
-        Rank 0 writes <name>.jsonl, rank r its own file.
+        Rank 0 writes <name>.jsonl, rank r its own file, rank -1 none.
         """
         self.path = Path(run_dir) / (f"{name}.jsonl" if rank == 0 else f"{name}.rank{rank}.jsonl")
         cut_lines(self.path, resume_step)
@@ -82,7 +82,8 @@ class TrajectoryLog:
         """Appends the trajectories of `groups`; `version` is the weight version current when the step's rollouts began."""
         head = {"step": step, "version": version}
         lines = [{**head, **trajectory_record(item, group.index)} for group in groups for item in group.trajectories]
-        append_lines(self.path, lines)
+        if lines:
+            append_lines(self.path, lines)
 
 
 def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def collect(
     straggler_share: float = 1.0,
     straggler_s: float = 60.0,
 ) -> list[Group]:
-    """G rollouts of each task that falls to this rank (task i falls to rank i mod num_ranks), all under way at once.
+    """G rollouts of each task that falls to this rank (task i falls to rank i mod num_ranks; none to rank -1), all under way at once.
 
     `seed` is the step's: the same tasks and seed give the same rollouts, on any number of ranks. Once the share `straggler_share` of
     them is done, the turns of the others end `straggler_s` seconds later.

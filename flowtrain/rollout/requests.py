@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, KeptTokens, Sampling, UserError, VersionSpan
 
 
 class Decodes(Protocol):
@@ -17,13 +18,15 @@ class Decodes(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
-def check_fits(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
-    """Raises UserError when prompt and response cannot fit into `max_tokens`, or when one of them has no token."""
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+    """Raises UserError when prompt and response cannot fit into `max_tokens`, when one has no token, and for top-p without top-k."""
     if not 1 <= len(prompt_ids) <= max_tokens - sampling.max_new_tokens or sampling.max_new_tokens < 1:
         raise UserError(
             f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} does not fit: "
             f"both must be at least 1 and together at most {max_tokens}"
         )
+    if sampling.top_p < 1 and not sampling.top_k:
+        raise UserError(f"top_p={sampling.top_p} needs a top_k above 0, which bounds how many tokens it keeps")
 
 
 def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
@@ -47,10 +50,32 @@ def stop_place(ids: Sequence[int], start: int, stop_strings: Sequence[str], toke
     return next((end for end in ends if hits_stop_string(ids[:end], stop_strings, tokenizer)), 0)
 
 
-def completion(ids: Sequence[int], logprobs: Sequence[float], labels: Sequence[tuple[int, int]], reason: FinishReason) -> Completion:
-    """`labels`: (version, first token) of each span, in order."""
-    assert len(ids) == len(logprobs)
+class FlatLogprobs(Protocol):
+    """vLLM's: for each sampled token an entry of its own, then one for each of the most likely tokens."""
+
+    start_indices: list[int]
+    end_indices: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
+    """For each sampled token, those of the most likely that could be sampled: the others' log-probs are -inf."""
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [[flat.token_ids[i] for i in range(start + 1, end) if flat.logprobs[i] > -math.inf] for start, end in spans]
+
+
+def completion(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    labels: Sequence[tuple[int, int]],
+    reason: FinishReason,
+    kept: Sequence[Sequence[int]] | None = None,
+) -> Completion:
+    """`labels`: (version, first token) of each span, in order; `kept`: what each id was sampled from."""
+    assert len(ids) == len(logprobs) and (kept is None or len(kept) == len(ids))
     ends = [*(start for _, start in labels[1:]), len(ids)]
     spans = [VersionSpan(start, min(end, len(ids)), version) for (version, start), end in zip(labels, ends, strict=True)]
     filled = tuple(span for span in spans if span.start < span.end)
-    return Completion(tuple(ids), tuple(logprobs), filled or (VersionSpan(0, 0, labels[-1][0]),), reason)
+    sets = None if kept is None else KeptTokens.of(kept)
+    return Completion(tuple(ids), tuple(logprobs), filled or (VersionSpan(0, 0, labels[-1][0]),), reason, sets)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.rollout.requests import check_fits, completion, hits_stop_string, stop_ids
-from flowtrain.types import Completion, FinishReason, Sampling, UserError
+from flowtrain.rollout.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.types import Completion, FinishReason, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
 
 
@@ -35,6 +35,8 @@ class _Request:
     answer: asyncio.Future[Completion]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    """What each id was sampled from; nothing where that is all tokens."""
     finish_reason: FinishReason | None = None
 
 
@@ -87,6 +89,9 @@ class TorchEngine:
             if self._reader.version is not None:
                 self._version = self._reader.version
 
+    def sleep(self) -> None:
+        """It keeps its weights, and has no cache between batches."""
+
     def metrics(self) -> dict[str, float]:
         return {} if self.loaded is None else self.loaded.metrics()
 
@@ -94,10 +99,8 @@ class TorchEngine:
         self._thread.shutdown(wait=False)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Raises UserError when prompt and response cannot fit the model's positions or one of them is empty, and for top-p and top-k."""
-        check_fits(prompt_ids, sampling, self.max_tokens)
-        if sampling.top_p < 1 or sampling.top_k:
-            raise UserError(f"top_p={sampling.top_p} with top_k={sampling.top_k}: the torch engine samples from the whole vocabulary")
+        """Raises UserError for a request that `check_request` refuses."""
+        check_request(prompt_ids, sampling, self.max_tokens)
         loop = asyncio.get_running_loop()
         request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())
         self._waiting.append(request)
@@ -147,8 +150,12 @@ class TorchEngine:
         temperature_B = torch.tensor([r.sampling.temperature for r in requests], device=device)
         rows = list(range(len(requests)))
         for step in range(uniform_BT.shape[1]):
-            ids_B, logprob_B = _choose(logits_BV, temperature_B[rows], uniform_BT[rows, step])
-            self._append([requests[i] for i in rows], ids_B.tolist(), logprob_B.tolist())
+            under_way = [requests[i] for i in rows]
+            logprob_BV = _logprobs(logits_BV, temperature_B[rows])
+            if any(request.sampling.is_truncated for request in under_way):
+                logprob_BV = _truncate(logprob_BV, under_way)
+            ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
+            self._append(under_way, ids_B.tolist(), logprob_B.tolist())
             alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
             if not alive:
                 return
@@ -205,15 +212,34 @@ class TorchEngine:
                 request.finish_reason = FinishReason.DEADLINE
 
 
-def _choose(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample by inverting the distribution function at one uniform number per row; temperature 0 takes the most likely token."""
-    is_greedy_B = temperature_B == 0
-    logprob_BV = (logits_BV / torch.where(is_greedy_B, 1.0, temperature_B)[:, None]).log_softmax(-1)
+def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """At temperature 1 where it is 0."""
+    return (logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]).log_softmax(-1)
+
+
+def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
+    """Log-probs among what top-k and then top-p keep, -inf elsewhere; each request that they bound notes what was kept."""
+    bounds = [(r.sampling.top_k, r.sampling.top_p) if r.sampling.is_truncated else (0, 1.0) for r in requests]
+    top_k_B1, top_p_B1 = torch.tensor(bounds, device=logprob_BV.device).T[:, :, None]
+    best_BK, ids_BK = logprob_BV.topk(min(int(top_k_B1.max()), logprob_BV.shape[1]))
+    is_kept_BK = torch.arange(best_BK.shape[1], device=logprob_BV.device) < top_k_B1
+    share_BK = best_BK.where(is_kept_BK, -torch.inf).softmax(-1)
+    is_kept_BK &= share_BK.cumsum(-1) - share_BK < top_p_B1
+    among_BK = best_BK.where(is_kept_BK, -torch.inf).log_softmax(-1)
+    for request, ids_K, is_kept_K in zip(requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True):
+        if request.sampling.is_truncated:
+            request.kept.append([token for token, is_kept in zip(ids_K, is_kept_K, strict=True) if is_kept])
+    return torch.where(top_k_B1 > 0, torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, among_BK), logprob_BV)
+
+
+def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample by inverting the distribution function at one uniform number per row; a greedy one takes the most likely token."""
     cumulative_BV = logprob_BV.exp().cumsum(-1)
-    # Rounding can leave the last entry a little off 1; scaling by it keeps the index in range.
-    threshold_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
-    ids_B = torch.where(is_greedy_B, logits_BV.argmax(-1), sampled_B)
+    # Below the last entry, which rounding can leave a little off 1: so the index is in range, and of a token that can be sampled.
+    end_B1 = cumulative_BV[:, -1:]
+    threshold_B1 = (uniform_B[:, None] * end_B1).minimum(end_B1.nextafter(torch.zeros_like(end_B1)))
+    sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
+    ids_B = torch.where(is_greedy_B, logprob_BV.argmax(-1), sampled_B)
     return ids_B, logprob_BV.gather(1, ids_B[:, None])[:, 0]
 
 
@@ -224,4 +250,5 @@ def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
 
 def _completion(request: _Request, version: int) -> Completion:
     assert request.finish_reason is not None
-    return completion(request.ids, request.logprobs, [(version, 0)], request.finish_reason)
+    kept = request.kept if request.sampling.is_truncated else None
+    return completion(request.ids, request.logprobs, [(version, 0)], request.finish_reason, kept)

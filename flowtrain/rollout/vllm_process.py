@@ -118,6 +118,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         device["block_size"] = 32  # not 128: shorter prefixes would not be shared
     if options.kv_cache_gb or model.is_cpu:
         device["kv_cache_memory_bytes"] = int((options.kv_cache_gb or 1) * 2**30)
+    if options.sleep:
+        device["enable_sleep_mode"] = True
     if model.store:
         device |= {"load_format": "dummy", "weight_transfer_config": {"backend": "sparse_delta"}}
     return {
@@ -129,6 +131,7 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # as many as a request asks for
         "enable_prefix_caching": True,
         "distributed_executor_backend": "uni",
         "worker_extension_cls": "flowtrain.rollout.vllm_worker.Worker",

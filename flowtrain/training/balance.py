@@ -59,7 +59,7 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
     ours = [size[world.rank] for size in sizes]
     sending = torch.tensor(bytearray(b"".join(data)), dtype=torch.uint8, device=world.device)
     receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
-    dist.all_to_all_single(receiving, sending, ours, sizes[world.rank])
+    dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.group)
     return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
 
 

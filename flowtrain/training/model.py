@@ -125,7 +125,7 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
         model.to(world.device)
         if world.size == 1 and spec.dtype == torch.float32:
             return model
-    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32)}
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32)}
     if spec.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if is_sharded_by_layer(model):

@@ -62,11 +62,6 @@ class Trainer:
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
 
-    @property
-    def max_positions(self) -> int:
-        """Tokens of a sample that the model has positions for."""
-        return int(self.model.config.max_position_embeddings)
-
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -144,13 +139,14 @@ def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
 
 
 def score_row(model: PreTrainedModel, row: Row, temperature: float) -> Tensor:
-    """Log-probs [T] of the row's targets."""
+    """Log-probs [T] of the row's targets, among what each was sampled from."""
     head = task_head(model)
     if head is None:
-        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature).logprob_T
+        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept).logprob_T
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        return linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature).logprob_T
+        out = linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature, kept=row.kept)
+        return out.logprob_T
 
     return run_head(model, head, row, task)
 
@@ -166,6 +162,7 @@ def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec, scale: float, tem
         "sampler_logprob_T": row.sampler_logprob_T,
         "cu_seqlens_S1": row.cu_targets_S1,
         "temperature": temperature,
+        "kept": row.kept,
     }
     head = task_head(model)
     if head is None:

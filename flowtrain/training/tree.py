@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from flowkernels import KeptSet
 from torch import Tensor
 
 from flowtrain.types import Sample
@@ -51,6 +52,17 @@ class Row:
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
     origins: tuple[tuple[int, int, int] | None, ...] = ()
     """`Sample.origin` of each sample."""
+    kept_ids_K: Tensor | None = None
+    """int64, the ids that log-probs are taken among, target after target; None: among all."""
+    kept_offsets_T1: Tensor | None = None
+    """int64, bounds of each target's ids in `kept_ids_K`; a target without any was sampled from all."""
+
+    @property
+    def kept(self) -> KeptSet | None:
+        """As the kernels take it."""
+        if self.kept_ids_K is None or self.kept_offsets_T1 is None:
+            return None
+        return KeptSet(self.kept_ids_K, self.kept_offsets_T1)
 
     def to(self, device: torch.device) -> Row:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -72,7 +84,7 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     rows: list[list[Sample]] = []
     num_tokens = 0
     previous: tuple[int, ...] = ()
-    for sample in sorted(samples, key=_inputs):
+    for sample in in_order(samples):
         inputs = _inputs(sample)
         num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
         if not rows or num_tokens + num_new > token_budget:
@@ -81,6 +93,11 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
         rows[-1].append(sample)
         num_tokens, previous = num_tokens + num_new, inputs
     return [pack_row(members, share) for members in rows]
+
+
+def in_order(samples: Sequence[Sample]) -> list[Sample]:
+    """By their tokens, so that what is alike is together."""
+    return sorted(samples, key=_inputs)
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
@@ -117,7 +134,17 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
         cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
         num_unshared_tokens=sum(map(len, inputs)),
         origins=tuple(s.origin for s in samples),
+        **_kept(samples),
     )
+
+
+def _kept(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The kept sets of all targets; nothing where every sample was drawn from all tokens."""
+    if all(sample.kept is None for sample in samples):
+        return {}
+    counts = [count for s in samples for count in ((0,) * len(s.response_ids) if s.kept is None else s.kept.counts)]
+    ids_K = torch.cat([torch.tensor(s.kept.ids, dtype=torch.int64) for s in samples if s.kept is not None])
+    return {"kept_ids_K": ids_K, "kept_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64)}
 
 
 def empty_row() -> Row:

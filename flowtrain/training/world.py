@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain.types import UserError
 
@@ -22,6 +23,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """None: all that torchrun started."""
 
     @classmethod
     def join(cls, device: str, timeout_s: float = 600.0) -> World:
@@ -40,6 +43,21 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"  # what is offloaded is reduced on the CPU
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         return cls(rank, size, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+
+    def part(self, ranks: Sequence[int]) -> World:
+        """These of the ranks as a world of their own; collective. Elsewhere its rank is -1, and nothing may be reduced in it."""
+        rank = ranks.index(self.rank) if self.rank in ranks else -1
+        return World(rank, len(ranks), self.device, dist.new_group(list(ranks)))
+
+    @property
+    def is_member(self) -> bool:
+        """This process is one of them."""
+        return self.rank >= 0
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """For FSDP; None: all ranks."""
+        return None if self.group is None else DeviceMesh.from_group(self.group, self.device.type)
 
     def leave(self) -> None:
         """Several ranks keep their group to the end of the process (see `end_process`); a lone one may join again."""
@@ -65,21 +83,25 @@ class World:
         slots = torch.zeros(self.size, len(maxima), dtype=torch.float64)
         slots[self.rank] = torch.tensor(maxima, dtype=torch.float64)
         tensor = torch.cat([torch.tensor(sums, dtype=torch.float64), slots.flatten()]).to(self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group)
         reduced = tensor.cpu()
         return reduced[: len(sums)].tolist(), reduced[len(sums) :].view(slots.shape).amax(0).tolist()
 
     def gather_text(self, text: str) -> list[str]:
         """The text of each rank, on every rank."""
+        return [data.decode() for data in self.gather_bytes(text.encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of each rank, on every rank."""
         if self.size == 1:
-            return [text]
-        data = text.encode()
+            return [data]
         longest = int(self.max([len(data)])[0])
-        own = torch.tensor([*len(data).to_bytes(8, "little"), *data, *bytes(longest - len(data))], dtype=torch.uint8, device=self.device)
+        padded = bytearray(len(data).to_bytes(8, "little") + data + bytes(longest - len(data)))
+        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         gathered = torch.empty(self.size, len(own), dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(gathered.flatten(), own)
-        rows = [bytes(row.tolist()) for row in gathered.cpu()]
-        return [row[8 : 8 + int.from_bytes(row[:8], "little")].decode() for row in rows]
+        dist.all_gather_into_tensor(gathered.flatten(), own, group=self.group)
+        rows = [row.numpy().tobytes() for row in gathered.cpu()]
+        return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
     def barrier(self) -> None:
         """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier guesses the device."""

@@ -16,7 +16,7 @@ from flowtrain.agents.memory import MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong
 from flowtrain.agents.tools import Tool, ToolCard
 from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import Action, Completion, FinishReason, KeptTokens, Task, Trajectory, Turn, Verdict, VersionSpan
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))
 ECHO = Action("why", "what is known", "area of Chad", "Echo")
@@ -40,9 +40,13 @@ class FakePlanner:
         return Plan((turn, 1), completion(turn), f"turn {turn}", said)
 
 
+SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
+KEPT = KeptTokens.of([(0, 1, 2), (8,), (9, 3)])
+
+
 def completion(turn: int) -> Completion:
     """Sampled by version 3 and, from the second token on, by version 4."""
-    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4)), FinishReason.LENGTH)
+    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, KEPT)
 
 
 class FakeTool:
@@ -311,7 +315,7 @@ def test_a_memory_is_immutable_and_starts_empty() -> None:
 def test_turns_carry_exactly_what_the_engine_sampled() -> None:
     trajectory = run(flow([ECHO, None, ECHO]))
     for index, turn in enumerate(trajectory.turns):
-        sampled = Completion(turn.response_ids, turn.response_logprobs, turn.spans, turn.finish_reason)
+        sampled = Completion(turn.response_ids, turn.response_logprobs, turn.spans, turn.finish_reason, turn.response_kept)
         assert (sampled, turn.prompt_ids, turn.response_text) == (completion(index), (index, 1), f"turn {index}")
         assert isinstance(turn, Turn) and 0 <= turn.seconds <= trajectory.seconds
 

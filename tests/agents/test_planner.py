@@ -11,11 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowtrain.agents.build import make_planner
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, PromptTooLong, match_tool, parse_action
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.tools.base_generator import GuessGenerator
 from flowtrain.agents.tools.search import Search
+from flowtrain.config import Config
 from flowtrain.seeds import derive_seed
 from flowtrain.types import Action, Completion, FinishReason, PlanStep, Sampling, Task, VersionSpan
 
@@ -292,6 +294,13 @@ def test_the_policy_is_asked_with_its_own_seed_temperature_and_the_nearer_deadli
     (_, first), (_, second) = engine.asked
     assert first == Sampling(40, 0.7, seed=derive_seed(5, 2), deadline_s=4.0)
     assert second == Sampling(40, 0.7, seed=derive_seed(5, 3), deadline_s=9.0)
+
+
+def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
+    engine, config = FakeEngine(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
+    asyncio.run(make_planner(config, engine, FakeTokenizer(), CompactPrompt(), 0.7).plan(TASK, Memory(), 0, 0, 5.0))
+    ((_, sampling),) = engine.asked
+    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.is_truncated) == (20, 0.8, 0.7, True)
 
 
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowtrain.algorithms import flow_grpo
-from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import FinishReason, Group, KeptTokens, Sample, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
 TRAJECTORIES = st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -39,6 +40,13 @@ def with_lengths(reward: float, *lengths: int) -> Trajectory:
 
 def approx(value: Any) -> Any:
     return pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
+    kept = [KeptTokens.of([(1, 2), (3,)]), None, KeptTokens.of([(4,), (5, 6)])]
+    turns = [replace(turn((1, 3)), response_kept=each) for each in kept]
+    out = flow_grpo([Group(0, (trajectory(1, *turns[:2]), trajectory(0, turns[2])))])
+    assert [sample.kept for sample in out.samples] == kept
 
 
 # --- advantages and weights ---------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def trained(tiny_path: str) -> Callable[[Advantages], dict[str, Tensor]]:
     def of(batch: Advantages) -> dict[str, Tensor]:
         model = models.load_model(tiny_path, torch.float32)
         trainer = Trainer(model, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(lr=1e-2))
-        stats = trainer.step([pack_rows(screen(batch, trainer.max_positions).samples, 100)])
+        stats = trainer.step([pack_rows(screen(batch, model.config.max_position_embeddings).samples, 100)])
         assert all(map(math.isfinite, stats.values()))
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -14,7 +14,7 @@ from flowkernels import logprobs
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.rollout.torch_engine import TorchEngine, _choose
 from flowtrain.training import model as models
 from flowtrain.training.trainer import forward_rows
 from flowtrain.training.tree import pack_rows
@@ -139,6 +139,54 @@ def test_tokens_are_drawn_from_the_softmax(engine: TorchEngine, model: PreTraine
     assert chi_square_excess(second, probs((*prompt, top))) < 4
 
 
+def kept_of(completion: Completion) -> list[set[int]]:
+    assert completion.kept is not None
+    ids = iter(completion.kept.ids)
+    sets = [{next(ids) for _ in range(count)} for count in completion.kept.counts]
+    assert next(ids, None) is None
+    return sets
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(6, 1.0), (30, 0.5), (280, 0.9), (1000, 1.0)])
+def test_top_k_and_top_p_keep_the_most_likely_tokens(engine: TorchEngine, model: PreTrainedModel, top_k: int, top_p: float) -> None:
+    """What is kept, and that it is drawn by its share: the first token over 3000 seeds."""
+    temperature = 0.7
+    completions = generate(engine, [(PROMPTS[1], Sampling(1, temperature, top_k, top_p, seed=seed)) for seed in range(3000)])
+    with torch.no_grad():
+        probs_V, order_V = (model(torch.tensor([PROMPTS[1]])).logits[0, -1].double() / temperature).softmax(-1).sort(descending=True)
+    best_K = probs_V[:top_k] / probs_V[:top_k].sum()
+    num_kept = int((best_K.cumsum(0) - best_K < top_p).sum())
+    assert all(kept_of(c) == [set(order_V[:num_kept].tolist())] for c in completions)
+    share_V = torch.zeros(280, dtype=torch.float64).scatter(0, order_V[:num_kept], best_K[:num_kept] / best_K[:num_kept].sum())
+    ids = torch.tensor([c.ids[0] for c in completions])
+    assert (share_V[ids].log() - torch.tensor([c.logprobs[0] for c in completions])).abs().max() <= 1e-5
+    counts = torch.bincount(ids, minlength=280).double()
+    if num_kept > 5:
+        assert chi_square_excess(counts[share_V > 0], share_V[share_V > 0]) < 4
+    assert (counts[share_V == 0].sum() == 0 and num_kept < 280) or top_k > 280
+
+
+def test_bounds_of_one_request_are_none_of_another(engine: TorchEngine) -> None:
+    bounds = [(0, 1.0), (1, 1.0), (4, 0.7), (0, 1.0), (50, 0.9)]
+    requests = [(p, Sampling(6 + i, 1.0, *bounds[i], seed=i, ignore_end=True)) for i, p in enumerate(PROMPTS)]
+    requests.append((PROMPTS[0], Sampling(4, 0.0, 4, 0.7, ignore_end=True)))
+    together, alone = generate(engine, requests), [generate(engine, [request])[0] for request in requests]
+    for mine, other in zip(together, alone, strict=True):
+        assert mine.ids == other.ids and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5) and mine.kept == other.kept
+    assert [c.kept is None for c in together] == [True, False, False, True, False, True], "greedy knows no bound"
+    assert all(token in kept for c in together if c.kept for token, kept in zip(c.ids, kept_of(c), strict=True))
+    assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"
+
+
+def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
+    """Here the sum rounds up to more than 1 and the threshold with it; the tokens at the end cannot be sampled."""
+    logprob_BV = torch.full((64, 280), -torch.inf)
+    for row in range(64):
+        logprob_BV[row, : row + 1] = (torch.arange(row + 1) * 0.37).sin().log_softmax(-1)
+    ids_B, chosen_B = _choose(logprob_BV, torch.zeros(64, dtype=torch.bool), torch.full((64,), 1.0))
+    assert ids_B.tolist() == list(range(64)) and chosen_B.isfinite().all()
+
+
 # --- when it ends --------------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +278,8 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     for prompt, max_new_tokens in (([], 8), ([7], 0)):
         with pytest.raises(UserError, match="both must be at least 1"):
             generate(engine, [(prompt, Sampling(max_new_tokens, 0.0))])
+    with pytest.raises(UserError, match=r"top_p=0\.9 needs a top_k above 0"):
+        generate(engine, [([7], Sampling(8, 1.0, top_p=0.9))])
     assert len(generate(engine, [(PROMPTS[0], Sampling(2, 0.0))])) == 1, "the engine goes on"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import os
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from flowkernels import LossSpec
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -26,10 +28,13 @@ from flowtrain.config import Vllm
 from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.rollout.vllm_engine import VllmEngine
-from flowtrain.rollout.vllm_process import VllmModel, check_version, cpu_environment, environment, explain, without_main
+from flowtrain.rollout.vllm_process import VllmModel, check_version, cpu_environment, engine_args, environment, explain, without_main
+from flowtrain.training import attention, head
 from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -142,17 +147,24 @@ class TestVllm:
             assert mine.ids == other.ids and mine.finish_reason is other.finish_reason and mine.spans == other.spans
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
-    @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 5), (0.9, 20)])
+    @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 280), (1.0, 5), (0.9, 20)])
     @pytest.mark.parametrize("temperature", [0.6, 1.0])
     def test_logprobs_are_those_that_were_sampled_from(self, at_0: Setup, temperature: float, top_p: float, top_k: int) -> None:
-        """At the temperature, and after top-p and top-k; fp32."""
-        sampling = Sampling(40, temperature, top_p=top_p, top_k=top_k, ignore_end=True)
+        """At the temperature, and after top-p and top-k; the trainer computes the same through its trees and its head. fp32."""
+        sampling = Sampling(40, temperature, top_k, top_p, ignore_end=True)
         requests = [(prompt, dataclasses.replace(sampling, seed=i)) for i, prompt in enumerate(PROMPTS * 2)]
         completions = generate(at_0.engine, requests)
         recorded = torch.tensor([x for c in completions for x in c.logprobs])
         expected = torch.cat([truth(at_0.model, p, c, s) for (p, s), c in zip(requests, completions, strict=True)])
         assert len(recorded) == 400 and recorded.min() < -1
         assert (recorded - expected).abs().max() <= 1e-5
+        policy = copy.deepcopy(at_0.model)
+        policy.set_attn_implementation(attention.NAME)
+        head.equip(policy)
+        samples = [Sample(p, c.ids, c.logprobs, 1.0, (1.0,) * 40, kept=c.kept) for (p, _), c in zip(requests, completions, strict=True)]
+        stats = Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(1e-3), temperature).step([pack_rows(samples, 300)])
+        assert abs(stats["ratio_max"] - 1) <= 2e-5 and abs(stats["ratio_min"] - 1) <= 2e-5 and stats["logprob_mismatch"] <= 1e-5
+        assert all((c.kept is None) == (top_k == 0) for c in completions)
 
     def test_the_seed_decides(self, at_0: Setup) -> None:
         requests = [(PROMPTS[1], Sampling(12, 1.0, seed=seed)) for seed in range(8)]
@@ -214,6 +226,8 @@ class TestVllm:
     def test_what_cannot_fit_is_refused(self, at_0: Setup) -> None:
         (completion,) = generate(at_0.engine, [([7] * 248, Sampling(8, 0.0, ignore_end=True))])
         assert len(completion.ids) == 8 and at_0.engine.max_tokens == 256
+        with pytest.raises(UserError, match=r"top_p=0\.9 needs a top_k above 0"):
+            generate(at_0.engine, [([7], Sampling(8, 1.0, top_p=0.9))])
         for prompt, max_new_tokens in (([7] * 249, 8), ([], 8), ([7], 0)):
             with pytest.raises(UserError, match="at most 256"):
                 generate(at_0.engine, [(prompt, Sampling(max_new_tokens, 0.0))])
@@ -275,6 +289,32 @@ class TestVllm:
         at_0.engine.load(1)
         metrics = at_0.engine.metrics()
         assert metrics["weights_loaded_by_delta"] == 1 and 0 < metrics["weights_pause_s"] < 5
+
+    def test_an_engine_that_slept_is_awake_before_it_is_updated(self, at_0: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it calls; vLLM itself can sleep on a GPU only."""
+        core, called = at_0.engine._lives.present.result(), []
+
+        def record(name: str, instead: bool) -> None:
+            real = getattr(core._llm, name)
+
+            async def call(*args: Any, **options: Any) -> Any:
+                called.append(name)
+                return None if instead else await real(*args, **options)
+
+            monkeypatch.setattr(core._llm, name, call)
+
+        for name in ("sleep", "wake_up", "start_weight_update", "pause_generation", "resume_generation"):
+            record(name, instead=name in ("sleep", "wake_up"))
+        at_0.engine.sleep()
+        assert called == [], "unless vllm.sleep says so"
+        monkeypatch.setattr(at_0.engine, "_options", OPTIONS.model_copy(update={"sleep": True}))
+        at_0.engine.sleep()
+        at_0.engine.load(1)
+        at_0.engine.load(2)
+        update = ["start_weight_update", "pause_generation", "resume_generation"]
+        assert called == ["sleep", "wake_up", *update, *update]
+        assert not engine_args(VllmModel("x", "float32", 64, frozenset()), OPTIONS).get("enable_sleep_mode")
+        assert engine_args(VllmModel("x", "float32", 64, frozenset()), at_0.engine._options)["enable_sleep_mode"]
 
     # --- an engine that dies ---------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,16 @@ def reference_of(path: str, noise: float = 0.05) -> Any:
     return model
 
 
+def among(logits: Tensor, sample: Sample) -> Tensor:
+    """Log-probs [response, V] among what was sampled from, as a dense mask."""
+    if sample.kept is not None:
+        mask = torch.full_like(logits, -torch.inf)
+        at = torch.repeat_interleave(torch.arange(len(logits)), torch.tensor(sample.kept.counts))
+        mask[at, torch.tensor(sample.kept.ids, dtype=torch.int64)] = 0.0
+        logits = logits + mask
+    return logits.log_softmax(-1)
+
+
 class Plain:
     """The same loss and gradient with nothing but transformers and autograd: padded batches or one sample at a time."""
 
@@ -73,12 +83,12 @@ class Plain:
     def token_losses(self, sample: Sample, logits: Tensor, ref_logits: Tensor | None) -> Tensor:
         spec, targets = self.spec, torch.tensor(sample.response_ids)[:, None]
         logp_all = logits.log_softmax(-1)
-        logp = logp_all.gather(1, targets)[:, 0]
+        logp = among(logits, sample).gather(1, targets)[:, 0]
         ratio, a = torch.exp(logp - torch.tensor(sample.logprobs).double()), sample.advantage
         least, most = (0.0, 1 + spec.clip_high) if a > 0 else (1 - spec.clip_low, spec.dual_clip or math.inf)
         loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(-1)
         if ref_logits is not None:
-            u = ref_logits.log_softmax(-1).gather(1, targets)[:, 0] - logp
+            u = among(ref_logits, sample).gather(1, targets)[:, 0] - logp
             loss = loss + spec.kl_coef * (u.exp() - 1 - u)
         return loss
 

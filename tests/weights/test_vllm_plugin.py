@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,18 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
+from flowkernels import LossSpec  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from flowtrain import _delta  # noqa: E402
-from flowtrain.types import UserError  # noqa: E402
+from flowtrain.rollout.requests import kept_sets  # noqa: E402
+from flowtrain.rollout.vllm_core import _params  # noqa: E402
+from flowtrain.training import attention  # noqa: E402
+from flowtrain.training import model as models  # noqa: E402
+from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
+from flowtrain.training.tree import pack, pack_rows  # noqa: E402
+from flowtrain.training.world import World  # noqa: E402
+from flowtrain.types import KeptTokens, Sample, Sampling, UserError  # noqa: E402
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
 from flowtrain.weights.boxes import BoxTarget  # noqa: E402
 from flowtrain.weights.target import HostTensors  # noqa: E402
@@ -93,6 +102,8 @@ class Engine:
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=8,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=-1,
             weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
             worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports",
         )
@@ -122,6 +133,19 @@ class Engine:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+    def sample(self, sampling: Sampling, number: int, version: int) -> list[Sample]:
+        """Responses as the trainer takes them."""
+        prompts = [{"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)]
+        params = [_params(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"]) for i in range(number)]
+        outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
+        samples = []
+        for prompt, out in zip(prompts, outputs, strict=True):
+            flat = out.logprobs
+            kept = KeptTokens.of(kept_sets(flat)) if sampling.is_truncated else None
+            logprobs, weights = tuple(flat.logprobs[at] for at in flat.start_indices), (1.0,) * len(out.token_ids)
+            samples.append(Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), logprobs, 1.0, weights, kept=kept))
+        return samples
 
     @property
     def transfer(self) -> Any:
@@ -222,6 +246,71 @@ def test_another_name_of_the_tied_head_is_taken_for_what_it_is(at_work: Any, tmp
     engine.transfer.__dict__.update(connected)
     engine.transfer.reader._manifest = None  # what it holds is of another store
     engine.update(int(own_store.head()))
+
+
+def new_policy() -> PreTrainedModel:
+    """In fp32, of the shape that is at work; takes packed rows."""
+    policy = new_model("Qwen3, tied head, query and key norms").float()
+    policy.set_attn_implementation(attention.NAME)
+    return policy
+
+
+@pytest.fixture
+def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
+    """The engine on a store of its own, at version 0 of a policy with fp32 master weights that computes in bf16."""
+    engine, own_store, _, _ = at_work
+    connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
+    policy = new_policy()
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(0.15)  # the head too: logits of the size of a new model's, and their rounding with them
+    models.shard(policy, World(0, 1, torch.device("cpu")), torch.bfloat16)
+    publisher = Publisher(store, PublishOptions(torch.bfloat16))
+    publisher.publish(models.named_weights(policy), 0)
+    engine.connect(store)
+    engine.update(0)
+    yield engine, store, publisher, policy
+    engine.transfer.__dict__.update(connected)
+    engine.transfer.reader._manifest = None
+    engine.update(int(own_store.head()))
+
+
+def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> Trainer:
+    return Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 1.0), (20, 0.9)])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, temperature: float, top_k: int, top_p: float) -> None:
+    """Its own log-probs, through token trees and the loss's head, of what vLLM sampled."""
+    engine, store, _, policy = trained
+    exact = new_policy()
+    exact.load_state_dict(pull(store, 0), strict=False)
+    samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
+    rows = pack_rows(samples, 400)
+    trainer_T, exact_T = (torch.cat(trainer_of(policy, 0.0, temperature).score(model, rows)) for model in (policy, exact))
+    sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
+    difference_T = trainer_T - sampler_T
+    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, "or there would be little to disagree about"
+    if top_k:
+        counts = [count for sample in samples if sample.kept for count in sample.kept.counts]
+        assert max(counts) > top_k if top_p == 1 else min(counts) < top_k, "of bf16 logits, some tie with the last that is kept"
+    assert 0 < difference_T.abs().mean() <= 0.005
+    assert (difference_T.exp() - 1 - difference_T).mean() <= 2e-5
+    assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), "no more than what bf16 itself is off by"
+
+
+def test_ten_updates_at_learning_rate_0_change_nothing(trained: Any) -> None:
+    """Words and log-probs stay those of version 0; the same steps at another rate move both."""
+    engine, store, publisher, policy = trained
+    start, first = store.manifest(0).digests, engine.sample(Sampling(16), 8, version=0)
+    for version in range(1, 12):
+        trainer = trainer_of(policy, 0.0 if version < 11 else 1e-3)
+        trainer.step(pack(engine.sample(Sampling(16), 8, version - 1), 1, 400))
+        publisher.publish(models.named_weights(policy), version)
+        engine.update(version)
+        assert engine.holds(store, version)
+        is_as_before = store.manifest(version).digests == start, engine.sample(Sampling(16), 8, version) == first
+        assert is_as_before == ((True, True) if version < 11 else (False, False))
 
 
 def publish_next(at_work: Any) -> int:

@@ -1,0 +1,97 @@
+"""How much waiting for tools many rollouts in flight hide: a simulation of tools (they sleep) around the real flow, collector and engine.
+
+Each call takes a log-normal time, with a long tail, that its question and turn decide: both rivals wait for the same calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.flow import Flow, FlowLimits
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.tools import ToolCard
+from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.rollout.collect import collect
+from flowtrain.rollout.engine import Engine
+from flowtrain.types import Action, Sampling, Task
+
+MEDIAN_S, SIGMA = 0.2, 0.8
+"""Of a tool call: one in a hundred takes 1.3 s or more, the longest of a run about 3 s."""
+TURNS, GROUP_SIZE, NEW_TOKENS = 3, 8, 4
+"""Few tokens, and short prompts: waiting is the subject here, and a CPU would hide it behind sampling."""
+IN_FLIGHT, WORKERS = 256, 16
+
+
+class SimulatedTool:
+    """Takes as long as its query says, and counts."""
+
+    card = ToolCard("Simulated", "Sleeps.")
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def execute(self, query: str) -> str:
+        self.seconds.append(random.Random(query).lognormvariate(log(MEDIAN_S), SIGMA))
+        await asyncio.sleep(self.seconds[-1])
+        return "done"
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlanner:
+    """Samples a response as the policy does, and then calls the tool whatever it said: a model with random weights names none."""
+
+    engine: Engine
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        order = random.Random(task.id)
+        prompt = tuple(order.randrange(5, 250) for _ in range(8 + 4 * turn))
+        done = await self.engine.generate(prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s))
+        return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name))
+
+    def measure(self, memory: Memory) -> int:
+        """Its prompts do not show the memory."""
+        return 0
+
+
+def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
+    """One run of each."""
+    tasks = [Task(f"simulated-{index}", "?", ("",)) for index in range(num_rollouts // GROUP_SIZE)]
+    rivals = {f"{IN_FLIGHT} rollouts in flight": IN_FLIGHT, f"{WORKERS} workers": WORKERS}
+    found = {name: _run(engine, tasks, number) for name, number in rivals.items()}
+    ours = next(iter(found.values()))[0]
+    return [
+        {
+            "prompts": "flow, simulated tools",
+            "path": name,
+            "rollouts": len(tasks) * GROUP_SIZE,
+            "tool_calls": len(waits),
+            "tool_s_mean": sum(waits) / len(waits),
+            "tool_s_max": max(waits),
+            "seconds": seconds,
+            "times_ours": seconds / ours,
+        }
+        for name, (seconds, waits) in found.items()
+    ]
+
+
+def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[float, list[float]]:
+    """Seconds of all, and of each tool call."""
+    tool = SimulatedTool()
+    executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
+    goes_on = RuleVerifier(lambda question, memory: False)
+    flow = Flow(SamplingPlanner(engine), executor, goes_on, RuleGenerator(last_result), FlowLimits(TURNS, 600.0))
+    started = time.perf_counter()
+    collect(flow, tasks, group_size=GROUP_SIZE, seed=0, max_in_flight=max_in_flight)
+    return time.perf_counter() - started, tool.seconds
