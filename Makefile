@@ -59,6 +59,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python -m bench.flow
 	$(BIN)/python -m bench.step
+	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.losses
 	$(BIN)/python -m bench.aot

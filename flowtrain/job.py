@@ -9,10 +9,11 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from flowkernels import LossSpec
@@ -39,6 +40,8 @@ from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.memory import MemoryPlan, plan_memory
+from flowtrain.training.model import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory, UserError
@@ -75,14 +78,30 @@ class Job:
             cleanup.pop_all()
         return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)
 
-    def open_run_dir(self) -> report.RunDir:
-        """Create the folder of the run, or open it when it is to be resumed; every rank gets the same."""
+    def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
+        """Create the folder of the run, or open it when it is to be resumed; every rank gets the same. `facts` are for the manifest."""
         run, path = self.config.run, Path(self.config.run.dir)
         resumes = run.resume == "auto" and (path / "manifest.json").exists()
         if self.world.is_main and not resumes:
-            report.RunDir.create(path, to_toml(self.config), report.manifest(run.seed, sys.argv, self.world.size))
+            manifest = {**report.manifest(run.seed, sys.argv, self.world.size), **(facts or {})}
+            report.RunDir.create(path, to_toml(self.config), manifest)
         self.world.barrier()
         return report.RunDir.open(path)
+
+    def memory_plan(self, num_trainers: int, samples: bool) -> MemoryPlan:
+        """Of a rank that trains, and perhaps `samples` too; vLLM, a process of its own, apart."""
+        config, spec = self.config, self._shard_spec()
+        plan = plan_memory(
+            self.model,
+            spec,
+            num_ranks=num_trainers,
+            token_budget=config.train.token_budget,
+            has_reference=config.algorithm.kl_coef > 0,
+            on_gpu=self.world.device.type == "cuda",
+        )
+        copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
+        engine = copy_bytes if samples and config.rollout.engine == "torch" else 0
+        return MemoryPlan({**plan.parts, "published": copy_bytes // num_trainers, "engine": engine})
 
     def make_engine(self, store: WeightStore) -> Engine:
         """A second copy of the model that samples; its weights come from the store by version."""
@@ -139,13 +158,16 @@ class Job:
 
     def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
         """Shards the model over those that train; with a KL term a frozen copy of it becomes the reference policy."""
-        dtype = getattr(torch, self.config.model.dtype)
-        reference = None
+        spec, reference = self._shard_spec(), None
         if loss.kl_coef > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-            reference = models.shard(frozen, trainers, dtype)
-        model = models.shard(self.model, trainers, dtype, self.config.train.recompute)
+            reference = models.shard(frozen, trainers, replace(spec, recompute=False))
+        model = models.shard(self.model, trainers, spec)
         return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference)
+
+    def _shard_spec(self) -> ShardSpec:
+        train = self.config.train
+        return ShardSpec(getattr(torch, self.config.model.dtype), train.recompute, train.compile, train.reshard, train.offload)
 
     def close(self) -> None:
         for tool in self.tools.values():

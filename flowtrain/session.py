@@ -32,6 +32,7 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
+from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.scores import annotate
 from flowtrain.training.tree import Row
 from flowtrain.training.world import World
@@ -90,7 +91,9 @@ class Session:
         # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
         self.world = World.join(config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0)
         self._cleanup.callback(self.world.leave)
+        self._memory = MemoryPeak(self.world.device)
         self._placement = Placement.of(config, self.world)
+        self._peak_flops = 1e12 * (config.train.peak_tflops or self._known_tflops()) * self._placement.trainers.size
         self._job = Job.prepare(config, self.world)
         self._check_memory()
         self._cleanup.callback(self._job.close)
@@ -99,11 +102,14 @@ class Session:
         self._cleanup.callback(self._engine.close)
         self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self.judge = self._job.make_judge()
-        self._run_dir = self._job.open_run_dir()
+        self._memory_plan = self._job.memory_plan(self._placement.trainers.size, not self._placement.is_split)
+        self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
         self._learner = self._make_learner(store)
         self._resume()
+        if self.world.is_main:
+            print(self._memory_plan.text())
         self._open_logs()
         self._warm = self._evaluate_warm()
 
@@ -143,8 +149,9 @@ class Session:
     def _open_logs(self) -> None:
         config, path, world, rank = self._config, self._run_dir.path, self.world, self._placement.samplers.rank
         last_step = self.start_step or -1  # from the start also means: without the line of step 0
-        self._trajectories = report.TrajectoryLog(path, rank, last_step)
-        self._held_out = report.TrajectoryLog(path, rank, last_step, "held_out")
+        self._trajectories, self._held_out = (
+            report.TrajectoryLog(path, rank, last_step, name, self._placement.samplers.size) for name in ("trajectories", "held_out")
+        )
         self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
         self._cleanup.callback(self._progress.close)
         self._metrics = None
@@ -160,6 +167,11 @@ class Session:
         waits = {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
         ranks = {"rank": samplers.rank, "num_ranks": samplers.size}
         return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **waits, **ranks}
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sample that the model has positions for."""
+        return int(self._job.model.config.max_position_embeddings)
 
     def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """What this rank trains of what all ranks have sampled; collective."""
@@ -191,7 +203,9 @@ class Session:
         if rollouts.failed_rollouts == rollouts.num_rollouts:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
-        (num_dropped,) = self.world.sum([batch.num_dropped])
+        counts = [batch.num_dropped, *batch.num_excluded.values()]
+        (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(counts, [self._memory.num_bytes()])
+        left_out = {f"num_excluded/{reason}": number for reason, number in zip(batch.num_excluded, num_excluded, strict=True)}
         chats = {**self._job.chats.metrics(), **(self.judge.metrics() if self.judge is not None else {})}
         chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
         evaluation = {}
@@ -200,10 +214,12 @@ class Session:
                 held_out = self._evaluate(MAIN_SPLIT, config.rollout.temperature, step)
             evaluation = {"eval_reward": held_out.stats.reward_mean}
             self._log_held_out(step, held_out.trajectories)
-        scores = self._placement.gather_scores({} if self._learner is None else self._learner.trainer.scores.by_origin())
+        scores = self._placement.gather_scores({} if self._learner is None else self._learner.trainer.own_scores())
         self._trajectories.log(step, step - 1, annotate(groups, batch.samples, scores))
-        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped}
-        self._write({**head, **stats, **self._weights_metrics, **chats, **clock.metrics(), "checkpoint_s": self._checkpoint_s})
+        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
+        seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
+        speed = {"peak_memory_gb": peak_bytes / 1e9, **self._speed(stats, seconds["train_s"])}
+        self._write({**head, **stats, **speed, **self._weights_metrics, **chats, **seconds})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
@@ -220,13 +236,15 @@ class Session:
         self.save(self._config.train.num_steps)
         trained, shown = self._evaluate_all()
         self._progress.close()
+        (peak_bytes,) = self.world.max([self._memory.num_bytes()])
         if self._placement.samplers.is_main:
             for trajectory in shown[: self._config.log.num_rollouts]:
                 print(report.rollout_text(trajectory))
         if not self.world.is_main:
             return
         path = self._run_dir.path
-        report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds()})
+        memory = {"planned_memory_gb": self._memory_plan.num_bytes / 1e9, "peak_memory_gb": peak_bytes / 1e9}
+        report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds(), **memory})
         plot_curves(path)
         print(report.comparison_table(self._warm, trained))
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
@@ -300,9 +318,20 @@ class Session:
             totals["warm_up"] = json.loads(origin.read_text())["seconds"]
         return {key: round(value, 3) for key, value in totals.items()}
 
+    def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
+        """How fast a step was trained, on ranks that train. MFU counts FLOPs that the trees need, and is there where the peak is known."""
+        if not stats:
+            return {}
+        train_s, budget = max(train_s, 1e-9), max(stats["num_rows"], 1) * self._config.train.token_budget
+        speed = {"tokens_per_s": stats["num_packed_tokens"] / train_s, "row_fill": stats["num_packed_tokens"] / budget}
+        return {**speed, "mfu": 1e12 * stats["train_tflop"] / train_s / self._peak_flops} if self._peak_flops else speed
+
+    def _known_tflops(self) -> float:
+        """0 where the table of devices does not tell."""
+        is_told = self.world.device.type == "cuda" and self._config.model.dtype == "bfloat16"
+        return (peak_tflops(torch.cuda.get_device_name()) or 0.0) if is_told else 0.0
+
     def _write(self, metrics: dict[str, Any]) -> None:
-        if "num_packed_tokens" in metrics:
-            metrics["tokens_per_s"] = metrics["num_packed_tokens"] / max(metrics["train_s"], 1e-9)
         if self._metrics is not None:
             self._metrics.log(metrics)
         self._progress.update(metrics)

@@ -15,7 +15,7 @@ One step, top to bottom, is the system. Each verb is one call into one file:
 
 from __future__ import annotations
 
-from flowtrain.algorithms import flow_grpo
+from flowtrain.algorithms import flow_grpo, screen
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
 from flowtrain.rewards import score, shuffle_rewards
@@ -38,6 +38,7 @@ def train(config: Config) -> int:
                 if config.algorithm.shuffle_rewards:
                     groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
                 batch = flow_grpo(groups, config.algorithm.mode, config.train.num_minibatches, len(tasks))
+                batch = screen(batch, run.max_positions)
                 samples = run.deal(batch.samples)
             with clock("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)

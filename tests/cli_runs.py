@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,30 @@ SMALL = (
 RFT = ("--rft.num_rollouts", "300", "--rft.num_steps", "120", "--rft.lr", "1e-2", "--rft.warmup_steps", "10", "--rft.keep", "all")
 NUM_STEPS = 6
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+KILL = """
+import importlib, os, signal
+
+def arm(module, path, number, after):
+    owner, name = importlib.import_module(module), path.rpartition(".")[2]
+    for part in path.split(".")[:-1]:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), []
+    def fatal(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == number and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(owner, name, fatal)
+
+arm({module!r}, {path!r}, {number}, {after})
+"""
+"""Python that kills the process before or after the `number`-th call of a function."""
+
+NO_PICTURE = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None\n"
 
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
@@ -110,19 +135,42 @@ class Server:
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV}
         )
 
-    def start(self, module: str, *argv: object, before: str = "", max_file_bytes: int = 0, cwd: Path | None = None) -> Process:
+    def start(
+        self,
+        module: str,
+        *argv: object,
+        before: str = "",
+        max_file_bytes: int = 0,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Process:
         """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which is how a disk gets full here."""
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
         out.touch(), err.touch()
-        job = {"module": f"flowtrain.{module}", "argv": [*map(str, argv)], "out": str(out), "err": str(err), "env": {}, "before": before}
+        job = {
+            "module": f"flowtrain.{module}",
+            "argv": [*map(str, argv)],
+            "out": str(out),
+            "err": str(err),
+            "env": env or {},
+            "before": before,
+        }
         pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
         return Process(pid, out, err, lambda: self._ask({"poll": pid}))
 
+    def start_ranks(self, size: int, *argv: object, before: Sequence[str] = ()) -> list[Process]:
+        """`train` on as many ranks, without torchrun; `before` has Python for each of them."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        each = before or ("",) * size
+        return [self.start("train", *argv, env={**where, "RANK": str(rank)}, before=each[rank]) for rank in range(size)]
+
     def resume(self, run: Path, *argv: object) -> None:
         """Go on with a run to its end, without the picture, which takes longer than all the rest."""
-        before = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None"
-        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto", before=before)
+        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE)
         assert (code, lines) == (0, [])
 
     def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:
@@ -196,10 +244,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+CHANCE = ("seconds", "peak_memory_gb", "planned_memory_gb")
+
+
 def timeless(record: Any) -> Any:
-    """The record without what a clock decides."""
+    """The record without what a clock, or the memory and number of ranks, decide."""
     if isinstance(record, dict):
-        return {key: timeless(value) for key, value in record.items() if not (key.endswith("_s") or key == "seconds")}
+        return {key: timeless(value) for key, value in record.items() if not (key.endswith("_s") or key in CHANCE)}
     return [timeless(item) for item in record] if isinstance(record, list) else record
 
 

@@ -18,10 +18,9 @@ from flowtrain.options import parse
 from flowtrain.training.model import load_tokenizer
 
 pytest.register_assert_rewrite("cli_runs")
-from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
+from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
-NO_PICTURE = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None"
 
 # ---- what a run leaves
 
@@ -65,15 +64,38 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
                 "ratio_mean",
                 "logprob_mismatch",
                 "num_groups_dropped",
+                "num_excluded/too_long",
+                "num_excluded/logprob",
                 "tokens_per_s",
+                "train_tflop",
             ),
         }
+        assert 0 < record["row_fill"] < 1 and record["peak_memory_gb"] > 0 and "mfu" not in record, "nobody knows the peak of this CPU"
         assert all(value is not None for value in record.values())
         assert record["step_s"] == pytest.approx(
             sum(record[f"{stage}_s"] for stage in ("collect", "train", "publish", "load", "eval", "other"))
         )
         assert record["logprob_mismatch"] < 1e-4, "sampler and trainer agree on the tokens of the step"
     assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), "this run shows something"
+
+
+def test_mfu_is_what_the_trees_need_against_the_peak_that_is_given(
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(full, tmp_path / "run")
+    server.resume(tmp_path / "run", *words, "--train.num_steps", NUM_STEPS + 1, "--train.peak_tflops", "0.002")
+    last = read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == NUM_STEPS + 1
+    assert last["mfu"] == pytest.approx(last["train_tflop"] / last["train_s"] / 0.002) and last["train_tflop"] > 0
+
+
+def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
+    plan, summary = (json.loads((full / name).read_text()) for name in ("manifest.json", "summary.json"))
+    parts = plan["memory_plan"]
+    assert set(parts) == {"weights", "gradients", "moments", "reference", "gathered", "activations", "head", "published", "engine"}
+    assert parts["weights"] == parts["gradients"] == parts["reference"] == parts["engine"] == parts["moments"] // 2 > 0
+    assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)
+    assert summary["peak_memory_gb"] > 0
 
 
 def test_the_trainer_takes_logprobs_among_what_was_sampled_from(words: tuple[str, ...], server: Server, place: Path) -> None:

@@ -11,30 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("cli_runs")
-from cli_runs import NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of  # noqa: E402
+from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
-
-KILL = """
-import importlib, os, signal
-
-def arm(module, path, number, after):
-    owner, name = importlib.import_module(module), path.rpartition(".")[2]
-    for part in path.split(".")[:-1]:
-        owner = getattr(owner, part)
-    real, calls = getattr(owner, name), []
-    def fatal(*args, **kwargs):
-        calls.append(0)
-        if len(calls) == number and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*args, **kwargs)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(owner, name, fatal)
-
-arm({module!r}, {path!r}, {number}, {after})
-"""
 
 
 @pytest.mark.parametrize(

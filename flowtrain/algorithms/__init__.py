@@ -1,5 +1,7 @@
 """One file per algorithm: rewards in, advantages and token weights out. Plain Python on plain records."""
 
-from flowtrain.algorithms.flow_grpo import Advantages, flow_grpo
+from flowtrain.algorithms.advantages import Advantages
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.algorithms.screen import screen
 
-__all__ = ["Advantages", "flow_grpo"]
+__all__ = ["Advantages", "flow_grpo", "screen"]

@@ -7,23 +7,16 @@ mean over all tokens of the mini-batch, so long answers and many-turn rollouts w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
+from flowtrain.algorithms.advantages import Advantages
 from flowtrain.types import Group, Sample, Trajectory, Turn
 
 _EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """The trained samples of a batch and what was left out of it."""
-
-    samples: tuple[Sample, ...]
-    num_dropped: int
-    """Groups that were left out: those whose rollouts all failed, and in mode "paper" those of one reward only; they carry no signal."""
 
 
 def flow_grpo(
@@ -39,12 +32,12 @@ def flow_grpo(
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
 
     The weights are not divided by the size of the batch: the trainer divides by their sum over all ranks, which is the number of kept
-    groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are not trained; what a
-    trajectory without any would have weighed falls to the others.
+    groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are counted and not trained;
+    what a trajectory without any would have weighed falls to the others. A reward that is not finite spoils the advantages of its group.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
-    num_dropped = 0
+    num_dropped = num_empty = 0
     for group in groups:
         rewards = [_reward(trajectory) for trajectory in group.finished]
         if not rewards or (mode == "paper" and min(rewards) == max(rewards)):
@@ -53,17 +46,21 @@ def flow_grpo(
         minibatch = group.index * num_minibatches // num_groups
         members = [member for member, trajectory in enumerate(group.trajectories) if not trajectory.error]
         for member, trajectory, advantage in zip(members, group.finished, _advantages(group, rewards, mode), strict=True):
-            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(_trained_turns(trajectory)), 1))
+            num_trained = len(_trained_turns(trajectory))
+            num_empty += len(trajectory.turns) - num_trained
+            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(num_trained, 1))
             samples += [
                 replace(_sample(turn, advantage, scale, mode, minibatch), origin=(group.index, member, number))
                 for number, turn in enumerate(trajectory.turns)
                 if turn.response_ids
             ]
-    return Advantages(tuple(samples), num_dropped)
+    return Advantages(tuple(samples), num_dropped, {"empty": num_empty})
 
 
 def _advantages(group: Group, rewards: Sequence[float], mode: str) -> list[float]:
     """One per trajectory: (R - mean) / (std + 1e-6), over trajectories or over turn samples."""
+    if not all(map(math.isfinite, rewards)):
+        return [math.nan] * len(rewards)
     if mode == "paper":
         mean, std = fmean(rewards), pstdev(rewards)
     else:

@@ -265,6 +265,14 @@ class Train(Section):
     """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row of its own"""
     recompute: bool = False
     """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory for about a third more time"""
+    compile: bool = False
+    """compile each decoder layer"""
+    reshard: bool = True
+    """layers of models of over 50 M parameters gather their weights anew for the backward pass; false: they keep them gathered"""
+    offload: bool = False
+    """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU, and step there"""
+    peak_tflops: float = Field(0.0, ge=0)
+    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for common GPUs in bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

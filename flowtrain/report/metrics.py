@@ -65,10 +65,18 @@ class MetricsLog:
 class TrajectoryLog:
     """Writes every rollout of one rank, one line each, so that people can read what the planner did and jq can count it."""
 
-    def __init__(self, run_dir: Path, rank: int, resume_step: int, name: str = "trajectories") -> None:
-        """Cuts what an earlier process logged after `resume_step`. Rank 0 writes <name>.jsonl, rank r its own file, rank -1 none."""
+    def __init__(self, run_dir: Path, rank: int, resume_step: int, name: str = "trajectories", num_ranks: int = 1) -> None:
+        """Cuts what an earlier process logged after `resume_step`, rank 0 also what ranks did that are no more.
+
+        Rank 0 writes <name>.jsonl, rank r its own file, rank -1 none.
+        """
         self.path = Path(run_dir) / (f"{name}.jsonl" if rank == 0 else f"{name}.rank{rank}.jsonl")
         cut_lines(self.path, resume_step)
+        if rank == 0:
+            current = {f"{name}.rank{other}.jsonl" for other in range(num_ranks)}
+            for path in Path(run_dir).glob(f"{name}.rank*.jsonl"):
+                if path.name not in current:
+                    cut_lines(path, resume_step)
 
     def log(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Appends the trajectories of `groups`; `version` is the weight version current when the step's rollouts began."""

@@ -3,7 +3,7 @@
 A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a branch; the queries of a segment see the
 keys of its ancestors and, causally, its own. Attention alone is computed on segments side by side, in blocks of similar shape padded to
 the largest of the block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches; everything else in the
-model runs on the row as it is.
+model runs on the row as it is. That is the way on a CPU; `flex.py` has the one on a GPU.
 
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,29 @@ class Forest:
             blocks.append(_block(members, device))
         return cls(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=device))
 
+    @torch.compiler.disable  # its loop is another one for every row
+    def attend(
+        self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """See `Structure`."""
+        query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
+        outs = []
+        for block in self.blocks:
+            query = _side_by_side(query_NHD, block.query_SQ, block)
+            key, value = (_side_by_side(x, block.key_SK, block) for x in (key_NHD, value_NHD))
+            out_SHQD = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                block.mask_SQK,
+                dropout_p=dropout,
+                is_causal=block.mask_SQK is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            outs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs).index_select(0, self.slot_N).unsqueeze(0)
+
 
 def segments(subtree_end: Sequence[int]) -> list[Segment]:
     """The runs of tokens without a branch, in order: within one, all subtrees end at the same place."""
@@ -127,6 +151,13 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
     return Block(query_SQ, key_SK, len(members), mask_SQK)
 
 
+class Structure(Protocol):
+    """What a row tells its attention."""
+
+    def attend(self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+        """[1, N, H, D]"""
+
+
 def forest_attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -134,30 +165,14 @@ def forest_attention(
     value_1HND: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: Forest,
+    forest: Structure,
     scaling: float | None = None,
     dropout: float = 0.0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
     assert attention_mask is None, "packed rows carry their structure in `forest`"
-    query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
-    outs = []
-    for block in forest.blocks:
-        query = _side_by_side(query_NHD, block.query_SQ, block)
-        key, value = (_side_by_side(x, block.key_SK, block) for x in (key_NHD, value_NHD))
-        out_SHQD = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            block.mask_SQK,
-            dropout_p=dropout,
-            is_causal=block.mask_SQK is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, forest.slot_N).unsqueeze(0), None
+    return forest.attend(query_1HND, key_1HND, value_1HND, scaling=scaling, dropout=dropout), None
 
 
 def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training import attention
 from flowtrain.training.attention import Forest
+from flowtrain.training.flex import FlexTree, padded
 from flowtrain.training.tree import Row, empty_row
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -69,11 +70,13 @@ def run_head(model: PreTrainedModel, head: TaskHead, row: Row, task: Task) -> Te
 def forward(model: PreTrainedModel, row: Row) -> Tensor:
     """The model's output for the row's targets: logits [1, T, V], or what the head's task returns."""
     assert model.config._attn_implementation == attention.NAME, "any other attention would build an N x N mask"
+    on_gpu = row.input_ids_N.is_cuda
+    row = padded(row) if on_gpu else row
     output: Tensor = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
         logits_to_keep=row.target_row_T,
-        forest=Forest.of(row.subtree_end_N),
+        forest=(FlexTree if on_gpu else Forest).of(row.subtree_end_N),
     ).logits
     return output

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -96,24 +98,58 @@ def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: 
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
-def shard(model: PreTrainedModel, world: World, dtype: torch.dtype, recompute: bool = False) -> PreTrainedModel:
-    """FSDP2: fp32 master weights sharded over the ranks, `dtype` in the forward and backward pass. One rank in fp32 stays as it is.
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """How the ranks hold a model and compute with it."""
 
-    `recompute`: keep the inputs of layers alone for the backward pass.
-    """
+    dtype: torch.dtype
+    """Of the forward and backward pass; master weights are fp32."""
+    recompute: bool = False
+    """Keep the inputs of layers alone for the backward pass."""
+    compile: bool = False
+    """Compile each layer."""
+    reshard: bool = True
+    """Layers give gathered weights back after the forward pass, and gather them again for the backward pass."""
+    offload: bool = False
+    """Weights, gradients and moments are in the memory of the CPU."""
+
+
+def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
+    """FSDP2: fp32 master weights sharded over the ranks. One rank in fp32 stays as it is."""
     head.equip(model)
-    if recompute:
-        # The name changed within transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    model.to(world.device)
-    if world.size == 1 and dtype == torch.float32:
-        return model
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if model.num_parameters() > _SMALL:
+    if spec.recompute:
+        recompute_layers(model)
+    if spec.compile:
+        compile_layers(model)
+    if not spec.offload:
+        model.to(world.device)
+        if world.size == 1 and spec.dtype == torch.float32:
+            return model
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32)}
+    if spec.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if is_sharded_by_layer(model):
         for layer in model.get_decoder().layers:
-            fully_shard(layer, mesh=world.mesh, mp_policy=policy)
-    return fully_shard(model, mesh=world.mesh, mp_policy=policy)
+            fully_shard(layer, reshard_after_forward=spec.reshard, **options)
+    return fully_shard(model, **options)
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """One graph for all layers and any number of tokens."""
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep the inputs of layers alone for the backward pass."""
+    # The name changed within transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def is_sharded_by_layer(model: PreTrainedModel) -> bool:
+    """Or whole."""
+    return model.num_parameters() > _SMALL
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from flowtrain.training.balance import balance, give_back
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
-from flowtrain.training.scores import TokenScores
+from flowtrain.training.model import is_sharded_by_layer
+from flowtrain.training.scores import Origin, TokenScores
 from flowtrain.training.tree import Row, empty_row
 from flowtrain.training.world import World
 
@@ -54,16 +57,21 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
-        self.scores = TokenScores()
+        self._scores, self._origins = TokenScores(), list[Origin]()
+        self._cost = ForwardCost.of(model)
+        # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
+        self._reduces_every_row = is_sharded_by_layer(model)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """One optimizer step per mini-batch on this rank's rows; collective. Statistics are over all ranks, tokens and steps."""
-        prepared = [self._prepare(rows) for rows in minibatches]
-        totals, self.scores = Totals(), TokenScores()
+        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all."""
+        totals, self._scores = Totals(), TokenScores()
+        self._origins = [origin for rows in minibatches for row in rows for origin in row.origins if origin is not None]
+        totals.num_flops = self._needed_flops(minibatches)
+        prepared = [self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches]
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
@@ -72,6 +80,10 @@ class Trainer:
             totals.grad_norms.append(self.optim_step())
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
+    def own_scores(self) -> dict[Origin, tuple[float, ...]]:
+        """The log-probs of the last step's tokens, of the turns that this rank gave; collective, and waits for the device."""
+        return give_back(self._scores.by_origin(), self._origins, self._world)
+
     def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> None:
         """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective."""
         num_rows = len(rows) if num_rows is None else num_rows
@@ -79,11 +91,11 @@ class Trainer:
         scale = self._world.size / normaliser
         for index in range(num_rows):
             if self._world.size > 1:
-                self.model.set_requires_gradient_sync(index == num_rows - 1)
+                self.model.set_requires_gradient_sync(self._reduces_every_row or index == num_rows - 1)
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
             out = row_loss(self.model, row, self._loss, scale, self._temperature)
             out.loss.backward()
-            self.scores.add(row, out.logprob_T)
+            self._scores.add(row, out.logprob_T)
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
 
     def optim_step(self) -> float:
@@ -101,6 +113,11 @@ class Trainer:
         padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
         scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
+
+    def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
+        """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
+        num_passes = 3 + self._optim.rescore + (self._reference is not None)
+        return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
         """The rows on the device, with the log-probs of other policies that the loss asks for."""
@@ -172,7 +189,8 @@ class Totals:
     def __init__(self) -> None:
         self.grad_norms: list[float] = []
         self._stats: list[dict[str, Tensor]] = []
-        self._num_packed = self._num_unshared = 0
+        self._num_packed = self._num_unshared = self._num_rows = 0
+        self.num_flops = 0.0
 
     def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: Row) -> None:
         is_first_step = not self.grad_norms
@@ -181,18 +199,23 @@ class Totals:
         self._stats.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
         self._num_packed += len(row.input_ids_N)
         self._num_unshared += row.num_unshared_tokens
+        self._num_rows += 1
 
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
         names = sorted(sums)
-        counts = [self._num_packed, self._num_unshared]
-        (num_packed, num_unshared, *summed), (ratio_max, negative_ratio_min) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
+        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
+        (num_packed, num_unshared, num_rows, num_flops, *summed), (ratio_max, negative_ratio_min) = world.reduce(
+            [*counts, *(sums[n] for n in names)], maxima
+        )
         totals = dict(zip(names, summed, strict=True))
         has_tokens = totals["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
         return {
             "num_tokens": totals["num_tokens_sum"],
             "num_packed_tokens": num_packed,
+            "num_rows": num_rows,
+            "train_tflop": num_flops / 1e12,
             "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
             "num_optim_steps": len(self.grad_norms),
             "loss": totals["loss_sum"] / num_steps,

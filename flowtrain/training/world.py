@@ -40,7 +40,7 @@ class World:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # A lone rank gets a group too: FSDP2 wants one, and so the code below it has one path.
         store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
-        backend = "nccl" if kind == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"  # what is offloaded is reduced on the CPU
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         return cls(rank, size, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
 

@@ -40,7 +40,7 @@ def test_scores_are_the_models_whatever_the_packing(
 ) -> None:
     samples, trainer = with_origins(random_samples(9)), make_trainer()
     trainer.step([pack_rows(samples[::-1], token_budget)])
-    found = trainer.scores.by_origin()
+    found = trainer.own_scores()
     assert list(found) != [s.origin for s in samples] and set(found) == {s.origin for s in samples}
     for sample in samples:
         assert found[sample.origin] == pytest.approx(plain_logprobs(tiny_path, sample), abs=1e-5)
@@ -50,19 +50,19 @@ def test_a_token_that_does_not_count_has_none(make_trainer: MakeTrainer, random_
     samples = [replace(s, weights=(0.0, *s.weights[1:])) for s in with_origins(random_samples(4))]
     trainer = make_trainer()
     trainer.step([pack_rows(samples, 1000)])
-    for logprobs in trainer.scores.by_origin().values():
+    for logprobs in trainer.own_scores().values():
         assert math.isnan(logprobs[0]) and all(map(math.isfinite, logprobs[1:]))
 
 
 def test_a_step_forgets_the_one_before(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
     first, second = with_origins(random_samples(2)), with_origins(random_samples(1, seed=1))
     trainer = make_trainer()
-    assert trainer.scores.by_origin() == {}
+    assert trainer.own_scores() == {}
     trainer.step([pack_rows(first, 1000)])
     trainer.step([pack_rows(second, 1000)])
-    assert set(trainer.scores.by_origin()) == {second[0].origin}
+    assert set(trainer.own_scores()) == {second[0].origin}
     trainer.step([pack_rows(random_samples(2), 1000)])
-    assert trainer.scores.by_origin() == {}, "samples that nobody asks about"
+    assert trainer.own_scores() == {}, "samples that nobody asks about"
 
 
 def make_group(index: int, samples: list[Sample], rewards: tuple[float, float]) -> Group:
@@ -85,7 +85,7 @@ def test_every_trained_turn_gets_its_own(tiny_path: str, make_trainer: MakeTrain
     batch = flow_grpo(groups, "paper", num_minibatches=2)
     trainer = make_trainer(lr=1e-2)
     trainer.step(pack(batch.samples, 2, 1000))
-    annotated = annotate(groups, batch.samples, trainer.scores.by_origin())
+    annotated = annotate(groups, batch.samples, trainer.own_scores())
     assert [[len(t.turns) for t in group.trajectories] for group in annotated] == [[3, 3]] * 3
     for group, before in zip(annotated, groups, strict=True):
         for trajectory, old in zip(group.trajectories, before.trajectories, strict=True):

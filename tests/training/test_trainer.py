@@ -254,6 +254,14 @@ def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer)
 # --- statistics --------------------------------------------------------------------------------------------------------------------
 
 
+def flops(sample: Sample) -> float:
+    """Of the tiny model's forward pass: 2 layers of width 32 with an MLP of 85, 280 words; counted product by product."""
+    num_tokens, num_targets = len(sample.prompt_ids) + len(sample.response_ids) - 1, len(sample.response_ids)
+    norms = 2 * 32 + 2 * 8  # of a layer; their parameters count as if they were of a product
+    layer = num_tokens * 2 * (4 * 32 * 32 + 3 * 32 * 85 + norms) + 2 * 2 * 32 * num_tokens * (num_tokens + 1) / 2
+    return 2 * layer + 2 * 32 * 280 * num_targets
+
+
 def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
     """Whatever the packing; each is computed here from the log-probs of plain transformers."""
     samples = random_samples(10)
@@ -285,6 +293,8 @@ def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_train
             "num_tokens": num_tokens,
             "num_packed_tokens": sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples),
             "shared_token_share": 0.0,
+            "num_rows": len(rows),
+            "train_tflop": 4 / 3 * 3 * sum(map(flops, samples)) / 1e12,  # forward, twice as much backward, and the reference
             "num_optim_steps": 1,
             "loss": loss,
             "grad_norm": stats["grad_norm"],

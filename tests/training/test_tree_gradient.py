@@ -103,7 +103,7 @@ def test_recomputing_the_layers_changes_nothing_but_the_memory(tiny_path: str, a
     samples = make_samples(GROUPS["turns that extend each other"])
     grads, calls = [], []
     for recompute in (False, True):
-        model = models.shard(models.load_model(tiny_path, torch.float32), alone, torch.float32, recompute)
+        model = models.shard(models.load_model(tiny_path, torch.float32), alone, models.ShardSpec(torch.float32, recompute))
         trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, grad_clip=0.0))
         seen: list[int] = []
         model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(0))

@@ -31,7 +31,9 @@ CASES = {
     "by_layer": (LossSpec(), {"rescore": True}),
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "by_layer_recompute": (LossSpec(), {}),
+    "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
 }
+HOW = {"by_layer_recompute": {"recompute": True}, "by_layer_kept_offloaded": {"reshard": False, "offload": True}}
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
     [3, 0, 2, 0],  # and here none at all
@@ -53,7 +55,9 @@ def group_samples(step: int, index: int) -> list[Sample]:
         prompt, response = ids(), ids()
         logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
         advantage, weight = torch.rand(2, generator=rng).tolist()
-        samples.append(Sample(prompt, response, logprobs, 2 * advantage - 1, (weight,) * len(response), index // 2))
+        samples.append(
+            Sample(prompt, response, logprobs, 2 * advantage - 1, (weight,) * len(response), index // 2, (index, 0, len(samples)))
+        )
     return samples
 
 
@@ -63,7 +67,7 @@ def rows_of(step: int, rank: int, size: int) -> list[list[Row]]:
 
 
 def make_trainer(
-    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, recompute: bool = False
+    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, **how: bool
 ) -> Trainer:
     reference = None
     if loss.kl_coef:
@@ -71,8 +75,8 @@ def make_trainer(
         with torch.no_grad():
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
-        reference = models.shard(frozen, world, dtype)
-    model = models.shard(models.load_model(path, torch.float32), world, dtype, recompute)
+        reference = models.shard(frozen, world, models.ShardSpec(dtype))
+    model = models.shard(models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how))
     trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1e-3  # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
@@ -86,15 +90,20 @@ def run(path: str, out: Path) -> None:
     tokenizer = models.load_tokenizer(path)
     for name, (loss, options) in CASES.items():
         models._SMALL = 50_000_000 if name == "whole" else 0
-        trainer = make_trainer(path, world, loss, options, recompute=name.endswith("recompute"))
-        stats = []
+        trainer = make_trainer(path, world, loss, options, **HOW.get(name, {}))
+        stats: list[dict[str, float]] = []
+        passes, scores = [0] * len(GROUPS), []
+        trainer.model.register_forward_hook(lambda *_, passes=passes, stats=stats: passes.__setitem__(len(stats), passes[len(stats)] + 1))
         for step in range(len(GROUPS)):
             if step == len(GROUPS) - 1:
                 state = {"cursor": 7}
                 checkpoint.save(out / f"{name}.checkpoints", step, trainer.model, tokenizer, trainer.optimizer, state, world, keep=1)
             stats.append(trainer.step(rows_of(step, world.rank, world.size)))
+            scores.append(sorted(trainer.own_scores().items()))
         write(out / f"{name}.safetensors", trainer, world)
         (out / f"{name}.{world.rank}.json").write_text(json.dumps(stats))
+        (out / f"{name}.{world.rank}.passes").write_text(json.dumps(passes))
+        (out / f"{name}.{world.rank}.scores").write_text(json.dumps(scores))
     models._SMALL = 0
     trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
     stats = [trainer.step(rows_of(0, world.rank, world.size))]
@@ -154,8 +163,31 @@ def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: 
     for ours, theirs in zip(two, one, strict=True):
         # Filling rows for a rank that has run out count as packed tokens.
         assert ours.pop("num_packed_tokens") >= theirs.pop("num_packed_tokens")
+        assert ours.pop("num_rows") >= theirs.pop("num_rows")
+        assert ours.pop("train_tflop") >= theirs.pop("train_tflop") * 0.999, "what ranks hold apart is computed twice"
         assert 0 <= ours.pop("shared_token_share") <= theirs.pop("shared_token_share") + 1e-6 < 1, "what ranks hold apart is not shared"
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+
+def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(results: dict[int, Path]) -> None:
+    """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would leave the other waiting."""
+    taken = [json.loads((results[2] / f"by_layer_recompute.{rank}.passes").read_text()) for rank in range(2)]
+    rows = [[[len(minibatch) for minibatch in rows_of(step, rank, 2)] for rank in range(2)] for step in range(len(GROUPS))]
+    needed = [sum((first + second + 1) // 2 for first, second in zip(*step, strict=True)) for step in rows]
+    assert taken[0] == taken[1] == needed
+    as_they_were = [sum(map(max, *step)) for step in rows]
+    assert sum(needed) < sum(as_they_were), "the case is one in which rows move"
+
+
+def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(results: dict[int, Path]) -> None:
+    one, *two = (json.loads((results[size] / f"by_layer.{rank}.scores").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1)))
+    for step, expected in enumerate(one):
+        assert [len(scores) for scores in (each[step] for each in two)] == [sum(GROUPS[step][rank::2]) for rank in range(2)]
+        for rank, scores in enumerate(each[step] for each in two):
+            theirs = [(origin, logprobs) for origin, logprobs in expected if origin[0] % 2 == rank]
+            assert [origin for origin, _ in scores] == [origin for origin, _ in theirs]
+            for (_, ours), (_, truth) in zip(scores, theirs, strict=True):
+                assert ours == pytest.approx(truth, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,7 +42,7 @@ def run(path: str, out: Path) -> None:
     gathered = world.gather_text(TEXTS[world.rank])
     texts = world.gather_text(TEXTS[2 - world.rank])
     models._SMALL = 0  # layer by layer
-    model = models.shard(models.load_model(path, torch.float32), world, torch.bfloat16)
+    model = models.shard(models.load_model(path, torch.float32), world, models.ShardSpec(torch.bfloat16))
     store = WeightStore(out / "weights")
     publisher = Publisher(store, PublishOptions(torch.bfloat16), world)
     published, failures = [], []

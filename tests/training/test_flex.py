@@ -1,0 +1,132 @@
+"""FlexAttention as packed rows use it on a GPU: on the CPU it runs without being compiled, forward only, which is enough for its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flowtrain.training import flex
+from flowtrain.training import model as models
+from flowtrain.training.attention import Forest, forest_attention
+from flowtrain.training.flex import BLOCK, FlexTree, padded
+from flowtrain.training.trainer import forward_rows
+from flowtrain.training.tree import is_valid_tree, pack_row
+from flowtrain.training.world import World
+from flowtrain.types import Sample
+
+pytest.register_assert_rewrite("gradients")
+from gradients import distance  # noqa: E402
+
+
+def random_forest(num_tokens: int, seed: int, deep: float) -> torch.Tensor:
+    """Any valid `subtree_end`; the smaller `deep`, the longer the branches."""
+    rng = torch.Generator().manual_seed(seed)
+    ends: list[int] = []
+    still_open = [num_tokens]
+    for i in range(num_tokens):
+        while len(still_open) > 1 and still_open[-1] <= i:
+            still_open.pop()
+        ends.append(i + 1 + int(float(torch.rand(1, generator=rng)) ** deep * (still_open[-1] - i - 1) + 0.5))
+        still_open.append(ends[-1])
+    return torch.tensor(ends)
+
+
+FORESTS = {
+    "one chain": torch.full((4 * BLOCK,), 4 * BLOCK),
+    "two chains": torch.tensor([300] * 300 + [512] * 212),
+    "lone tokens": torch.arange(1, 2 * BLOCK + 1),
+    "long branches": random_forest(4 * BLOCK, 0, 0.005),
+    "short branches": random_forest(4 * BLOCK, 1, 0.3),
+}
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("name", FORESTS)
+def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads: int) -> None:
+    ends, rng = FORESTS[name], torch.Generator().manual_seed(0)
+    assert is_valid_tree(ends)
+    tensors = [torch.randn(1, number, len(ends), 16, generator=rng) for number in (num_heads, num_kv_heads, num_kv_heads)]
+    with torch.no_grad():
+        outs = [forest_attention(nn.Module(), *tensors, None, forest=kind.of(ends), scaling=0.3)[0] for kind in (FlexTree, Forest)]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
+    """None too few, which would be wrong, none too many, which would be slow; and full ones are known as such."""
+    ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask
+    truth = create_block_mask(ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK)
+    assert torch.equal(ours.to_dense(), truth.to_dense())
+    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        for (row, number), (_, expected) in zip(_entries(ours, counts), _entries(truth, counts), strict=True):
+            assert number == expected
+            mine, other = (sorted(getattr(mask, indices)[0, 0, row, :number].tolist()) for mask in (ours, truth))
+            assert mine == other
+    if name == "one chain":
+        assert int(ours.full_kv_num_blocks.sum()) == 6 and int(ours.kv_num_blocks.sum()) == 4
+
+
+def _entries(mask: object, name: str) -> list[tuple[int, int]]:
+    return list(enumerate(getattr(mask, name)[0, 0].tolist()))
+
+
+def test_a_new_batch_compiles_nothing() -> None:
+    """Two graphs: the first length as it is, then any."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    attend = torch.compile(flex_attention, backend=counter, dynamic=True)
+    for seed, num_blocks in enumerate((2, 3, 5, 8, 4, 7)):
+        ends = random_forest(num_blocks * BLOCK, seed, 0.3)
+        query = torch.randn(1, 2, len(ends), 16)
+        with torch.no_grad():
+            attend(query, query, query, block_mask=FlexTree.of(ends).mask)
+        assert counter.frame_count <= 2, num_blocks
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("number", [1, 12, 60])
+def test_filling_a_row_up_changes_no_logits(tiny_path: str, random_samples: Callable[..., list[Sample]], number: int) -> None:
+    """And the model gives with FlexAttention what it gives with the attention of the CPU."""
+    model = models.load_model(tiny_path, torch.float32).requires_grad_(False)
+    row = pack_row(random_samples(number))
+    full = padded(row)
+    assert len(full.input_ids_N) % BLOCK == 0 <= len(full.input_ids_N) - len(row.input_ids_N) < BLOCK and is_valid_tree(full.subtree_end_N)
+    logits = forward_rows(model, row)
+    torch.testing.assert_close(forward_rows(model, full), logits, rtol=1e-4, atol=1e-5)
+    flexed = model(
+        input_ids=full.input_ids_N[None],
+        position_ids=full.position_ids_N[None],
+        use_cache=False,
+        logits_to_keep=full.target_row_T,
+        forest=FlexTree.of(full.subtree_end_N),
+    ).logits[0]
+    torch.testing.assert_close(flexed, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_row_stays() -> None:
+    row = pack_row([Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), 1.0, (1.0, 1.0))])
+    assert len(row.input_ids_N) == BLOCK and torch.equal(flex.padded(row).subtree_end_N, row.subtree_end_N)
+
+
+def test_compiled_layers_compute_the_same_and_share_their_graphs(
+    tiny_path: str, alone: World, random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Loss gradients; torch's own backend without code generation, so that the test is quick."""
+    torch._dynamo.reset()
+    grads, counts = [], []
+    for is_compiled in (False, True):
+        model = models.shard(models.load_model(tiny_path, torch.float32), alone, models.ShardSpec(torch.float32))
+        if is_compiled:
+            models.compile_layers(model, backend="aot_eager")
+        for seed, number in enumerate((3, 9, 5, 14)):
+            forward_rows(model, pack_row(random_samples(number, seed=seed))).square().mean().backward()
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert distance(grads[1], grads[0]) < 1e-5
+    assert counts[:4] == [counts[0]] * 4 and 0 < counts[-1] - counts[0] <= 6 and counts[-1] == counts[-2], counts
+    torch._dynamo.reset()
