@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
+from flowtrain.config.train import Train
 
 
 class Run(Section):
@@ -242,39 +243,6 @@ class Algorithm(Section):
             return data
         released = data.get("mode") == "released"
         return {"clip_low": 0.2, "clip_high": 0.3 if released else 0.2, **({"dual_clip": 3.0} if released else {}), **data}
-
-
-class Train(Section):
-    num_steps: int = Field(100, ge=0)
-    """steps: one batch of rollouts each; 0: only evaluate"""
-    lr: PositiveFloat = 1e-6
-    """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
-    warmup_steps: int = Field(0, ge=0)
-    """steps over which the learning rate rises from 0"""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW"""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW"""
-    weight_decay: float = Field(0.01, ge=0)
-    """AdamW"""
-    grad_clip: float = Field(1.0, ge=0)
-    """bound of the global gradient norm; 0: off"""
-    num_minibatches: PositiveInt = 2
-    """optimizer steps per batch of rollouts"""
-    token_budget: PositiveInt = 8192
-    """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row of its own"""
-    recompute: bool = False
-    """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory for about a third more time"""
-    compile: bool = False
-    """compile each decoder layer"""
-    reshard: bool = True
-    """layers of models of over 50 M parameters gather their weights anew for the backward pass; false: they keep them gathered"""
-    offload: bool = False
-    """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU, and step there"""
-    peak_tflops: float = Field(0.0, ge=0)
-    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for common GPUs in bfloat16, else no MFU"""
-    rescore: bool = False
-    """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 
 
 class Eval(Section):
