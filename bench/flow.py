@@ -27,7 +27,7 @@ from bench.measure import print_table, write_json
 from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Plan, PolicyPlanner
+from flowtrain.agents.planner import Opening, Plan, PolicyPlanner
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.tools.base_generator import GuessGenerator
@@ -104,6 +104,9 @@ class Simulated:
     async def execute(self, query: str) -> str:
         await asyncio.sleep(self.latencies.tool_s(query))
         return "result"
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:
         return 0

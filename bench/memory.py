@@ -122,7 +122,7 @@ def _sample(vocab_size: int, num_tokens: int, seed: int) -> Sample:
     ids = tuple(rng.randrange(vocab_size) for _ in range(num_tokens + 1))
     start = num_tokens * 2 // 3
     response = ids[start:]
-    return Sample(ids[:start], response, (-7.0,) * len(response), 1.0 - seed, (1.0,) * len(response))
+    return Sample(ids[:start], response, (-7.0,) * len(response), (1.0 - seed,) * len(response), (1.0,) * len(response))
 
 
 if __name__ == "__main__":

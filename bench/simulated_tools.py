@@ -17,7 +17,7 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
+from flowtrain.agents.planner import Opening, Plan
 from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.rollout.collect import collect
@@ -59,6 +59,9 @@ class SamplingPlanner:
         prompt = tuple(order.randrange(5, 250) for _ in range(8 + 4 * turn))
         done = await self.engine.generate(prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s))
         return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name))
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:
         """Its prompts do not show the memory."""

@@ -127,7 +127,9 @@ def agentflow_samples(num_turns: int, scale: float, group_size: int = 8) -> list
         for _ in range(num_turns):
             response = ids(rng.uniform(200, 400))
             logprobs = tuple(-7.6 + rng.gauss(0, 0.1) for _ in response)
-            samples.append(Sample(constant + memory + closing, response, logprobs, advantage, (1 / len(response),) * len(response)))
+            samples.append(
+                Sample(constant + memory + closing, response, logprobs, (advantage,) * len(response), (1 / len(response),) * len(response))
+            )
             memory += ids(500)
     return samples
 

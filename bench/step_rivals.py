@@ -54,7 +54,7 @@ class Transformers:
             self._padded([zeros + values for zeros, values in zip(before, each, strict=True)], torch.float32)
             for each in ([s.logprobs for s in batch], [(1 / len(s.response_ids),) * len(s.response_ids) for s in batch])
         )
-        ratio, advantage_B1 = (logprob - old).exp(), self._padded([(s.advantage,) for s in batch], torch.float32)
+        ratio, advantage_B1 = (logprob - old).exp(), self._padded([s.advantages[:1] for s in batch], torch.float32)
         loss = -torch.minimum(ratio * advantage_B1, ratio.clamp(0.8, 1.2) * advantage_B1)
         return torch.where(weight > 0, loss * weight, 0.0).sum() / len(batch)
 
@@ -96,7 +96,7 @@ class Trl(Transformers):
             "prompt_mask": self._padded(ones[0], side="left"),
             "completion_ids": self._padded([s.response_ids for s in batch]),
             "completion_mask": self._padded(ones[1]),
-            "advantages": torch.tensor([s.advantage for s in batch], device=self.device),
+            "advantages": torch.tensor([s.advantages[0] for s in batch], device=self.device),
             "old_per_token_logps": self._padded([s.logprobs for s in batch], torch.float32),
         }
         loss: Tensor = self._grpo._compute_loss(self._trainer, self.model, inputs)

@@ -20,7 +20,7 @@ from flowkernels import LossSpec
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import report
+from flowtrain import recipe, report
 from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import Planner, PolicyPlanner
@@ -37,6 +37,7 @@ from flowtrain.rollout.torch_engine import TorchEngine
 from flowtrain.rollout.vllm_engine import VllmEngine
 from flowtrain.rollout.vllm_process import VllmModel, cpu_environment, gpu_environment
 from flowtrain.seeds import derive_seed
+from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
@@ -69,11 +70,13 @@ class Job:
         _set_threads(config.run.threads)
         tasks = task_set(config, fictional)
         _check_scorers(tasks)
+        _check_algorithm(config, tasks)
         tokenizer, model = _policy(config, tasks)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             chats = make_chat_engines(config, tokenizer, world.device)
             cleanup.callback(chats.close)
             tools = make_tools(config, tasks, chats.roles.get("tools"))
+            _check_tools(config, tools)
             prompt = make_prompt(config, tools, tokenizer)
             cleanup.pop_all()
         return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)
@@ -96,7 +99,7 @@ class Job:
             spec,
             num_ranks=num_trainers,
             token_budget=config.train.token_budget,
-            has_reference=config.algorithm.kl_coef > 0,
+            has_reference=config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config),
             on_gpu=self.world.device.type == "cuda",
         )
         copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
@@ -159,11 +162,11 @@ class Job:
     def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
         """Shards the model over those that train; with a KL term a frozen copy of it becomes the reference policy."""
         spec, reference = self._shard_spec(), None
-        if loss.kl_coef > 0:
+        if loss.kl_coef > 0 or recipe.branches_against_reference(self.config):
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
             reference = models.shard(frozen, trainers, replace(spec, recompute=False))
         model = models.shard(self.model, trainers, spec)
-        return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference)
+        return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference, recipe.future_ratio(self.config))
 
     def _shard_spec(self) -> ShardSpec:
         train = self.config.train
@@ -192,18 +195,6 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return None if engine is None else Judge(engine, VerdictCache(Path(config.judge.cache)), config.judge)
 
 
-def loss_spec(config: Config) -> LossSpec:
-    """The token loss of `[algorithm]`."""
-    a = config.algorithm
-    assert a.clip_low is not None and a.clip_high is not None, "filled in by the config"
-    return LossSpec(a.loss, a.clip_low, a.clip_high, a.dual_clip, a.kl_coef, a.kl, a.entropy_coef, tis=a.tis, mis=a.mis)
-
-
-def optim_spec(config: Config) -> OptimSpec:
-    t = config.train
-    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
-
-
 def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:
     """The checkpoint to continue from, if the run is to be resumed and has one."""
     return checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
@@ -218,6 +209,19 @@ def _check_scorers(tasks: TaskSet) -> None:
     """Score an empty answer to each task: a scorer that does not exist, or that cannot use the task's answers, comes out before the run."""
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
+
+
+def _check_algorithm(config: Config, tasks: TaskSet) -> None:
+    for task in tasks.train:
+        sub_goals.check(task)
+    if config.algorithm.name == "infoflow" and not any(map(sub_goals.sought, tasks.train)):
+        raise UserError("algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks has any to find")
+
+
+def _check_tools(config: Config, tools: Mapping[str, Tool]) -> None:
+    stateful = [name for name, tool in tools.items() if tool.card.is_stateful]
+    if stateful and config.algorithm.name == "appo":
+        raise UserError(f"algorithm.name='appo' rewinds rollouts; {stateful[0]!r} of agent.tools has a state and cannot be rewound")
 
 
 def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:

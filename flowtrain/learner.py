@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from flowtrain.job import Job, loss_spec, optim_spec, saving
+from flowtrain.job import Job, saving
+from flowtrain.recipe import loss_spec, optim_spec
 from flowtrain.training import checkpoint
 from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import Trainer

@@ -160,7 +160,7 @@ def _sample(turn: Turn, prompt_weight: float) -> Sample:
     if prompt_weight:
         weights = (prompt_weight,) * (len(prompt) - 1) + weights
         prompt, response = prompt[:1], prompt[1:] + response
-    return Sample(prompt, response, (0.0,) * len(response), 1.0, weights)
+    return Sample(prompt, response, (0.0,) * len(response), (1.0,) * len(response), weights)
 
 
 def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:

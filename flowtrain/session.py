@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowtrain import report
+from flowtrain import recipe, report
 from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
@@ -32,14 +33,16 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
+from flowtrain.training.branching import find_points
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.scores import annotate
+from flowtrain.training.trainer import ResponseScores
 from flowtrain.training.tree import Row
 from flowtrain.training.world import World
-from flowtrain.types import Group, Sample, Trajectory
+from flowtrain.types import BranchPoint, Group, Sample, Trajectory
 from flowtrain.weights import WeightStore
 
-STAGES = ("collect", "train", "publish", "load", "eval")
+STAGES = ("collect", "branch", "train", "publish", "load", "eval")
 
 
 class Clock:
@@ -66,8 +69,9 @@ class Session:
 
     world: World
     cursor: TaskCursor | MixedCursor
-    flow: Flow
     judge: Judge | None
+    algorithm: Callable[[Sequence[Group], int], Advantages]
+    """(scored groups, number of groups over all ranks) -> what is trained."""
     start_step: int
 
     def __init__(self, config: Config) -> None:
@@ -100,12 +104,14 @@ class Session:
         store = WeightStore(Path(config.run.dir) / "weights")
         self._engine = self._make_engine(store)
         self._cleanup.callback(self._engine.close)
-        self.flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
+        self._flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
         self.judge = self._job.make_judge()
         self._memory_plan = self._job.memory_plan(self._placement.trainers.size, not self._placement.is_split)
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
+        self.algorithm = recipe.algorithm(config)
+        self._is_blank_V = recipe.blank_tokens(self._job.tokenizer, self._job.model.config.vocab_size)
         self._learner = self._make_learner(store)
         self._resume()
         if self.world.is_main:
@@ -160,13 +166,42 @@ class Session:
             self._metrics = report.MetricsLog(path, last_step, log.tensorboard, log.wandb_project or None, config.model_dump())
             self._cleanup.callback(self._metrics.close)
 
+    def flow(self, step: int) -> Flow:
+        """What makes the rollouts of a training step."""
+        return replace(self._flow, hints=recipe.hints(self._config, step))
+
     def collect_options(self, step: int) -> dict[str, Any]:
         """Keyword arguments of `collect` for a training step."""
         rollout, samplers = self._config.rollout, self._placement.samplers
         seed = derive_seed(self._config.run.seed, "train", step)
-        waits = {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
+        group_size = self._config.appo.num_roots if self._config.algorithm.name == "appo" else rollout.group_size
         ranks = {"rank": samplers.rank, "num_ranks": samplers.size}
-        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **waits, **ranks}
+        return {"group_size": group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **self._waits(), **ranks}
+
+    def branch_points(self, step: int, groups: Sequence[Group]) -> list[list[BranchPoint]]:
+        """Where rollouts are to branch; none but for APPO. Collective."""
+        config = self._config
+        if config.algorithm.name != "appo":
+            return [[] for _ in groups]
+
+        def score(samples: Sequence[Sample]) -> ResponseScores:
+            assert self._learner is not None, "branching ranks train"
+            against_reference = recipe.branches_against_reference(config)
+            return self._learner.trainer.score_samples(samples, config.train.token_budget, against_reference)
+
+        num_branches = config.rollout.group_size - config.appo.num_roots
+        seed = derive_seed(config.run.seed, "branch", step)
+        return find_points(groups, score, recipe.branch_rule(config), num_branches, seed, self._is_blank_V)
+
+    def branch_options(self, step: int) -> dict[str, Any]:
+        """Keyword arguments of `collect_branches`."""
+        rollout = self._config.rollout
+        seed = derive_seed(self._config.run.seed, "branch", step)
+        return {"group_size": rollout.group_size, "seed": seed, "max_in_flight": rollout.max_in_flight, **self._waits()}
+
+    def _waits(self) -> dict[str, float]:
+        rollout = self._config.rollout
+        return {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
 
     @property
     def max_positions(self) -> int:

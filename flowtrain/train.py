@@ -4,6 +4,7 @@ One step, top to bottom, is the system. Each verb is one call into one file:
 
     take      tasks/cursor.py           the next questions
     collect   rollout/collect.py        G rollouts of each: planner, executor, verifier, generator around a memory
+    branch    training/branching.py     APPO: where another choice would have mattered; further rollouts start there
     score     rewards/                  one reward per rollout, from its final answer
     deal      algorithms/, placement.py the reward as an advantage of every turn; each turn to a rank that trains
     pack      training/tree.py          all turns in token trees
@@ -15,11 +16,11 @@ One step, top to bottom, is the system. Each verb is one call into one file:
 
 from __future__ import annotations
 
-from flowtrain.algorithms import flow_grpo, screen
+from flowtrain.algorithms import screen
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
 from flowtrain.rewards import score, shuffle_rewards
-from flowtrain.rollout.collect import collect
+from flowtrain.rollout.collect import collect, collect_branches
 from flowtrain.seeds import derive_seed
 from flowtrain.session import Clock, Session
 from flowtrain.training.tree import pack
@@ -27,18 +28,21 @@ from flowtrain.training.world import end_process
 
 
 def train(config: Config) -> int:
-    """Flow-GRPO from the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
+    """From the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
     interrupt = Interrupt()
     with Session(config) as run:
         for step in range(run.start_step + 1, config.train.num_steps + 1):
             clock = Clock()
             tasks = run.cursor.take(config.rollout.num_questions)
             with clock("collect"):
-                groups = score(collect(run.flow, tasks, **run.collect_options(step)), run.judge)
+                groups = collect(run.flow(step), tasks, **run.collect_options(step))
+            with clock("branch"):
+                points = run.branch_points(step, groups)
+            with clock("collect"):
+                groups = score(collect_branches(run.flow(step), groups, points, **run.branch_options(step)), run.judge)
                 if config.algorithm.shuffle_rewards:
                     groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
-                batch = flow_grpo(groups, config.algorithm.mode, config.train.num_minibatches, len(tasks))
-                batch = screen(batch, run.max_positions)
+                batch = screen(run.algorithm(groups, len(tasks)), run.max_positions)
                 samples = run.deal(batch.samples)
             with clock("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)

@@ -27,6 +27,18 @@ class PlanStep:
 
 
 @dataclass(frozen=True, slots=True)
+class SubGoal:
+    """Something that a solver finds out on the way, e.g. SubGoal(("Chad",), 0.5, "country with capital N'Djamena")."""
+
+    names: tuple[str, ...]
+    """What it may be called; any of them will do."""
+    weight: float
+    """Importance; those of a task sum to 1."""
+    query: str = ""
+    """How to look for it, for a hint; "" where nobody wrote one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One question. Example: Task("texts-17", "What is the capital of Chad?", ("N'Djamena",), "lookup", 1, "exact")."""
 
@@ -46,6 +58,8 @@ class Task:
     """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the policy never sees it."""
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
+    sub_goals: tuple[SubGoal, ...] = ()
+    """What earns part of a reward (InfoFlow), in the order in which they are needed; the policy never sees them."""
 
 
 class FinishReason(enum.StrEnum):
@@ -112,6 +126,14 @@ class KeptTokens:
             counts.append(len(each))
         return cls(ids, counts)
 
+    def first(self, num_tokens: int) -> KeptTokens:
+        """Those of the first tokens."""
+        counts = self.counts[:num_tokens]
+        return KeptTokens(self.ids[: sum(counts)], counts)
+
+    def __add__(self, later: KeptTokens) -> KeptTokens:
+        return KeptTokens(self.ids + later.ids, self.counts + later.counts)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -165,6 +187,7 @@ class TurnTraining:
     """What training made of a turn; for the log."""
 
     advantage: float
+    """Mean over the response's tokens."""
     minibatch: int
     """Which optimizer step of the batch it was in; the trainer's weights had then made so many steps since the turn was sampled."""
     logprobs: tuple[float, ...]
@@ -194,12 +217,27 @@ class Turn:
     """Those of them that the planner took."""
     verdict_text: str = ""
     """What the verifier wrote; "" where a rule decided."""
+    retrieved: str = ""
+    """What the tool gave, where a refiner made the result of it; else ""."""
     training: TurnTraining | None = None
     """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
     response_kept: KeptTokens | None = None
     """The engine's, as for `Completion`."""
     prompt_text: str = ""
     """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; "" otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """Where a rollout left another one of its group: what comes before it is the same, tokens and tool results alike."""
+
+    root: int
+    """Number of the rollout it left, within its group."""
+    turn: int
+    token: int
+    """First token of that turn's response that was sampled anew."""
+    score: float
+    """By which the place was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +254,9 @@ class Trajectory:
     """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt outgrew the model) or "straggler" (the others
     of its batch were done and did not wait any longer)."""
     reward: float | None = None
-    """In [0, 1]; None until `rewards.score` fills it."""
+    """Of the answer, in [0, 1]; None until `rewards.score` fills it."""
+    sub_goals: float | None = None
+    """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
     scored_by: str = ""
     """Which rule, or "judge", decided on the reward."""
     analysis: str = ""
@@ -226,11 +266,23 @@ class Trajectory:
     not trained."""
     output: str = ""
     """All that the generator wrote, the answer among it; "" where a rule answered."""
+    branch: BranchPoint | None = None
+    """None for a rollout that began with the question."""
+    hint_turn: int | None = None
+    """The turn that read a hint first; None for a rollout without."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Response tokens that were sampled for this rollout and not taken over from the one it left."""
+        total = sum(len(turn.response_ids) for turn in self.turns)
+        if self.branch is None:
+            return total
+        return total - sum(len(turn.response_ids) for turn in self.turns[: self.branch.turn]) - self.branch.token
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G trajectories of one task that were sampled together."""
+    """The G trajectories of one task that were sampled together; branches come after the rollouts they left."""
 
     index: int
     """Place of the task within the step's batch over all ranks; decides the mini-batch."""
@@ -252,8 +304,8 @@ class Sample:
     """At least one token; these are the trained ones."""
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
-    advantage: float
-    """Of every response token of this turn."""
+    advantages: tuple[float, ...]
+    """One per response token."""
     weights: tuple[float, ...]
     """One per response token, before division by their sum over the global mini-batch."""
     minibatch: int = field(default=0)

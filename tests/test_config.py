@@ -410,7 +410,8 @@ def test_the_records_refuse_unknown_keys_too() -> None:
 def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
-    assert config.rollout.engine == ("torch" if path.stem in ("quickstart", "gameof24") else "vllm")
+    runs_anywhere = path.stem in ("quickstart", "appo", "infoflow", "gameof24")
+    assert config.rollout.engine == ("torch" if runs_anywhere else "vllm")
 
 
 # ---- tables that the user names
@@ -450,3 +451,27 @@ def test_a_named_table_is_checked(words: tuple[str, ...], message: str) -> None:
 
 def test_a_named_table_must_be_one(toml: Callable[[str], str]) -> None:
     assert "engines.helper must be a table of its own, [engines.helper]" in complaint("--config", toml('[engines]\nhelper = "x"'))
+
+
+# ---- APPO
+
+
+APPO = ("--algorithm.name", "appo")
+
+
+def test_appo_has_its_clips() -> None:
+    algorithm = parsed(*APPO).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--appo.num_roots", "8"), "appo.num_roots=8 must be below rollout.group_size=8"),
+        (("--appo.num_roots", "1", "--appo.spacing", "40", "--rollout.group_size", "9"), "appo.num_roots=1 roots hold at most 6 places 40"),
+        (("--appo.future_low", "2"), "appo.future_low=2.0 must be at most appo.future_high=1.2"),
+        (("--algorithm.loss", "gspo"), "appo.future_coef must be 0"),
+    ],
+)
+def test_appos_budgets_must_fit(words: tuple[str, ...], message: str) -> None:
+    assert message in complaint(*APPO, *words)

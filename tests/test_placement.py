@@ -28,7 +28,7 @@ def a_sample(draw: st.DrawFn) -> Sample:
     per_token = st.lists(FLOATS, min_size=len(response), max_size=len(response)).map(tuple)
     kept = draw(st.none() | st.lists(IDS, min_size=len(response), max_size=len(response)).map(KeptTokens.of))
     minibatch, origin = draw(st.integers(0, 3)), draw(st.none() | ORIGINS)
-    return Sample(draw(IDS), response, draw(per_token), draw(FLOATS), draw(per_token), minibatch, origin, kept)
+    return Sample(draw(IDS), response, draw(per_token), draw(per_token), draw(per_token), minibatch, origin, kept)
 
 
 def config(num_engine_ranks: int, num_questions: int = 12) -> Config:
@@ -53,8 +53,8 @@ def test_scores_arrive_as_they_left(scores: dict[tuple[int, int, int], tuple[flo
 
 
 def test_a_float_arrives_as_what_a_row_makes_of_it() -> None:
-    (sample,) = from_bytes(to_bytes([Sample((1,), (2,), (-0.1,), 0.1, (1 / 3,))]))
-    for ours, whole in ((sample.logprobs[0], -0.1), (sample.advantage, 0.1), (sample.weights[0], 1 / 3)):
+    (sample,) = from_bytes(to_bytes([Sample((1,), (2,), (-0.1,), (0.1,), (1 / 3,))]))
+    for ours, whole in ((sample.logprobs[0], -0.1), (sample.advantages[0], 0.1), (sample.weights[0], 1 / 3)):
         assert ours == float(torch.tensor(whole, dtype=torch.float32)) != whole
 
 
@@ -73,7 +73,7 @@ def test_every_sample_falls_to_one_rank_and_tokens_are_even(samples: list[Sample
 def test_colocated_ranks_train_what_they_sampled() -> None:
     placement = Placement.of(config(0), world(4, rank=2))
     assert placement.trainers is placement.samplers is placement.world and not placement.is_split
-    samples = [Sample((1,), (2,), (-0.1,), 0.1, (1.0,))]
+    samples = [Sample((1,), (2,), (-0.1,), (0.1,), (1.0,))]
     assert placement.deal(samples) is samples and placement.of_first_sampler({"a": 1.0}) == {"a": 1.0}
     assert placement.gather_scores({(0, 0, 0): (-0.5,)}) == {(0, 0, 0): (-0.5,)}
 

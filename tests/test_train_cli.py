@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from flowtrain.options import parse
+from flowtrain.session import STAGES
 from flowtrain.training.model import load_tokenizer
 
 pytest.register_assert_rewrite("cli_runs")
@@ -72,9 +73,7 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
         }
         assert 0 < record["row_fill"] < 1 and record["peak_memory_gb"] > 0 and "mfu" not in record, "nobody knows the peak of this CPU"
         assert all(value is not None for value in record.values())
-        assert record["step_s"] == pytest.approx(
-            sum(record[f"{stage}_s"] for stage in ("collect", "train", "publish", "load", "eval", "other"))
-        )
+        assert record["step_s"] == pytest.approx(sum(record[f"{stage}_s"] for stage in (*STAGES, "other")))
         assert record["logprob_mismatch"] < 1e-4, "sampler and trainer agree on the tokens of the step"
     assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), "this run shows something"
 

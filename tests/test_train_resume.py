@@ -109,3 +109,27 @@ def test_interrupted_fine_tuning_exports_what_it_has(server: Server, tmp_path: P
     assert process.wait() == 130
     assert 10 <= json.loads((tmp_path / "run" / "model" / "rft.json").read_text())["num_steps"] < 100000
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_appo_trains_and_resumes_like_a_run_that_nothing_disturbed(server: Server, place: Path, words: tuple[str, ...]) -> None:
+    appo = (*words, "--algorithm.name", "appo", "--appo.num_roots", "3", "--appo.spacing", "2")
+    code, lines, _ = server.run("train", *appo, "--run.dir", place / "appo")
+    assert code == 0, lines
+    records = read(place / "appo" / "trajectories.jsonl")
+    assert len(records) == NUM_STEPS * 32, "exactly rollout.group_size rollouts of every question"
+    steps = [record for record in read(place / "appo" / "metrics.jsonl") if record["step"]]
+    assert any(record["num_tokens"] > 0 for record in steps)
+    for record in steps:
+        of_step = [r for r in records if r["step"] == record["step"]]
+        roots = [r for r in of_step if "branch" not in r]
+        assert record["num_tokens"] <= sum(len(turn["response_ids"]) for r in roots for turn in r["turns"]), "branches cost no pass"
+        for branch in (r for r in of_step if "branch" in r):
+            at, group = branch["branch"], [r for r in roots if r["group_index"] == branch["group_index"]]
+            ours, theirs = branch["turns"][at["turn"]], group[at["root"]]["turns"][at["turn"]]
+            assert ours["response_ids"][: at["token"]] == theirs["response_ids"][: at["token"]]
+            assert ours["response_logprobs"][: at["token"]] == theirs["response_logprobs"][: at["token"]]
+    shutil.copytree(place / "appo", place / "appo_cut")
+    for path in (place / "appo_cut" / "checkpoints").glob("step_0000000[56]"):
+        shutil.rmtree(path)
+    server.resume(place / "appo_cut", *appo)
+    check_same_run(place / "appo_cut", place / "appo")

@@ -65,4 +65,6 @@ def make_flow(
         roles.make_generator(RuleGenerator(extract), chats),
         FlowLimits(max_turns, agent.rollout_timeout_s, agent.module_timeout_s, agent.memory_tokens),
         roles.make_analyst(agent, tools, chats),
+        refiner=roles.make_refiner(config, chats),
+        passage_tools=frozenset(name for name, tool in tools.items() if tool.card.finds_passages),
     )

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, PolicyPlanner
+from flowtrain.agents.planner import Opening, Plan, PolicyPlanner
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Completion, FinishReason, PlanStep, Task
@@ -37,6 +37,9 @@ class ScriptedPlanner:
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError("nobody branches from an expert")
 
 
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:

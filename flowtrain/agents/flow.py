@@ -11,18 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.cutoff import Cutoff, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.generator import Generator
+from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import Planner, PromptTooLong
+from flowtrain.agents.planner import Opening, Planner, PromptTooLong
+from flowtrain.agents.refiner import Refiner
 from flowtrain.agents.verifier import Verifier
 from flowtrain.rollout.engine import EngineError
 from flowtrain.seeds import derive_seed
-from flowtrain.types import Action, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import Action, BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
 
 MALFORMED = "the action was malformed"
 
@@ -56,6 +58,24 @@ class _Rollout:
     shown: Memory = field(default_factory=Memory)
     """As much of it as the budget allows: what the modules read."""
     turns: list[Turn] = field(default_factory=list)
+    opening: Opening | None = None
+    """How a branch's first turn begins."""
+    hint_turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a branch begins: at a place within a rollout that is done."""
+
+    root: Trajectory
+    point: BranchPoint
+
+    def turns(self) -> list[Turn]:
+        """What happened before the turn that is sampled anew, in part or in whole."""
+        return list(self.root.turns[: self.point.turn])
+
+    def opening(self) -> Opening:
+        return Opening.of(self.root.turns[self.point.turn], self.point.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +88,19 @@ class Flow:
     generator: Generator
     limits: FlowLimits
     analyst: Analyst | None = None
+    hints: Hints | None = None
+    refiner: Refiner | None = None
+    passage_tools: frozenset[str] = frozenset()
+    """Tools whose results the refiner reads before the memory gets them."""
 
-    async def run(self, task: Task, seed: int, cutoff: Cutoff | None = None) -> Trajectory:
-        """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn and is seen by the next."""
+    async def run(self, task: Task, seed: int, cutoff: Cutoff | None = None, start: Start | None = None) -> Trajectory:
+        """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn and is seen by the next.
+
+        With `start` the rollout leaves another one: what comes before that place is taken over, tool results included.
+        """
         rollout = _Rollout(task, seed, time.monotonic())
+        if start is not None:
+            self._rewind(rollout, start)
         truncated, answer, output, error = "", "", "", ""
         try:
             truncated = await self._turns(rollout, cutoff or Cutoff())
@@ -90,13 +119,26 @@ class Flow:
             analysis=rollout.memory.analysis,
             output=output,
             error=error,
+            branch=None if start is None else start.point,
+            hint_turn=rollout.hint_turn,
         )
+
+    def _rewind(self, rollout: _Rollout, start: Start) -> None:
+        """Bring the rollout to where it leaves the other one."""
+        rollout.memory = Memory(analysis=start.root.analysis)
+        for turn in start.turns():
+            rollout.memory = rollout.memory.add(_entry(turn.action, turn.command, turn.result))
+            rollout.turns.append(turn)
+        rollout.shown, rollout.opening = self._shown(rollout.memory), start.opening()
+
+    def _shown(self, memory: Memory) -> Memory:
+        return bounded(memory, self.limits.memory_tokens, self.planner.measure) if self.limits.memory_tokens else memory
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
         """Analyse, then take turns; why they ended before STOP, or ""."""
         try:
             async with cutoff():
-                if self.analyst is not None:
+                if self.analyst is not None and rollout.opening is None:
                     with _role("analyst"):
                         analysis = await self.analyst.analyse(rollout.task.question)
                     rollout.memory = rollout.shown = Memory(analysis=analysis)
@@ -115,15 +157,21 @@ class Flow:
     async def _turn(self, rollout: _Rollout, left_s: float) -> Verdict:
         started = time.monotonic()
         task, index = rollout.task, len(rollout.turns)
-        plan = await self.planner.plan(task, rollout.shown, index, rollout.seed, left_s)
+        self._hint(rollout)
+        opening, rollout.opening = rollout.opening, None
+        if opening is None:
+            plan = await self.planner.plan(task, rollout.shown, index, rollout.seed, left_s)
+        else:
+            plan = await self.planner.resume(opening, index, rollout.seed, left_s)
         plan_s = time.monotonic() - started
         if plan.action is None:
             command, result = NO_COMMAND, ToolResult(error=MALFORMED)
         else:
             seed, left_now_s = derive_seed(rollout.seed, index, "executor"), max(0.0, left_s - plan_s)
             command, result = await self.executor.execute(task.question, plan.action, seed, left_now_s)
+        result, retrieved = await self._refined(rollout, plan.action, result, max(0.0, left_s - (time.monotonic() - started)))
         memory = rollout.memory.add(_entry(plan.action, command, result))
-        shown = bounded(memory, self.limits.memory_tokens, self.planner.measure) if self.limits.memory_tokens else memory
+        shown = self._shown(memory)
         seed, left_now_s = derive_seed(rollout.seed, index, "verifier"), max(0.0, left_s - (time.monotonic() - started))
         verdict, verdict_text = await self.verifier.verify(task.question, shown, seed, min(self.limits.module_timeout_s, left_now_s))
         done = plan.completion
@@ -143,10 +191,30 @@ class Flow:
             plan_s=plan_s,
             response_kept=done.kept,
             prompt_text=plan.prompt_text,
+            retrieved=retrieved,
         )
         rollout.memory, rollout.shown = memory, shown
         rollout.turns.append(turn)
         return verdict
+
+    def _hint(self, rollout: _Rollout) -> None:
+        """One hint per rollout at most; it stays in sight."""
+        hint = self.hints.give(rollout.task, rollout.turns, rollout.seed) if self.hints and rollout.hint_turn is None else ""
+        if hint:
+            rollout.hint_turn, rollout.memory = len(rollout.turns), replace(rollout.memory, hint=hint)
+            rollout.shown = self._shown(rollout.memory)
+
+    async def _refined(self, rollout: _Rollout, action: Action | None, result: ToolResult, left_s: float) -> tuple[ToolResult, str]:
+        """(what the memory gets, what the tool gave where that differs). Passages that the refiner fails on stay as they are."""
+        if self.refiner is None or action is None or action.tool_name not in self.passage_tools or result.error is not None:
+            return result, ""
+        seed, deadline_s = derive_seed(rollout.seed, len(rollout.turns), "refiner"), min(self.limits.module_timeout_s, left_s)
+        question, sub_goal, passages = rollout.task.question, action.sub_goal, result.output
+        try:
+            text = await self.refiner.refine(question, rollout.shown, sub_goal, passages, seed, deadline_s)
+        except EngineError:
+            return result, ""
+        return (replace(result, output=text), passages) if text.strip() else (result, "")
 
 
 @contextmanager

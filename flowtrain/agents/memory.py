@@ -37,6 +37,8 @@ class Memory:
     entries: tuple[MemoryEntry, ...] = field(default=())
     analysis: str = ""
     """What the analyst wrote about the question; no step, and the same throughout the rollout."""
+    hint: str = ""
+    """What the environment told a stuck rollout to look for."""
 
     def add(self, entry: MemoryEntry) -> Memory:
         return replace(self, entries=(*self.entries, entry))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import ChatTokenizer, PlannerPrompt
 from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
-from flowtrain.types import Action, Completion, Sampling, Task
+from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, Turn, VersionSpan
 
 NO_TOOL = "No matched tool given: "
 
@@ -34,6 +34,29 @@ class Plan:
     """What a planner without tokens of its own has read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a branch has in common with the turn it leaves: the prompt, and the beginning of the response."""
+
+    prompt_ids: tuple[int, ...]
+    response: Completion
+
+    @classmethod
+    def of(cls, turn: Turn, num_tokens: int) -> Opening:
+        """The first `num_tokens` tokens of a turn's response."""
+        spans = tuple(replace(span, end=min(span.end, num_tokens)) for span in turn.spans if span.start < num_tokens)
+        ids, logprobs = turn.response_ids[:num_tokens], turn.response_logprobs[:num_tokens]
+        kept = None if turn.response_kept is None else turn.response_kept.first(num_tokens)
+        return cls(turn.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, kept))
+
+    def joined(self, rest: Completion) -> Completion:
+        """The whole response, of which `rest` was sampled now."""
+        shift = len(self.response.ids)
+        spans = (*self.response.spans, *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans))
+        kept = None if self.response.kept is None or rest.kept is None else self.response.kept + rest.kept
+        return Completion(self.response.ids + rest.ids, self.response.logprobs + rest.logprobs, spans, rest.finish_reason, kept)
+
+
 class Planner(Protocol):
     """Decides the next step. `turn` counts from 0; `seed` is the rollout's; the answer is due within `deadline_s` seconds."""
 
@@ -41,6 +64,9 @@ class Planner(Protocol):
 
     def measure(self, memory: Memory) -> int:
         """Tokens that the steps of the memory take in its prompt."""
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        """Go on where a branch leaves another rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +88,27 @@ class PolicyPlanner:
         prompt_ids = self.encode(task.question, memory)
         if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
             raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        sampling = Sampling(
-            self.max_new_tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            seed=derive_seed(seed, turn),
-            deadline_s=min(self.request_timeout_s, deadline_s),
-        )
-        completion = await self.engine.generate(prompt_ids, sampling)
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        return Plan(prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names))
+        completion = await self.engine.generate(prompt_ids, self._sampling(self.max_new_tokens, turn, seed, deadline_s))
+        return self._plan(prompt_ids, completion)
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        opened = opening.response.ids
+        sampling = self._sampling(self.max_new_tokens - len(opened), turn, seed, deadline_s)
+        return self._plan(opening.prompt_ids, opening.joined(await self.engine.generate(opening.prompt_ids + opened, sampling)))
 
     def measure(self, memory: Memory) -> int:
         return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
 
     def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False))
+
+    def _sampling(self, max_new_tokens: int, turn: int, seed: int, deadline_s: float) -> Sampling:
+        deadline_s = min(self.request_timeout_s, deadline_s)
+        return Sampling(max_new_tokens, self.temperature, self.top_k, self.top_p, seed=derive_seed(seed, turn), deadline_s=deadline_s)
+
+    def _plan(self, prompt_ids: tuple[int, ...], completion: Completion) -> Plan:
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        return Plan(prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names))
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:

@@ -57,7 +57,8 @@ class CompactPrompt:
         return "\n".join(filter(None, [f"Question: {question}", self.steps(memory), self.prefix]))
 
     def steps(self, memory: Memory) -> str:
-        return "\n".join(f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1))
+        steps = [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
+        return "\n".join([*steps, *hint_lines(memory)])
 
     def write(self, action: Action) -> str:
         return f" {action.sub_goal}\nTool Name: {action.tool_name}"
@@ -79,11 +80,15 @@ class FullPrompt:
         return self._tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
 
     def steps(self, memory: Memory) -> str:
-        return memory_json(memory)
+        return "\n".join([memory_json(memory), *hint_lines(memory)])
 
     def write(self, action: Action) -> str:
         fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)
         return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
+
+
+def hint_lines(memory: Memory) -> list[str]:
+    return [f"Hint: {memory.hint}"] if memory.hint else []
 
 
 def memory_json(memory: Memory) -> str:

@@ -6,18 +6,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from flowtrain import config as cfg
-from flowtrain.agents import analyst, executor, generator, prompts, verifier
+from flowtrain.agents import analyst, executor, generator, prompts, refiner, verifier
 from flowtrain.agents.analyst import Analyst, LLMAnalyst
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.generator import Generator, LLMGenerator
 from flowtrain.agents.prompts import tool_text
+from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
 from flowtrain.agents.tools import Tool
 from flowtrain.agents.verifier import LLMVerifier, Verifier
 from flowtrain.rollout.chat import ChatEngine
 
 Chats = Mapping[str, ChatEngine]
 """The engine of every role that has one."""
-MODULES = ("analyst", "executor", "verifier", "generator")
+MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles that a flow is made of, beside the planner."""
 NO_ENGINE = ("none", "rules")
 """What `[roles]` says where no language model is asked."""
@@ -42,6 +43,12 @@ def make_generator(rules: Generator, chats: Chats) -> Generator:
     return LLMGenerator(chats["generator"]) if "generator" in chats else rules
 
 
+def make_refiner(config: cfg.Config, chats: Chats) -> Refiner | None:
+    if "refiner" in chats:
+        return LLMRefiner(chats["refiner"], config.agent.max_result_chars)
+    return RuleRefiner() if config.roles.refiner == "rules" else None
+
+
 def unfilled(roles: cfg.Roles, chats: Chats) -> Sequence[str]:
     """Modules that are to be done by a language model which nobody has started."""
     return [role for role in MODULES if getattr(roles, role) not in NO_ENGINE and role not in chats]
@@ -59,5 +66,6 @@ def prompt_hashes() -> dict[str, str]:
         "executor": executor.PROMPT,
         "verifier": verifier.PROMPT,
         "generator": generator.PROMPT,
+        "refiner": refiner.PROMPT,
     }
     return {name: hashlib.sha256(template.encode()).hexdigest()[:16] for name, template in templates.items()}

@@ -73,8 +73,8 @@ def _advantages(group: Group, rewards: Sequence[float], mode: str) -> list[float
 def _sample(turn: Turn, advantage: float, scale: float, mode: str, minibatch: int) -> Sample:
     num_tokens = len(turn.response_ids)
     weight = scale if mode == "released" else scale / num_tokens
-    weights = (weight,) * num_tokens
-    return Sample(turn.prompt_ids, turn.response_ids, turn.response_logprobs, advantage, weights, minibatch, kept=turn.response_kept)
+    advantages, weights = (advantage,) * num_tokens, (weight,) * num_tokens
+    return Sample(turn.prompt_ids, turn.response_ids, turn.response_logprobs, advantages, weights, minibatch, kept=turn.response_kept)
 
 
 def _trained_turns(trajectory: Trajectory) -> list[Turn]:

@@ -33,7 +33,7 @@ def _reason(sample: Sample, max_positions: int) -> str:
         return "empty"
     if _num_inputs(sample) > max_positions:
         return "too_long"
-    if not math.isfinite(sample.advantage):
+    if not all(map(math.isfinite, sample.advantages)):
         return "advantage"
     trained = (logprob for logprob, weight in zip(sample.logprobs, sample.weights, strict=True) if weight)
     return "" if all(map(math.isfinite, trained)) else "logprob"

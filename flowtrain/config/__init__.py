@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from flowtrain.config.agents import Agent, Chat, Judge, Roles
+from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
 from flowtrain.config.train import Train
@@ -64,50 +66,14 @@ class Tasks(Section):
     """name = "file": rule for questions that name none; empty: the preset's"""
     corpus: str = ""
     """passages to search: a JSON file shaped like flowtrain/tasks/data/corpus.json; empty: the shipped one"""
+    kinds: tuple[Literal["lookup", "arithmetic", "chain", "sum", "sum4", "sum5"], ...] = ("lookup", "arithmetic", "chain", "sum")
+    """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
     num_train: PositiveInt = 16000
     """training questions to generate; gameof24 and file use all they have"""
     benchmarks: str = ""
     """folder of benchmark files; training leaves out questions that nearly repeat one of theirs (see flowtrain.tasks.overlap)"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
     """name = "file": share of the questions that is kept for evaluation"""
-
-
-class Agent(Section):
-    prompt: Literal["compact", "full"] = "compact"
-    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
-    prompt_order: Literal["shared", "paper"] = "shared"
-    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost less; paper has AgentFlow's order"""
-    tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
-    """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of installed packages (docs/tools.md)"""
-    max_turns: PositiveInt = 3
-    """turns per rollout in training (AgentFlow: 3)"""
-    eval_max_turns: PositiveInt = 3
-    """turns per rollout in evaluation (AgentFlow: 10)"""
-    rollout_timeout_s: PositiveFloat = 500.0
-    """seconds after which no further turn starts (AgentFlow: 500)"""
-    tool_timeout_s: PositiveFloat = 2.0
-    """seconds per tool command"""
-    sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for python_packages, bubblewrap, or, without it, limits"""
-    python_packages: tuple[str, ...] = ()
-    """installed packages that the code may import, with what is installed beside them: ["numpy", "sympy"]"""
-    code_timeout_s: PositiveFloat = Field(10.0, le=3600)
-    """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
-    code_memory_mb: int = Field(512, ge=64)
-    """MiB of address space that the code may use"""
-    max_result_chars: PositiveInt = 400
-    """characters of a tool result that memory keeps"""
-    memory_tokens: int = Field(0, ge=0)
-    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first, commands never; 0: no bound"""
-    module_timeout_s: PositiveFloat = 120.0
-    """seconds that analyst, executor, verifier and generator may take for one reply, retries included"""
-
-    @field_validator("tools")
-    @classmethod
-    def _no_tool_twice(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
-            raise ValueError(f"{twice[0]!r} stands there twice")
-        return tools
 
 
 class Rollout(Section):
@@ -139,55 +105,6 @@ class Rollout(Section):
     """then a rollout that still takes turns ends like one that is out of time: it answers from its finished turns, and is counted"""
 
 
-class Chat(Section):
-    kind: Literal["openai", "torch", "vllm"] = "openai"
-    """openai: an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, ...); torch, vllm: a frozen model started here"""
-    model: str = ""
-    """name at the endpoint; folder or hub name for torch and vllm"""
-    base_url: str = "https://api.openai.com/v1"
-    """of the endpoint, /v1 included"""
-    api_key_env: str = "OPENAI_API_KEY"
-    """environment variable that holds the key; empty: the endpoint wants none"""
-    temperature: float = Field(0.0, ge=0)
-    """0: the most likely reply"""
-    max_tokens: PositiveInt = 2048
-    """tokens per reply"""
-    timeout_s: PositiveFloat = 120.0
-    """seconds per attempt"""
-    max_retries: int = Field(5, ge=0)
-    """further attempts after a refusal, a failure or a timeout, with growing pauses"""
-    max_concurrency: PositiveInt = 64
-    """requests under way at a time; more wait"""
-    price_in: float = Field(0.0, ge=0)
-    """for the cost meter: price of a million prompt tokens"""
-    price_out: float = Field(0.0, ge=0)
-    """for the cost meter: price of a million reply tokens"""
-
-
-class Roles(Section):
-    analyst: str = "none"
-    """who analyses the question before the first turn: none, policy, or a name in [engines]"""
-    executor: str = "rules"
-    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or a name in [engines]"""
-    verifier: str = "rules"
-    """who decides between STOP and CONTINUE: rules, policy, or a name in [engines]"""
-    generator: str = "rules"
-    """who writes the answer: rules, policy, or a name in [engines]"""
-    tools: str = "none"
-    """the model inside tools that want one: none, policy, or a name in [engines]"""
-    judge: str = "none"
-    """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
-
-
-class Judge(Section):
-    cache: str = "runs/judge.sqlite"
-    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may share it"""
-    max_concurrency: PositiveInt = 32
-    """questions under way at a time, per rank"""
-    deadline_s: PositiveFloat = 300.0
-    """seconds per question; without a verdict by then the rule's score stands"""
-
-
 class Vllm(Section):
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
     """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs the rest"""
@@ -207,42 +124,6 @@ class Vllm(Section):
     """seconds for a weight update; then vLLM is started anew"""
     hang_timeout_s: PositiveFloat = 120.0
     """seconds without a sign of life; then vLLM is started anew"""
-
-
-class Algorithm(Section):
-    name: Literal["flow_grpo"] = "flow_grpo"
-    """flow_grpo: AgentFlow's"""
-    mode: Literal["paper", "released"] = "paper"
-    """paper: nested means, statistics over trajectories; released: token mean, statistics over turns, clip 0.2/0.3, dual clip 3"""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or CISPO's bounded ratio"""
-    clip_low: float | None = Field(None, ge=0, le=1)
-    """ratio is clipped below 1 - clip_low; unset: 0.2"""
-    clip_high: float | None = Field(None, ge=0)
-    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released)"""
-    dual_clip: float | None = Field(None, gt=1)
-    """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3 (released)"""
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of the KL to the reference policy, the model that training started from"""
-    kl_coef: float = Field(0.001, ge=0)
-    """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy"""
-    entropy_coef: float = Field(0.0, ge=0)
-    """weight of the entropy bonus"""
-    tis: float | None = Field(None, gt=0)
-    """truncated importance sampling: weigh tokens by min(pi_trainer / pi_sampler, tis); needs train.rescore"""
-    mis: tuple[float, float] | None = None
-    """masked importance sampling: drop tokens whose pi_trainer / pi_sampler is outside [low, high]; needs train.rescore"""
-    shuffle_rewards: bool = False
-    """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _mode_defaults(cls, data: Any) -> Any:
-        """The clips that are unset follow the mode, so the stored config shows what really ran."""
-        if not isinstance(data, dict):
-            return data
-        released = data.get("mode") == "released"
-        return {"clip_low": 0.2, "clip_high": 0.3 if released else 0.2, **({"dual_clip": 3.0} if released else {}), **data}
 
 
 class Eval(Section):
@@ -327,6 +208,8 @@ class Config(Section):
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
     algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))
+    appo: Appo = Appo()
+    infoflow: Infoflow = Infoflow()
     train: Train = Train()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -369,4 +252,56 @@ class Config(Section):
             raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
         if tasks.path and tasks.mixture:
             raise ValueError(f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of them")
+        if self.algorithm.name == "appo":
+            self._budgets_fit()
         return self
+
+    def _budgets_fit(self) -> None:
+        """APPO's N roots and M rollouts, and what its places need."""
+        appo, rollout = self.appo, self.rollout
+        branches = rollout.group_size - appo.num_roots
+        if branches < 1:
+            raise ValueError(
+                f"appo.num_roots={appo.num_roots} must be below rollout.group_size={rollout.group_size}, which counts branches too"
+            )
+        places = appo.num_roots * self.agent.max_turns * (1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1))
+        if appo.rule != "arpo" and branches > places:
+            raise ValueError(
+                f"appo.num_roots={appo.num_roots} roots hold at most {places} places {appo.spacing} tokens apart (appo.spacing), "
+                f"too few for the {branches} branches that rollout.group_size={rollout.group_size} asks for"
+            )
+        if rollout.num_engine_ranks:
+            raise ValueError(f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with algorithm.name = 'appo': samplers score")
+        if appo.future_low > appo.future_high:
+            raise ValueError(f"appo.future_low={appo.future_low} must be at most appo.future_high={appo.future_high}")
+        if self.algorithm.loss == "gspo" and appo.future_coef:
+            raise ValueError("algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it")
+
+
+__all__ = [
+    "Agent",
+    "Algorithm",
+    "Appo",
+    "Chat",
+    "Checkpoint",
+    "Config",
+    "Corpus",
+    "Eval",
+    "Infoflow",
+    "Judge",
+    "Log",
+    "Model",
+    "Rft",
+    "Roles",
+    "Rollout",
+    "Run",
+    "Section",
+    "Tasks",
+    "Tiny",
+    "Train",
+    "Vllm",
+    "WebReader",
+    "WebSearch",
+    "Weights",
+    "Wikipedia",
+]

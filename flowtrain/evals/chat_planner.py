@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, parse_action
+from flowtrain.agents.planner import Opening, Plan, parse_action
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.rollout.chat import ChatEngine
 from flowtrain.seeds import derive_seed
@@ -47,6 +47,9 @@ class ChatPlanner:
         prompt = self.prompt.render(task.question, memory)
         text = await self.engine.ask(prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s))
         return Plan((), _NO_TOKENS, text, parse_action(text, self.tool_names), prompt)
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError("nobody branches in an evaluation")
 
     def measure(self, memory: Memory) -> int:
         return len(self.prompt.steps(memory)) // _CHARS_PER_TOKEN

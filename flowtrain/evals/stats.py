@@ -11,8 +11,8 @@ from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
-    *("rollouts", "failed", "reward", "turns", "malformed", "tool_errors", "response_tokens", "prompt_tokens"),
-    *("out_of_turns", "out_of_time", "stragglers"),
+    *("rollouts", "failed", "reward", "turns", "malformed", "tool_errors", "response_tokens", "sampled_tokens", "prompt_tokens"),
+    *("out_of_turns", "out_of_time", "stragglers", "sub_goals", "hinted"),
 )
 
 
@@ -34,16 +34,24 @@ class Outcome:
     """None when it failed."""
     truncated: str
     passes: tuple[Pass, ...]
+    num_sampled_tokens: int
+    """Response tokens, without what a branch took over."""
+    sub_goals: float = 0.0
+    is_hinted: bool = False
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
         assert trajectory.reward is not None or trajectory.error
-        return cls(trajectory.reward, trajectory.truncated, tuple(map(_pass, trajectory.turns)))
+        passes, sub_goals = tuple(map(_pass, trajectory.turns)), trajectory.sub_goals or 0.0
+        is_hinted = trajectory.hint_turn is not None
+        return cls(trajectory.reward, trajectory.truncated, passes, trajectory.num_sampled_tokens, sub_goals, is_hinted)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Outcome:
         """From what `report.trajectory_record` wrote down."""
-        return cls(record["reward"], record["truncated"], tuple(map(_pass_of_record, record["turns"])))
+        passes = tuple(map(_pass_of_record, record["turns"]))
+        num_tokens = sum(each.num_response_tokens for each in passes)
+        return cls(record["reward"], record["truncated"], passes, num_tokens, record.get("sub_goals", 0.0), "hint_turn" in record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,14 @@ class RolloutStats:
     """Turns whose tool gave an error."""
     response_len_mean: float
     """Tokens per planner response."""
+    num_sampled_tokens: int
+    """Response tokens over all ranks, without what branches took over from other rollouts."""
+    sub_goal_mean: float
+    """Importance of the sub-goals that a rollout reached; 0 where tasks have none."""
+    reward_density: float
+    """Rewards of answers per 1000 response tokens (InfoFlow's rho)."""
+    hinted_share: float
+    """Rollouts that read a hint."""
     prompt_len_mean: float
     """Tokens per planner prompt."""
     out_of_turns_share: float
@@ -96,6 +112,10 @@ class RolloutStats:
             malformed_share=total["malformed"] / turns,
             tool_error_share=total["tool_errors"] / turns,
             response_len_mean=total["response_tokens"] / turns,
+            num_sampled_tokens=int(total["sampled_tokens"]),
+            sub_goal_mean=total["sub_goals"] / rollouts,
+            reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
+            hinted_share=total["hinted"] / rollouts,
             prompt_len_mean=total["prompt_tokens"] / turns,
             out_of_turns_share=total["out_of_turns"] / rollouts,
             out_of_time_share=total["out_of_time"] / rollouts,
@@ -115,6 +135,9 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
         counts["failed"] += outcome.reward is None
         counts["reward"] += outcome.reward or 0.0
         counts["turns"] += len(outcome.passes)
+        counts["sampled_tokens"] += outcome.num_sampled_tokens
+        counts["sub_goals"] += outcome.sub_goals
+        counts["hinted"] += outcome.is_hinted
         counts["out_of_turns"] += outcome.truncated == "turns"
         counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
         counts["stragglers"] += outcome.truncated == "straggler"

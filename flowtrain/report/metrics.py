@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "error": trajectory.error,
         "analysis": trajectory.analysis,
         "output": trajectory.output,
+        **({} if trajectory.branch is None else {"branch": asdict(trajectory.branch)}),
+        **({} if trajectory.sub_goals is None else {"sub_goals": round(trajectory.sub_goals, 4)}),
+        **({} if trajectory.hint_turn is None else {"hint_turn": trajectory.hint_turn}),
         "seconds": round(trajectory.seconds, 3),
         "turns": [_turn_record(turn, before) for turn, before in zip(trajectory.turns, (None, *trajectory.turns), strict=False)],
     }

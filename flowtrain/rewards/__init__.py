@@ -10,6 +10,7 @@ from flowtrain.rewards import choice, exact, gameof24, math_answer, squad
 from flowtrain.rewards.answer import MAX_CHARS, final_answer, is_refusal
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.verdict_cache import VerdictCache
+from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory, UserError
 
 SCORERS: dict[str, Callable[[Task, str], float]] = {
@@ -54,7 +55,8 @@ def _by_rule(trajectory: Trajectory) -> Trajectory:
     if trajectory.error:
         return trajectory
     reward = SCORERS[task.scorer](task, answer[-MAX_CHARS:])
-    return replace(trajectory, reward=reward if answer else 0.0, scored_by=task.scorer)
+    reward = reward if answer else 0.0
+    return replace(trajectory, reward=reward, scored_by=task.scorer, sub_goals=solved_weight(task, trajectory.turns))
 
 
 def _overrule(scored: Sequence[list[Trajectory]], judge: Judge) -> None:

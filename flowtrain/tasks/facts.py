@@ -20,10 +20,12 @@ from functools import partial
 from itertools import accumulate, islice
 
 from flowtrain.tasks.corpus import Entity, key_facts
-from flowtrain.types import PlanStep, Task, UserError
+from flowtrain.types import PlanStep, SubGoal, Task, UserError
 
 SPLITS = ("train", "texts", "entities", "forms")
 KINDS = ("lookup", "arithmetic", "chain", "sum")
+DEEP_KINDS = ("sum4", "sum5")
+"""Sums of which one part, or both, is about an entity that must be found first: four and five turns. Only where they are asked for."""
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 HELD_OUT_SHARE = 0.15
 """Share of the entities of each kind that only the split "entities" asks about."""
@@ -65,6 +67,15 @@ class _Item:
     """What fills the blanks of a wording."""
     answer: str
     plan: tuple[PlanStep, ...]
+    found: tuple[str, ...] = ()
+    """What each step but the last finds out."""
+
+    @property
+    def sub_goals(self) -> tuple[SubGoal, ...]:
+        """One for each step but the last; what more depends on weighs more."""
+        total = sum(range(2, len(self.plan) + 1))
+        steps = enumerate(zip(self.plan, self.found, strict=False))
+        return tuple(SubGoal((name,), (len(self.plan) - i) / total, step.sub_goal) for i, (step, name) in steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ def facts_tasks(
     drafts = [(kind, *draft) for kind, count in counts.items() for draft in _draw(kind, sources[kind], split, count, seed)]
     random.Random(f"facts/{split}/{seed}").shuffle(drafts)
     return [
-        Task(f"{split}-{index}", question, (item.answer,), kind, len(item.plan), "exact", item.plan)
+        Task(f"{split}-{index}", question, (item.answer,), kind, len(item.plan), "exact", item.plan, sub_goals=item.sub_goals)
         for index, (kind, question, item) in enumerate(drafts)
     ]
 
@@ -126,11 +137,11 @@ def _counts(split: str, num_tasks: int, kind_weights: Mapping[str, float] | None
 def _weights(split: str, kind_weights: Mapping[str, float]) -> dict[str, float]:
     """The positive weights of the kinds that the split has, relative to the largest, in the order of KINDS."""
     for kind, weight in kind_weights.items():
-        if kind not in KINDS:
-            raise UserError(f"kind_weights: kind {kind!r} is unknown; known: {', '.join(KINDS)}")
+        if kind not in (*KINDS, *DEEP_KINDS):
+            raise UserError(f"kind_weights: kind {kind!r} is unknown; known: {', '.join((*KINDS, *DEEP_KINDS))}")
         if not 0 <= weight < math.inf:
             raise UserError(f"kind_weights: the weight of {kind!r} must be a finite number of 0 or more, not {weight}")
-    allowed = [kind for kind in KINDS if not (split == "entities" and kind == "arithmetic")]
+    allowed = [kind for kind in (*KINDS, *DEEP_KINDS) if not (split == "entities" and kind == "arithmetic")]
     weights = {kind: kind_weights[kind] for kind in allowed if kind_weights.get(kind, 0) > 0}
     if not weights:
         raise UserError(f"kind_weights: split {split!r} needs a weight above 0 for at least one of {', '.join(allowed)}")
@@ -186,6 +197,8 @@ def _sources(pool: Sequence[Entity], keys: Sequence[tuple[Entity, str, str]]) ->
     facts = [(entity, attribute) for entity in pool for attribute in entity.facts]
     chains = [(entity, key, value, attribute) for entity, key, value in keys for attribute in entity.facts if attribute != key]
     pairs = _Pairs(pool)
+    keyed = {entity.name: (key, value) for entity, key, value in reversed(keys)}
+    deep = _Pairs([entity for entity in pool if entity.name in keyed])
     return {
         "lookup": [
             _Source("ask", len(facts), lambda index: _lookup(*facts[index])),
@@ -194,6 +207,8 @@ def _sources(pool: Sequence[Entity], keys: Sequence[tuple[Entity, str, str]]) ->
         "arithmetic": [_arithmetic_source(word) for word in SIGNS],
         "chain": [_Source("ask", len(chains), lambda index: _chain(*chains[index]))],
         "sum": [_Source("compute", len(pairs), partial(_sum_at, word, pairs)) for word in ("plus", "minus")],
+        "sum4": [_Source("compute", len(deep), partial(_deep_sum_at, word, deep, keyed, False)) for word in ("plus", "minus")],
+        "sum5": [_Source("compute", len(deep), partial(_deep_sum_at, word, deep, keyed, True)) for word in ("plus", "minus")],
     }
 
 
@@ -235,14 +250,25 @@ def _reverse_lookup(entity: Entity, key: str, value: str) -> _Item:
 def _chain(entity: Entity, key: str, value: str, attribute: str) -> _Item:
     (find,) = _reverse_lookup(entity, key, value).plan
     last = _lookup(entity, attribute)
-    return _Item({"phrase": f"the {attribute} of the {find.sub_goal}"}, last.answer, (find, *last.plan))
+    return _Item({"phrase": f"the {attribute} of the {find.sub_goal}"}, last.answer, (find, *last.plan), (entity.name,))
 
 
 def _sum_at(word: str, pairs: _Pairs, index: int) -> _Item:
     attribute, one, other = pairs[index]
-    x, y = _lookup(one, attribute), _lookup(other, attribute)
+    return _sum(word, _lookup(one, attribute), _lookup(other, attribute))
+
+
+def _deep_sum_at(word: str, pairs: _Pairs, keys: Mapping[str, tuple[str, str]], hides_both: bool, index: int) -> _Item:
+    """A sum that names one entity, or both, by a key fact alone."""
+    attribute, one, other = pairs[index]
+    y = _chain(other, *keys[other.name], attribute) if hides_both else _lookup(other, attribute)
+    return _sum(word, _chain(one, *keys[one.name], attribute), y)
+
+
+def _sum(word: str, x: _Item, y: _Item) -> _Item:
     total = _calculation(word, int(x.answer), int(y.answer))
-    return _Item({"phrase": f"{x.words['phrase']} {word} {y.words['phrase']}"}, total.answer, (*x.plan, *y.plan, *total.plan))
+    plan, found = (*x.plan, *y.plan, *total.plan), (*x.found, x.answer, *y.found, y.answer)
+    return _Item({"phrase": f"{x.words['phrase']} {word} {y.words['phrase']}"}, total.answer, plan, found)
 
 
 def _arithmetic_source(word: str) -> _Source:

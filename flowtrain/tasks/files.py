@@ -14,7 +14,8 @@ def load_tasks(path: str | Path, preset: str = "auto", *, question_key: str = ""
     """The tasks of a .jsonl, .json or .parquet file, in file order.
 
     In your own layout a row has `question` (string) and `answer` (string, number or list of these: any of them is right), and may have
-    `id` (default: file name and row number), `kind` (default ""), `num_turns` (default 0, unknown), `choices` (a list) and `scorer`.
+    `id` (default: file name and row number), `kind` (default ""), `num_turns` (default 0, unknown), `choices` (a list), `scorer` and
+    `sub_goals` (a list of {names, weight, query}; see `flowtrain.tasks.sub_goals`).
     `preset` is a name in `PRESETS`, or "auto" to recognise the layout by its columns. The keys name other columns for
     question and answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
     Raises UserError naming the file, the row, the key and what it may be.

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.tasks.rows import Row
-from flowtrain.types import Task, UserError
+from flowtrain.types import SubGoal, Task, UserError
 
 _INSTRUCTION = re.compile(r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL)
 """AgentFlow bakes this into some questions; our flow asks for the answer in its own words."""
 _LABEL = re.compile(r"([A-Z])[.):]\s+")
 _MISSING = object()
+_GOAL_KEYS = {"names", "weight", "query"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Layout:
     num_turns: str = ""
     choices: str = ""
     scorer: str = ""
+    sub_goals: str = ""
     default_scorer: str = "exact"
     scorer_by_kind: Mapping[str, str] = field(default_factory=dict)
     """For data sets that mix questions."""
@@ -42,11 +44,11 @@ class Layout:
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are read."""
-        names = (self.question, *self.answers, self.id, self.kind, self.num_turns, self.choices, self.scorer)
+        names = (self.question, *self.answers, self.id, self.kind, self.num_turns, self.choices, self.scorer, self.sub_goals)
         return tuple(name.partition(".")[0] for name in names if name)
 
 
-OWN = Layout("question", ("answer",), "id", "kind", "num_turns", "choices", "scorer", is_closed=True)
+OWN = Layout("question", ("answer",), "id", "kind", "num_turns", "choices", "scorer", "sub_goals", is_closed=True)
 PRESETS = {
     "own": OWN,
     "search-r1": Layout("question", ("golden_answers", "reward_model.ground_truth.target"), kind="data_source", default_scorer="qa"),
@@ -85,6 +87,7 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         num_turns=_num_turns(row.get(layout.num_turns, 0), where),
         scorer=_text(row[layout.scorer], "scorer", where) if layout.scorer in row else scorer,
         choices=_choices(row[layout.choices], layout.choices, where) if layout.choices in row else (),
+        sub_goals=_sub_goals(row[layout.sub_goals], layout.sub_goals, where) if layout.sub_goals in row else (),
     )
 
 
@@ -123,6 +126,21 @@ def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
     if labels == list(string.ascii_uppercase[: len(value)]):
         return tuple(_LABEL.sub("", each, count=1).strip() for each in value)
     return tuple(each.strip() for each in value)
+
+
+def _sub_goals(value: Any, key: str, where: str) -> tuple[SubGoal, ...]:
+    """[{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...]; the query may be missing."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) and {"names", "weight"} <= set(each) <= _GOAL_KEYS for each in value):
+        raise UserError(f"{where}: key {key!r} must be a list of objects with names, weight and perhaps query, not {_shown(value)}")
+    goals = []
+    for each in value:
+        names, weight, query = each["names"], each["weight"], each.get("query", "")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not isinstance(query, str):
+            raise UserError(f"{where}: key {key!r}: names must be a list of strings and query a string, not {_shown(each)}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UserError(f"{where}: key {key!r}: weight must be a number, not {_shown(weight)}")
+        goals.append(SubGoal(tuple(names), float(weight), query))
+    return tuple(goals)
 
 
 def _answers(value: Any, key: str, where: str, separator: str) -> tuple[str, ...]:

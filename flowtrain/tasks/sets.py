@@ -62,8 +62,9 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
     texts = passages(entities)
     match tasks.name:
         case "facts":
-            train = facts_tasks(entities, "train", tasks.num_train, config.run.seed)
-            held_out = {split: tuple(facts_tasks(entities, split, num_held_out, seed=0)) for split in SPLITS if split != "train"}
+            kinds: dict[str, float] = dict.fromkeys(tasks.kinds, 1.0)
+            train = facts_tasks(entities, "train", tasks.num_train, config.run.seed, kinds)
+            held_out = {split: tuple(facts_tasks(entities, split, num_held_out, 0, kinds)) for split in SPLITS if split != "train"}
         case "gameof24":
             train = gameof24_tasks("train", None, config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, None, seed=0)[:num_held_out])}

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class TokenScores:
 def annotate(groups: Sequence[Group], samples: Sequence[Sample], logprobs: Mapping[Origin, tuple[float, ...]]) -> list[Group]:
     """The groups with `training` of every turn that was trained."""
     trained = {
-        sample.origin: TurnTraining(sample.advantage, sample.minibatch, logprobs[sample.origin])
+        sample.origin: TurnTraining(fmean(sample.advantages), sample.minibatch, logprobs[sample.origin])
         for sample in samples
         if sample.origin is not None and sample.origin in logprobs
     }

@@ -12,7 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, PolicyLoss, correct_for_sampler, linear_logprobs, linear_policy_loss, logprobs, policy_loss
+from flowkernels import (
+    FutureRatio,
+    LogProbs,
+    LossSpec,
+    PolicyLoss,
+    TokenLossFn,
+    correct_for_sampler,
+    future_aware,
+    linear_logprobs,
+    linear_policy_loss,
+    logprobs,
+    policy_loss,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -22,8 +34,9 @@ from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.scores import Origin, TokenScores
-from flowtrain.training.tree import Row, empty_row
+from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
+from flowtrain.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,16 @@ class OptimSpec:
     """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseScores:
+    """fp32 [T] each: what the policy says of generated tokens."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor
+    old_logprob_T: Tensor
+    """Of the sampler, or of the reference policy."""
+
+
 class Trainer:
     """Owns the policy's master weights and optimizer; holds the frozen reference policy when the loss has a KL term."""
 
@@ -50,6 +73,7 @@ class Trainer:
         optim: OptimSpec,
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
+        future: FutureRatio | None = None,
     ) -> None:
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
@@ -61,6 +85,7 @@ class Trainer:
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
+        self._token_loss: LossSpec | TokenLossFn = loss if future is None else future_aware(loss, future)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -93,7 +118,7 @@ class Trainer:
             if self._world.size > 1:
                 self.model.set_requires_gradient_sync(self._reduces_every_row or index == num_rows - 1)
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            out = row_loss(self.model, row, self._loss, scale, self._temperature)
+            out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
             out.loss.backward()
             self._scores.add(row, out.logprob_T)
             totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
@@ -107,25 +132,44 @@ class Trainer:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
-    def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probs [T] of every row's targets under `model`; collective, rows may differ in number."""
+    def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[LogProbs]:
+        """Of every row's targets under `model`; collective, rows may differ in number."""
         num_rows = int(self._world.max([len(rows)])[0])
         padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
         scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
 
+    def score_samples(self, samples: Sequence[Sample], token_budget: int, against_reference: bool) -> ResponseScores:
+        """The policy's view of all response tokens, in the order of the samples; collective."""
+        rows = [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
+        scores = self.score(self.model, rows)
+        old = [row.sampler_logprob_T for row in rows]
+        if against_reference:
+            assert self._reference is not None, "there is no reference policy"
+            old = [score.logprob_T for score in self.score(self._reference, rows)]
+
+        def in_order(parts: list[Tensor]) -> Tensor:
+            if not parts:
+                return torch.zeros(0, device=self._world.device)
+            order = packing_order(samples)
+            of_samples = torch.cat(parts).split([len(samples[index].response_ids) for index in order])
+            return torch.cat([part for _, part in sorted(zip(order, of_samples, strict=True), key=lambda pair: pair[0])])
+
+        return ResponseScores(in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores]), in_order(old))
+
     def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
         """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + (self._reference is not None)
+        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0)
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
         """The rows on the device, with the log-probs of other policies that the loss asks for."""
         rows = [row.to(self._world.device) for row in rows]
         if self._optim.rescore:
-            rows = [replace(row, old_logprob_T=old_T) for row, old_T in zip(rows, self.score(self.model, rows), strict=True)]
-        if self._reference is not None:
-            rows = [replace(row, ref_logprob_T=ref_T) for row, ref_T in zip(rows, self.score(self._reference, rows), strict=True)]
+            rows = [replace(row, old_logprob_T=old.logprob_T) for row, old in zip(rows, self.score(self.model, rows), strict=True)]
+        if self._loss.kl_coef > 0:
+            assert self._reference is not None
+            rows = [replace(row, ref_logprob_T=ref.logprob_T) for row, ref in zip(rows, self.score(self._reference, rows), strict=True)]
         return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
 
     def _kept_weights(self, row: Row) -> Tensor:
@@ -138,20 +182,23 @@ def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
     return forward(model, row).squeeze(0)  # a view whose backward pass, unlike that of [0], copies nothing
 
 
-def score_row(model: PreTrainedModel, row: Row, temperature: float) -> Tensor:
-    """Log-probs [T] of the row's targets, among what each was sampled from."""
+def score_row(model: PreTrainedModel, row: Row, temperature: float) -> LogProbs:
+    """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
     head = task_head(model)
     if head is None:
-        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept).logprob_T
+        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept)
+    found: list[LogProbs] = []
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        out = linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature, kept=row.kept)
-        return out.logprob_T
+        found.append(linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature, kept=row.kept))
+        return found[0].logprob_T
 
-    return run_head(model, head, row, task)
+    # The log-probs as the model returns them: FSDP has put its hooks there.
+    logprob_T = run_head(model, head, row, task)
+    return replace(found[0], logprob_T=logprob_T)
 
 
-def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec, scale: float, temperature: float) -> PolicyLoss:
+def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, scale: float, temperature: float) -> PolicyLoss:
     """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the model's head allows."""
     tokens: dict[str, Any] = {
         "spec": spec,

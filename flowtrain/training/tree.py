@@ -97,7 +97,12 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
 
 def in_order(samples: Sequence[Sample]) -> list[Sample]:
     """By their tokens, so that what is alike is together."""
-    return sorted(samples, key=_inputs)
+    return [samples[index] for index in packing_order(samples)]
+
+
+def packing_order(samples: Sequence[Sample]) -> list[int]:
+    """The samples in the order of their targets over all rows of `pack_rows`."""
+    return sorted(range(len(samples)), key=lambda index: _inputs(samples[index]))
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
@@ -129,7 +134,7 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
         old_logprob_T=logprob_T,
         sampler_logprob_T=logprob_T,
-        advantage_T=targets([s.advantage for s in samples for _ in s.response_ids]),
+        advantage_T=targets([x for s in samples for x in s.advantages]),
         weight_T=targets([x for s in samples for x in s.weights]),
         cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
         num_unshared_tokens=sum(map(len, inputs)),
@@ -149,7 +154,7 @@ def _kept(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 def empty_row() -> Row:
     """A row that trains nothing, for a rank that has run out of rows while others still run collectives; it fits any loss."""
-    row = pack_row([Sample((0,), (0,), (0.0,), 0.0, (0.0,))])
+    row = pack_row([Sample((0,), (0,), (0.0,), (0.0,), (0.0,))])
     return replace(row, ref_logprob_T=row.old_logprob_T)
 
 

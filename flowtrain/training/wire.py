@@ -32,10 +32,10 @@ def to_bytes(samples: Sequence[Sample]) -> bytes:
             "num_kept_S": _ints(-1 if s.kept is None else len(s.kept.ids) for s in samples),
             "minibatch_S": _ints(s.minibatch for s in samples),
             "origin_S3": _ints(chain.from_iterable(s.origin or _NO_ORIGIN for s in samples)),
-            "advantage_S": _floats(s.advantage for s in samples),
             "prompt_ids_P": _ints(chain.from_iterable(s.prompt_ids for s in samples)),
             "response_ids_T": _ints(chain.from_iterable(s.response_ids for s in samples)),
             "logprobs_T": _floats(chain.from_iterable(s.logprobs for s in samples)),
+            "advantages_T": _floats(chain.from_iterable(s.advantages for s in samples)),
             "weights_T": _floats(chain.from_iterable(s.weights for s in samples)),
             "kept_ids_K": _ints(chain.from_iterable(each.ids for each in kept)),
             "kept_counts_T": _ints(chain.from_iterable(each.counts for each in kept)),
@@ -55,19 +55,19 @@ def from_bytes(data: bytes) -> list[Sample]:
             return None
         return KeptTokens(array("i", take("kept_ids_K", num_ids)), array("i", take("kept_counts_T", num_tokens)))
 
-    of_samples = (left[name] for name in ("num_prompt_S", "num_response_S", "num_kept_S", "minibatch_S", "advantage_S"))
+    of_samples = (left[name] for name in ("num_prompt_S", "num_response_S", "num_kept_S", "minibatch_S"))
     return [
         Sample(
             take("prompt_ids_P", num_prompt),
             take("response_ids_T", num_response),
             take("logprobs_T", num_response),
-            advantage,
+            take("advantages_T", num_response),
             take("weights_T", num_response),
             minibatch,
             _origin(take("origin_S3", 3)),
             kept(num_kept, num_response),
         )
-        for num_prompt, num_response, num_kept, minibatch, advantage in zip(*of_samples, strict=True)
+        for num_prompt, num_response, num_kept, minibatch in zip(*of_samples, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ Every public function takes `impl=`: "triton" (the kernels), "torch" (their refe
 """
 
 from flowkernels.branching import BranchingScore, branch_points, branching_score, discounted_reverse_scan
+from flowkernels.future import FutureRatio, future_aware
 from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
 from flowkernels.rows import KeptSet
@@ -19,6 +20,7 @@ from flowkernels.token_weights import token_weights
 
 __all__ = [
     "BranchingScore",
+    "FutureRatio",
     "KeptSet",
     "LogProbs",
     "LossSpec",
@@ -35,6 +37,7 @@ __all__ = [
     "digest_at",
     "digest_words",
     "discounted_reverse_scan",
+    "future_aware",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
-from flowtrain.agents.flow import MALFORMED
+from flowtrain.agents.flow import MALFORMED, Start
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong
+from flowtrain.agents.planner import NO_TOOL, Opening, Plan, PromptTooLong
 from flowtrain.agents.tools import Tool, ToolCard
 from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.types import Action, Completion, FinishReason, KeptTokens, Task, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import Action, BranchPoint, Completion, FinishReason, KeptTokens, Task, Trajectory, Turn, Verdict, VersionSpan
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))
 ECHO = Action("why", "what is known", "area of Chad", "Echo")
@@ -365,3 +366,58 @@ def test_modules_are_told_seeds_of_their_own_and_the_time_that_is_left(timeout_s
     assert (last, answer_s) == ("answer", module_timeout_s)
     assert len({seed for _, seed, _ in noting.told}) == 3
     assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == ("42", "it is 42", "so far so good")
+
+
+# ---- branches
+
+
+class Branching(FakePlanner):
+    """Remembers where branches took up."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.openings: list[tuple[Opening, int, int]] = []
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        self.openings.append((opening, turn, seed))
+        said = self.script[turn % len(self.script)]
+        assert not isinstance(said, Exception)
+        rest = Completion((70, 71), (-7.0, -7.1), (VersionSpan(0, 2, 5),), FinishReason.STOP)
+        return Plan(opening.prompt_ids, opening.joined(rest), "branched", said)
+
+
+def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branching]:
+    planner = Branching([ECHO])
+    leaves = replace(flow([ECHO], max_turns=3), planner=planner)
+    return asyncio.run(leaves.run(TASK, 12, start=Start(root, BranchPoint(0, turn, token, 1.5)))), planner
+
+
+@pytest.mark.parametrize("token", [0, 1, 2])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, token: int) -> None:
+    root = run(flow([ECHO], max_turns=3))
+    trajectory, planner = branch(root, turn, token)
+    assert trajectory.turns[:turn] == root.turns[:turn], "tool results included; nothing is run again"
+    assert len(trajectory.turns) == 3 and trajectory.branch == BranchPoint(0, turn, token, 1.5)
+    left, was = trajectory.turns[turn], root.turns[turn]
+    assert left.prompt_ids == was.prompt_ids
+    assert left.response_ids == (*was.response_ids[:token], 70, 71)
+    assert left.response_logprobs == (*was.response_logprobs[:token], -7.0, -7.1)
+    assert [(s.start, s.end, s.version) for s in left.spans] == [
+        *[(0, 1, 3), (1, 2, 4)][:token],
+        (token, token + 2, 5),
+    ]
+    ((opening, at, seed),) = planner.openings
+    assert (len(opening.response.ids), at, seed) == (token, turn, 12)
+
+
+def test_a_branch_remembers_what_its_root_knew_then_and_no_more() -> None:
+    root = run(flow([ECHO], max_turns=3))
+    _, planner = branch(root, 1, 1)
+    (memory, turn, _, _), *_ = planner.asked
+    assert turn == 2 and len(memory.entries) == 2
+    assert memory.entries[0] == MemoryEntry("Echo", "area of Chad", root.turns[0].command, root.turns[0].result.text)
+
+
+def test_a_whole_rollout_is_no_branch() -> None:
+    assert run(flow([ECHO])).branch is None

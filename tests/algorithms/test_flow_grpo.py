@@ -57,10 +57,11 @@ def test_paper_mode_by_hand() -> None:
     group = Group(0, (with_lengths(1, 2, 4), with_lengths(0, 5), with_lengths(0, 1, 1, 3), with_lengths(1, 10)))
     out = flow_grpo([group])
     a = 0.5 / 0.500001
-    assert [s.advantage for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
+    assert [s.advantages[0] for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
     # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5); T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
     assert [s.weights[0] for s in out.samples] == approx([1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40])
     assert all(s.weights == (s.weights[0],) * len(s.response_ids) for s in out.samples)
+    assert all(s.advantages == (s.advantages[0],) * len(s.response_ids) for s in out.samples)
     assert [len(s.response_ids) for s in out.samples] == [2, 4, 5, 1, 1, 3, 10]
     assert sum(sum(s.weights) for s in out.samples) == approx(1.0)
     assert out.num_dropped == 0
@@ -71,7 +72,7 @@ def test_paper_mode_takes_the_population_std() -> None:
     out = flow_grpo([Group(0, (with_lengths(1, 1, 1, 1), with_lengths(0, 1), with_lengths(0, 1)))])
     std = math.sqrt(2) / 3 + 1e-6
     # The three turns of the first trajectory count once in the statistics.
-    assert [s.advantage for s in out.samples] == approx([(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2)
+    assert [s.advantages[0] for s in out.samples] == approx([(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2)
 
 
 def test_released_mode_by_hand() -> None:
@@ -79,16 +80,16 @@ def test_released_mode_by_hand() -> None:
     group = Group(0, (with_lengths(1, 2, 4, 1), with_lengths(0, 5), with_lengths(0, 7)))
     out = flow_grpo([group], "released")
     std = math.sqrt(0.3) + 1e-6
-    assert [s.advantage for s in out.samples] == approx([0.4 / std] * 3 + [-0.6 / std] * 2)
+    assert [s.advantages[0] for s in out.samples] == approx([0.4 / std] * 3 + [-0.6 / std] * 2)
     assert [s.weights for s in out.samples] == [(1.0,) * n for n in (2, 4, 1, 5, 7)]
 
 
 def test_rewards_need_not_be_binary() -> None:
     """Rewards 0.2, 0.6: mean 0.4, population std 0.2, std of N - 1 0.2 sqrt(2)."""
     group = Group(0, (with_lengths(0.2, 1), with_lengths(0.6, 1)))
-    assert [s.advantage for s in flow_grpo([group]).samples] == approx([-0.2 / 0.200001, 0.2 / 0.200001])
+    assert [s.advantages[0] for s in flow_grpo([group]).samples] == approx([-0.2 / 0.200001, 0.2 / 0.200001])
     std = 0.2 * math.sqrt(2) + 1e-6
-    assert [s.advantage for s in flow_grpo([group], "released").samples] == approx([-0.2 / std, 0.2 / std])
+    assert [s.advantages[0] for s in flow_grpo([group], "released").samples] == approx([-0.2 / std, 0.2 / std])
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
@@ -100,14 +101,14 @@ def test_groups_of_one_reward(reward: float) -> None:
     assert paper.num_dropped == 2 and len(paper.samples) == 2
     released = flow_grpo([same, mixed, same], "released")
     assert released.num_dropped == 0 and len(released.samples) == 8
-    assert [s.advantage for s in released.samples[:3]] == [0, 0, 0]
+    assert [s.advantages[0] for s in released.samples[:3]] == [0, 0, 0]
     assert released.samples[1].weights == (1.0,)
     assert flow_grpo([same]).samples == ()
 
 
 def test_released_mode_keeps_the_reward_of_a_lone_sample() -> None:
     (sample,) = flow_grpo([Group(0, (with_lengths(1, 3),))], "released").samples
-    assert sample.advantage == approx(1 / 1.000001)
+    assert sample.advantages[0] == approx(1 / 1.000001)
     assert flow_grpo([Group(0, (with_lengths(1, 3),))]).num_dropped == 1
 
 
@@ -117,10 +118,10 @@ def test_turns_without_tokens_are_not_trained() -> None:
     paper = flow_grpo([group]).samples
     assert [s.weights[0] for s in paper] == approx([1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)])
     std = math.sqrt(2) / 3 + 1e-6  # rewards 1, 0, 0
-    assert [s.advantage for s in paper] == approx([(2 / 3) / std] * 2 + [-(1 / 3) / std])
+    assert [s.advantages[0] for s in paper] == approx([(2 / 3) / std] * 2 + [-(1 / 3) / std])
     released = flow_grpo([group], "released").samples  # turn samples 1, 1, 0
     std = math.sqrt(1 / 3) + 1e-6
-    assert [s.advantage for s in released] == approx([(1 / 3) / std] * 2 + [-(2 / 3) / std])
+    assert [s.advantages[0] for s in released] == approx([(1 / 3) / std] * 2 + [-(2 / 3) / std])
     nothing = Group(0, (trajectory(1), with_lengths(0, 0, 0)))
     assert flow_grpo([nothing]).samples == () and flow_grpo([nothing], "released").samples == ()
     assert flow_grpo([]).samples == ()
@@ -142,10 +143,10 @@ def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(batch: list[
     groups = [Group(i, tuple(with_lengths(reward, *each) for reward, each in group)) for i, group in enumerate(batch)]
     out = flow_grpo(groups)
     assert sum(sum(s.weights) for s in out.samples) == pytest.approx(len(groups) - out.num_dropped)
-    assert sum(sum(s.weights) * s.advantage for s in out.samples) == pytest.approx(0, abs=1e-9)
+    assert sum(sum(s.weights) * s.advantages[0] for s in out.samples) == pytest.approx(0, abs=1e-9)
     released = flow_grpo(groups, "released")
     assert sum(sum(s.weights) for s in released.samples) == sum(sum(each) for group in batch for _, each in group)
-    assert sum(s.advantage for s in released.samples) == pytest.approx(0, abs=1e-6)
+    assert sum(s.advantages[0] for s in released.samples) == pytest.approx(0, abs=1e-6)
 
 
 # --- mini-batches -------------------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def loss_and_gradient(samples: Sequence[Sample], spec: LossSpec, ref: Tensor | N
         theta.expand(len(ids), 3),
         ids,
         spec=spec,
-        advantage_T=torch.tensor([s.advantage for s in samples for _ in s.response_ids]),
+        advantage_T=torch.tensor([x for s in samples for x in s.advantages]),
         weight_T=torch.tensor([w for s in samples for w in s.weights]),
         old_logprob_T=torch.tensor([x for s in samples for x in s.logprobs]),
         ref_logprob_T=None if ref is None else ref.float().log_softmax(0)[ids],

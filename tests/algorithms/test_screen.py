@@ -20,13 +20,13 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
 
-GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), 0.5, (1.0, 1.0))
+GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
 BAD = {
     "a NaN log-prob": (replace(GOOD, logprobs=(-1.0, math.nan)), "logprob"),
     "a log-prob of +inf": (replace(GOOD, logprobs=(math.inf, -1.0)), "logprob"),
     "a log-prob of -inf": (replace(GOOD, logprobs=(-1.0, -math.inf)), "logprob"),
-    "a NaN advantage": (replace(GOOD, advantage=math.nan), "advantage"),
-    "an infinite advantage": (replace(GOOD, advantage=-math.inf), "advantage"),
+    "a NaN advantage": (replace(GOOD, advantages=(0.5, math.nan)), "advantage"),
+    "an infinite advantage": (replace(GOOD, advantages=(-math.inf, 0.5)), "advantage"),
     "one token too many": (replace(GOOD, prompt_ids=(1,) * 9), "too_long"),
     "an empty response": (replace(GOOD, response_ids=(), logprobs=(), weights=()), "empty"),
 }
@@ -102,6 +102,6 @@ def test_the_step_is_that_without_the_sample(name: str, trained: Callable[[Advan
     bad = BAD[name][0]
     if name == "one token too many":
         bad = replace(bad, prompt_ids=(1,) * 64)
-    good = (GOOD, replace(GOOD, prompt_ids=(9,), advantage=-1.0))
+    good = (GOOD, replace(GOOD, prompt_ids=(9,), advantages=(-1.0, -1.0)))
     with_it, without = trained(Advantages((good[0], bad, good[1]), 0)), trained(Advantages(good, 0))
     assert all(torch.equal(with_it[key], without[key]) for key in without)

@@ -19,7 +19,7 @@ from flowtrain.evals import Evaluation, RolloutStats, evaluate
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.training.model import new_tokenizer
 from flowtrain.training.world import World
-from flowtrain.types import Action, Completion, FinishReason, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import Action, BranchPoint, Completion, FinishReason, Task, ToolResult, Trajectory, Turn, Verdict
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
@@ -59,12 +59,29 @@ def test_statistics_by_hand() -> None:
         malformed_share=2 / 6,
         tool_error_share=1 / 6,
         response_len_mean=24 / 6,
+        num_sampled_tokens=24,
+        sub_goal_mean=0.0,
+        reward_density=1000 * 1.5 / 24,
+        hinted_share=0.0,
         prompt_len_mean=80 / 6,
         out_of_turns_share=1 / 4,
         out_of_time_share=2 / 4,
         tool_shares={"Search": 3 / 6, "Python_Coder": 1 / 6, "Base_Generator": 0.0},
     )
     assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
+
+
+def test_a_branch_sampled_only_what_its_root_had_not() -> None:
+    """It left the second turn at token 2: 4 tokens of the first turn and 2 of the second are its root's."""
+    branch = replace(ROLLOUTS[0], branch=BranchPoint(0, 1, 2, 1.0))
+    assert RolloutStats.of([branch], TOOLS, WORLD).num_sampled_tokens == 4
+    assert RolloutStats.of([ROLLOUTS[0], branch], TOOLS, WORLD).num_sampled_tokens == 14
+
+
+def test_sub_goals_and_hints_are_means_over_rollouts() -> None:
+    trajectories = replace(ROLLOUTS[0], sub_goals=0.5), replace(ROLLOUTS[1], sub_goals=1.0, hint_turn=0), ROLLOUTS[3]
+    stats = RolloutStats.of(trajectories, TOOLS, WORLD)
+    assert (stats.sub_goal_mean, stats.hinted_share) == (0.5, 1 / 3)
 
 
 def test_statistics_of_nothing_are_zeros() -> None:
@@ -89,8 +106,8 @@ def test_metrics_are_flat() -> None:
     metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
     assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
     assert set(metrics) == {
-        *("reward_mean", "turns_mean", "malformed_share", "tool_error_share", "response_len_mean", "prompt_len_mean"),
-        *("failed_rollouts", "straggler_rollouts"),
+        *("reward_mean", "turns_mean", "malformed_share", "tool_error_share", "response_len_mean", "num_sampled_tokens", "prompt_len_mean"),
+        *("failed_rollouts", "straggler_rollouts", "sub_goal_mean", "reward_density", "hinted_share"),
         *("out_of_turns_share", "out_of_time_share", "tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
     }
 
@@ -108,8 +125,8 @@ class FakeWorld:
 
 def test_statistics_are_over_all_ranks() -> None:
     alone, both = (RolloutStats.of(ROLLOUTS, TOOLS, world) for world in (WORLD, FakeWorld(0)))  # type: ignore[arg-type]
-    assert both.num_rollouts == 8
-    assert both.metrics() == pytest.approx(alone.metrics())
+    assert (both.num_rollouts, both.num_sampled_tokens) == (8, 48)
+    assert replace(both, num_sampled_tokens=24).metrics() == pytest.approx(alone.metrics())
 
 
 # ---- evaluation with the real tools on the real questions

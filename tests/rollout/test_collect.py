@@ -13,11 +13,11 @@ import pytest
 from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Plan
+from flowtrain.agents.planner import Opening, Plan
 from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
-from flowtrain.rollout.collect import _collect, collect
-from flowtrain.types import Action, Completion, FinishReason, Group, Task, Trajectory, UserError
+from flowtrain.rollout.collect import _Begin, _collect, collect, collect_branches
+from flowtrain.types import Action, BranchPoint, Completion, FinishReason, Group, Task, Trajectory, UserError
 
 
 @dataclass
@@ -188,7 +188,7 @@ def test_too_many_slow_ones_are_no_stragglers(share: float, num_slow: int) -> No
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await _collect(flow, list(enumerate(TASKS)), 1, 1, 512, math.ceil(share * 7), 0.0)
+                await _collect(flow, [_Begin(i, task, 0) for i, task in enumerate(TASKS)], 1, 512, math.ceil(share * 7), 0.0)
 
     asyncio.run(impatient())
 
@@ -226,3 +226,28 @@ def test_a_mistake_of_the_user_comes_out_as_such() -> None:
 
     with pytest.raises(UserError, match="no such model"):
         collect(flow(Mistaken()), TASKS, group_size=2, seed=1)
+
+
+# ---- branches
+
+
+@dataclass
+class BranchingPlanner(FakePlanner):
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        rest = Completion((1000 + seed % 1000,), (-2.0,), (), FinishReason.STOP)
+        return Plan(opening.prompt_ids, opening.joined(rest), "", Action("", "", "resumed", "Echo"))
+
+
+def test_groups_are_filled_up_with_branches_and_then_with_whole_rollouts() -> None:
+    planner = BranchingPlanner()
+    groups = collect(flow(planner), TASKS[:2], group_size=3, seed=1)
+    points = [[BranchPoint(2, 0, 0, 1.0), BranchPoint(0, 0, 1, 0.5), BranchPoint(0, 0, 1, 0.5)], []]
+    grown = collect_branches(flow(planner), groups, points, group_size=6, seed=2)
+    assert [group.trajectories[:3] for group in grown] == [group.trajectories for group in groups], "the roots stay as they are"
+    assert [[t.branch for t in group.trajectories[3:]] for group in grown] == [points[0], [None] * 3]
+    first = grown[0].trajectories
+    assert first[4].turns[0].response_ids[0] == first[0].turns[0].response_ids[0], "the prefix of its root"
+    assert len({t.turns[0].response_ids for t in first[4:]}) == 2, "two branches of one place differ"
+    assert len({t.seed for group in grown for t in group.trajectories}) == 12
+    again = collect_branches(flow(BranchingPlanner()), groups, points, group_size=6, seed=2, max_in_flight=1)
+    assert content(again) == content(grown)

@@ -62,7 +62,9 @@ def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completio
 def trainer_logprobs(path: str, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float) -> Tensor:
     """Of all sampled tokens, from the packed rows that the trainer runs; one row per sample to keep their order."""
     policy = models.load_model(path, torch.float32)
-    samples = [Sample(tuple(p), c.ids, c.logprobs, 1.0, (1.0,) * len(c.ids)) for p, c in zip(prompts, completions, strict=True)]
+    samples = [
+        Sample(tuple(p), c.ids, c.logprobs, (1.0,) * len(c.ids), (1.0,) * len(c.ids)) for p, c in zip(prompts, completions, strict=True)
+    ]
     rows = [row for sample in samples for row in pack_rows([sample], 1)]
     with torch.no_grad():
         return torch.cat([logprobs(forward_rows(policy, r), r.target_ids_T, temperature=temperature).logprob_T for r in rows])

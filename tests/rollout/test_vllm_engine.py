@@ -161,7 +161,8 @@ class TestVllm:
         policy = copy.deepcopy(at_0.model)
         policy.set_attn_implementation(attention.NAME)
         head.equip(policy)
-        samples = [Sample(p, c.ids, c.logprobs, 1.0, (1.0,) * 40, kept=c.kept) for (p, _), c in zip(requests, completions, strict=True)]
+        ones = (1.0,) * 40
+        samples = [Sample(p, c.ids, c.logprobs, ones, ones, kept=c.kept) for (p, _), c in zip(requests, completions, strict=True)]
         stats = Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(1e-3), temperature).step([pack_rows(samples, 300)])
         assert abs(stats["ratio_max"] - 1) <= 2e-5 and abs(stats["ratio_min"] - 1) <= 2e-5 and stats["logprob_mismatch"] <= 1e-5
         assert all((c.kept is None) == (top_k == 0) for c in completions)

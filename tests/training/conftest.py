@@ -37,7 +37,7 @@ def random_samples() -> Callable[..., list[Sample]]:
             prompt, response = ids(9), ids(7)
             logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
             advantage, weight = torch.rand(2, generator=rng).tolist()
-            samples.append(Sample(prompt, response, logprobs, 2 * advantage - 1, (weight,) * len(response), minibatch))
+            samples.append(Sample(prompt, response, logprobs, (2 * advantage - 1,) * len(response), (weight,) * len(response), minibatch))
         return samples
 
     return make

@@ -84,8 +84,9 @@ class Plain:
         spec, targets = self.spec, torch.tensor(sample.response_ids)[:, None]
         logp_all = logits.log_softmax(-1)
         logp = among(logits, sample).gather(1, targets)[:, 0]
-        ratio, a = torch.exp(logp - torch.tensor(sample.logprobs).double()), sample.advantage
-        least, most = (0.0, 1 + spec.clip_high) if a > 0 else (1 - spec.clip_low, spec.dual_clip or math.inf)
+        ratio, a = torch.exp(logp - torch.tensor(sample.logprobs).double()), torch.tensor(sample.advantages).double()
+        least = torch.where(a > 0, 0.0, 1 - spec.clip_low)
+        most = torch.where(a > 0, 1 + spec.clip_high, spec.dual_clip or math.inf)
         loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(-1)
         if ref_logits is not None:
             u = among(ref_logits, sample).gather(1, targets)[:, 0] - logp

@@ -109,7 +109,7 @@ def test_filling_a_row_up_changes_no_logits(tiny_path: str, random_samples: Call
 
 
 def test_a_full_row_stays() -> None:
-    row = pack_row([Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), 1.0, (1.0, 1.0))])
+    row = pack_row([Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), (1.0, 1.0), (1.0, 1.0))])
     assert len(row.input_ids_N) == BLOCK and torch.equal(flex.padded(row).subtree_end_N, row.subtree_end_N)
 
 

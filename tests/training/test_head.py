@@ -54,7 +54,9 @@ def test_scores_within_the_model_are_those_of_its_logits(model: PreTrainedModel,
     with torch.no_grad():
         plain = score_row(model, row, 0.7)
         head.equip(model)
-        torch.testing.assert_close(score_row(model, row, 0.7), plain, rtol=1e-6, atol=1e-6)
+        scored = score_row(model, row, 0.7)
+    torch.testing.assert_close(scored.logprob_T, plain.logprob_T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scored.entropy_T, plain.entropy_T, rtol=1e-6, atol=1e-6)
 
 
 def test_without_a_task_the_layer_gives_logits(model: PreTrainedModel, random_samples: MakeSamples) -> None:

@@ -52,9 +52,9 @@ def test_nothing_is_kept_where_all_tokens_could_be_sampled(random_samples: MakeS
 
 def test_the_example_of_a_row() -> None:
     """Sets stay with their targets, in the order of the samples."""
-    one = Sample((7,), (8, 9), (0.0,) * 2, 0.0, (1.0,) * 2, kept=KeptTokens(array("i", [8, 1, 9]), array("i", [2, 1])))
-    two = Sample((1,), (2,), (0.0,), 0.0, (1.0,), kept=KeptTokens.of([(2, 4, 6)]))
-    free = Sample((3,), (4, 4), (0.0,) * 2, 0.0, (1.0,) * 2)
+    one = Sample((7,), (8, 9), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2, kept=KeptTokens(array("i", [8, 1, 9]), array("i", [2, 1])))
+    two = Sample((1,), (2,), (0.0,), (0.0,), (1.0,), kept=KeptTokens.of([(2, 4, 6)]))
+    free = Sample((3,), (4, 4), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2)
     for samples, ids, offsets in (
         ([one, free, two], [8, 1, 9, 2, 4, 6], [0, 2, 3, 3, 3, 6]),
         ([two, one, free], [2, 4, 6, 8, 1, 9], [0, 3, 5, 6, 6, 6]),
@@ -97,7 +97,7 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
 
     done = asyncio.run(sample())
     assert [c.kept is None for c in done] == [i % 4 == 3 for i in range(12)]
-    samples = [Sample(p, c.ids, c.logprobs, 1.0, (1.0,) * 12, kept=c.kept) for (p, _), c in zip(requests, done, strict=True)]
+    samples = [Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, kept=c.kept) for (p, _), c in zip(requests, done, strict=True)]
     counts = [count for s in samples if s.kept is not None for count in s.kept.counts]
     assert max(counts) <= top_k and (top_p < 1 or min(counts) == top_k)
     for rescore in (False, True):

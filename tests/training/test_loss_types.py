@@ -31,7 +31,7 @@ def near(trainer: Trainer, samples: list[Sample], spread: float) -> list[Sample]
     """The samples as if a policy not far from this one had sampled them."""
     rng = torch.Generator().manual_seed(5)
     scores = trainer.score(trainer.model, [pack_row([s]) for s in samples])
-    noisy = [(each + spread * torch.randn(each.shape, generator=rng)).tolist() for each in scores]
+    noisy = [(each.logprob_T + spread * torch.randn(each.logprob_T.shape, generator=rng)).tolist() for each in scores]
     return [replace(s, logprobs=tuple(each)) for s, each in zip(samples, noisy, strict=True)]
 
 
@@ -52,8 +52,8 @@ def test_gspo_through_packed_rows_is_the_sequence_loss(make_trainer: MakeTrainer
         row = pack_row([sample])
         logp = forward_rows(trainer.model, row).log_softmax(-1).gather(1, row.target_ids_T[:, None])[:, 0]
         ratio = (logp - row.old_logprob_T).mean().exp()
-        surrogate = torch.minimum(ratio * sample.advantage, ratio.clamp(0.9, 1.1) * sample.advantage)
-        num_clipped += int(surrogate < ratio * sample.advantage)
+        surrogate = torch.minimum(ratio * sample.advantages[0], ratio.clamp(0.9, 1.1) * sample.advantages[0])
+        num_clipped += int(surrogate < ratio * sample.advantages[0])
         losses.append(-surrogate)
     assert 0 < num_clipped < len(samples), "the case is to have clipped and free samples"
     (torch.stack(losses).sum() / len(samples)).backward()
@@ -71,8 +71,8 @@ def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, random_sa
     plain = make_trainer(LossSpec(), rescore=True, grad_clip=0.0)
     samples = near(plain, random_samples(9), 0.2)
     by_hand = []
-    for sample, score_T in zip(samples, plain.score(plain.model, [pack_row([s]) for s in samples]), strict=True):
-        ratio_T = (score_T - torch.tensor(sample.logprobs)).exp()
+    for sample, score in zip(samples, plain.score(plain.model, [pack_row([s]) for s in samples]), strict=True):
+        ratio_T = (score.logprob_T - torch.tensor(sample.logprobs)).exp()
         keep_T = (ratio_T >= low) & (ratio_T <= high)
         by_hand.append(replace(sample, weights=tuple((torch.tensor(sample.weights) * keep_T).tolist())))
     num_kept, num_all = (sum(w != 0 for s in group for w in s.weights) for group in (by_hand, samples))
@@ -85,11 +85,14 @@ def test_truncated_importance_sampling_weighs_the_policy_term(make_trainer: Make
     """With one token per sample, the weight is a factor of the sample's advantage."""
     corrected = make_trainer(LossSpec(tis=1.1), rescore=True, grad_clip=0.0)
     plain = make_trainer(LossSpec(), rescore=True, grad_clip=0.0)
-    samples = [replace(s, response_ids=s.response_ids[:1], logprobs=s.logprobs[:1], weights=s.weights[:1]) for s in random_samples(9)]
+    samples = [
+        replace(s, response_ids=s.response_ids[:1], logprobs=s.logprobs[:1], advantages=s.advantages[:1], weights=s.weights[:1])
+        for s in random_samples(9)
+    ]
     samples = near(plain, samples, 0.3)
     scores = plain.score(plain.model, [pack_row([s]) for s in samples])
-    factors = [min(float((score_T - torch.tensor(s.logprobs)).exp()), 1.1) for s, score_T in zip(samples, scores, strict=True)]
+    factors = [min(float((score.logprob_T - torch.tensor(s.logprobs)).exp()), 1.1) for s, score in zip(samples, scores, strict=True)]
     assert 1.1 in factors and min(factors) < 0.95
-    by_hand = [replace(s, advantage=s.advantage * factor) for s, factor in zip(samples, factors, strict=True)]
+    by_hand = [replace(s, advantages=(s.advantages[0] * factor,)) for s, factor in zip(samples, factors, strict=True)]
     expected = gradient_of(plain, pack_rows(by_hand, 1000))
     torch.testing.assert_close(gradient_of(corrected, pack_rows(samples, 1000)), expected, rtol=1e-5, atol=1e-8)

@@ -130,7 +130,7 @@ def test_the_resident_set_grows_by_what_was_planned(alone: World) -> None:
     plan = plan_memory(model, spec, num_ranks=1, token_budget=8192, has_reference=False, on_gpu=False)
     trainer = Trainer(models.shard(model, alone, spec), alone, LossSpec(), OptimSpec(lr=1e-4))
     ids = tuple(range(64)) * 8
-    samples = [Sample((seed, *ids[seed : seed + 341]), ids[:171], (-4.0,) * 171, 1.0, (1.0,) * 171) for seed in range(16)]
+    samples = [Sample((seed, *ids[seed : seed + 341]), ids[:171], (-4.0,) * 171, (1.0,) * 171, (1.0,) * 171) for seed in range(16)]
     trainer.step([pack_rows(samples, 8192, share=False)])
     assert 0.8 * plan.num_bytes < peak.num_bytes() < 4 * plan.num_bytes
 

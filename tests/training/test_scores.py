@@ -72,7 +72,7 @@ def make_group(index: int, samples: list[Sample], rewards: tuple[float, float]) 
         facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
         return Turn(sample.prompt_ids, sample.response_ids, sample.logprobs, (), *facts)
 
-    empty = Sample((1,), (), (), 0.0, ())
+    empty = Sample((1,), (), (), (), ())
     pairs = zip((samples[:2], samples[2:4]), rewards, strict=True)
     trajectories = (Trajectory(Task("t", "", ()), tuple(map(turn, (empty, *mine))), "", 0.0, 0, reward=reward) for mine, reward in pairs)
     return Group(index, tuple(trajectories))
@@ -99,6 +99,6 @@ def test_every_trained_turn_gets_its_own(tiny_path: str, make_trainer: MakeTrain
             assert [turn.minibatch for turn in turns if turn] == [int(group.index == 2)] * 2
             for turn in trajectory.turns[1:]:
                 assert turn.training is not None
-                truth = plain_logprobs(tiny_path, Sample(turn.prompt_ids, turn.response_ids, (), 0.0, ()))
+                truth = plain_logprobs(tiny_path, Sample(turn.prompt_ids, turn.response_ids, (), (), ()))
                 distance = max(abs(a - b) for a, b in zip(turn.training.logprobs, truth, strict=True))
                 assert distance < 1e-5 if group.index == 0 else distance > 1e-3

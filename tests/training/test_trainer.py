@@ -181,7 +181,7 @@ def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer, random_
 def scored(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
     """The samples as if this very policy had sampled them."""
     scores = trainer.score(trainer.model, [pack_row([s]) for s in samples])
-    return [replace(s, logprobs=tuple(each.tolist())) for s, each in zip(samples, scores, strict=True)]
+    return [replace(s, logprobs=tuple(each.logprob_T.tolist())) for s, each in zip(samples, scores, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -197,7 +197,7 @@ def test_scores_are_those_of_transformers(
     for ours, theirs in zip(scored(trainer, samples), truth, strict=True):
         assert ours.logprobs == pytest.approx(theirs.tolist(), abs=2e-6)
     packed = trainer.score(trainer.model, [pack_row(samples[:3]), pack_row(samples[3:])])
-    torch.testing.assert_close(torch.cat(packed).double(), torch.cat(truth).detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.cat([each.logprob_T for each in packed]).double(), torch.cat(truth).detach(), rtol=0, atol=2e-6)
 
 
 def test_only_target_rows_reach_the_head(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
@@ -278,7 +278,7 @@ def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_train
             logp = logits.log_softmax(-1).gather(1, targets)[:, 0]
             u = ref.log_softmax(-1).gather(1, targets)[:, 0] - logp
             ratio = torch.exp(logp - torch.tensor(sample.logprobs).double())
-            is_clipped = ratio > 1.3 if sample.advantage > 0 else (ratio < 0.8) | (ratio > 3)
+            is_clipped = ratio > 1.3 if sample.advantages[0] > 0 else (ratio < 0.8) | (ratio > 3)
             clipped_low += (is_clipped & (ratio < 1)).tolist()
             ratios += ratio.tolist()
             entropies += torch.distributions.Categorical(logits=logits).entropy().tolist()

@@ -15,12 +15,14 @@ from flowtrain.types import Sample
 
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[Sample]:
-    """Samples of three tokens, so that many begin alike; each can be told by its advantage."""
+    """Samples of three tokens, so that many begin alike; each can be told by its advantages."""
     token, samples = st.integers(0, 2), []
     shapes = draw(st.lists(st.tuples(st.lists(token, min_size=1, max_size=6), st.lists(token, min_size=1, max_size=4)), max_size=12))
     for number, (prompt, response) in enumerate(shapes):
         logprobs, weights = tuple(-x - number / 8 for x in response), tuple(x + 0.25 * number for x in response)
-        samples.append(Sample(tuple(prompt), tuple(response), logprobs, float(-number), weights, minibatch=number % 3))
+        samples.append(
+            Sample(tuple(prompt), tuple(response), logprobs, tuple(-number - x / 4 for x in response), weights, minibatch=number % 3)
+        )
     return samples
 
 
@@ -36,15 +38,14 @@ def unpack(row: Row) -> list[Sample]:
         prompt = inputs[: len(inputs) - len(targets) + 1]
         assert path[len(prompt) - 1 :] == rows, "each target is predicted by the token before it"
         assert inputs[len(prompt) :] == targets[:-1], "the inputs after the prompt are the response without its last token"
-        (advantage,) = set(row.advantage_T[start:end].tolist())
-        logprobs, weights = tuple(row.sampler_logprob_T[start:end].tolist()), tuple(row.weight_T[start:end].tolist())
-        samples.append(Sample(tuple(prompt), tuple(targets), logprobs, advantage, weights))
+        logprobs, advantages, weights = (tuple(x[start:end].tolist()) for x in (row.sampler_logprob_T, row.advantage_T, row.weight_T))
+        samples.append(Sample(tuple(prompt), tuple(targets), logprobs, advantages, weights))
     assert torch.equal(row.old_logprob_T, row.sampler_logprob_T) and row.ref_logprob_T is None
     return samples
 
 
 def key(sample: Sample) -> tuple[object, ...]:
-    return sample.prompt_ids, sample.response_ids, sample.logprobs, sample.advantage, sample.weights
+    return sample.prompt_ids, sample.response_ids, sample.logprobs, sample.advantages, sample.weights
 
 
 def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
@@ -78,7 +79,7 @@ def test_targets_keep_the_order_of_the_samples(samples: list[Sample]) -> None:
 
 
 def of_size(size: int, token: int = 1) -> Sample:
-    return Sample((token,) * size, (1,), (-1.0,), 1.0, (1.0,))
+    return Sample((token,) * size, (1,), (-1.0,), (1.0,), (1.0,))
 
 
 def test_a_sample_over_the_budget_gets_a_row_of_its_own() -> None:
@@ -94,10 +95,10 @@ def test_what_is_alike_falls_into_one_row_whatever_the_order() -> None:
 def test_the_example_of_a_row() -> None:
     """Prompts (1, 2) and (1,) share a token, as do the responses (3, 4) and (3, 5) of the first; (5,) is alone."""
     samples = [
-        Sample((1, 2), (3, 4), (-0.1, -0.2), 1.5, (0.25, 0.5)),
-        Sample((5,), (6,), (-0.3,), -1.0, (0.75,)),
-        Sample((1, 2), (3, 5), (-0.4, -0.5), 0.5, (1.0, 1.25)),
-        Sample((1,), (7, 8), (-0.6, -0.7), 2.0, (1.5, 1.75)),
+        Sample((1, 2), (3, 4), (-0.1, -0.2), (1.5, 1.25), (0.25, 0.5)),
+        Sample((5,), (6,), (-0.3,), (-1.0,), (0.75,)),
+        Sample((1, 2), (3, 5), (-0.4, -0.5), (0.5, 0.5), (1.0, 1.25)),
+        Sample((1,), (7, 8), (-0.6, -0.7), (2.0, 2.0), (1.5, 1.75)),
     ]
     row = pack_row(samples)
     assert row.input_ids_N.tolist() == [1, 2, 3, 7, 5]
@@ -107,7 +108,7 @@ def test_the_example_of_a_row() -> None:
     assert row.target_ids_T.tolist() == [3, 4, 6, 3, 5, 7, 8]
     assert row.cu_targets_S1.tolist() == [0, 2, 3, 5, 7]
     assert row.sampler_logprob_T.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
-    assert row.advantage_T.tolist() == [1.5, 1.5, -1.0, 0.5, 0.5, 2.0, 2.0]
+    assert row.advantage_T.tolist() == [1.5, 1.25, -1.0, 0.5, 0.5, 2.0, 2.0]
     assert row.weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
 

@@ -49,7 +49,8 @@ def make_samples(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]], seed: in
     for prompt, response in shapes:
         logprobs = tuple((-5.6 + 0.2 * torch.randn(len(response), generator=rng)).tolist())
         advantage, weight = torch.rand(2, generator=rng).tolist()
-        samples.append(Sample(prompt, response, logprobs, 2 * advantage - 1, (0.1 + weight,) * len(response)))
+        advantages = tuple(2 * advantage - 1 + i / 8 for i in range(len(response)))
+        samples.append(Sample(prompt, response, logprobs, advantages, (0.1 + weight,) * len(response)))
     return samples
 
 
@@ -65,7 +66,7 @@ def test_every_shape_of_group(tiny_path: str, make_trainer: MakeTrainer, name: s
 
 
 def test_advantages_of_zero_leave_the_other_terms(tiny_path: str, make_trainer: MakeTrainer) -> None:
-    samples = [replace(s, advantage=0.0) for s in make_samples(GROUPS["branches within a response"])]
+    samples = [replace(s, advantages=(0.0,) * len(s.advantages)) for s in make_samples(GROUPS["branches within a response"])]
     reference = reference_of(tiny_path)
     _, truth = Plain(tiny_path, FULL_LOSS, 1.0, reference).gradient([samples])
     assert distance(gradient_of(make_trainer(FULL_LOSS, 1.0, reference, grad_clip=0.0), [pack_row(samples)]), truth) < TOLERANCE

@@ -55,9 +55,8 @@ def group_samples(step: int, index: int) -> list[Sample]:
         prompt, response = ids(), ids()
         logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
         advantage, weight = torch.rand(2, generator=rng).tolist()
-        samples.append(
-            Sample(prompt, response, logprobs, 2 * advantage - 1, (weight,) * len(response), index // 2, (index, 0, len(samples)))
-        )
+        advantages, weights = (2 * advantage - 1,) * len(response), (weight,) * len(response)
+        samples.append(Sample(prompt, response, logprobs, advantages, weights, index // 2, (index, 0, len(samples))))
     return samples
 
 

@@ -144,7 +144,7 @@ class Engine:
             flat = out.logprobs
             kept = KeptTokens.of(kept_sets(flat)) if sampling.is_truncated else None
             logprobs, weights = tuple(flat.logprobs[at] for at in flat.start_indices), (1.0,) * len(out.token_ids)
-            samples.append(Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), logprobs, 1.0, weights, kept=kept))
+            samples.append(Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), logprobs, weights, weights, kept=kept))
         return samples
 
     @property

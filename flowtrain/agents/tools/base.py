@@ -42,6 +42,10 @@ class ToolCard:
     """How to get the best from it."""
     examples: tuple[Mapping[str, object], ...] = ()
     """Arguments of good calls."""
+    finds_passages: bool = False
+    """Whether its results are texts to find something in, which a refiner makes evidence of."""
+    is_stateful: bool = False
+    """Whether a call may change what later ones give: such a tool cannot be rewound, so rollouts that use it cannot branch."""
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """What is wrong with the arguments of a call; "" when they fit."""

@@ -17,7 +17,7 @@ class Search:
     'Rome lies in Italy.'
     """
 
-    card = ToolCard("Search", "Looks a few words up in a collection of texts; returns the passage that fits best.")
+    card = ToolCard("Search", "Looks a few words up in a collection of texts; returns the passage that fits best.", finds_passages=True)
 
     def __init__(self, passages: Sequence[str], top_k: int = 1) -> None:
         """Index the passages; `top_k` is how many a query returns at most."""
@@ -44,4 +44,4 @@ class Search:
 
 
 def make(context: ToolContext) -> Search:
-    return Search(context.passages)
+    return Search(context.passages, context.config.agent.num_passages)

@@ -47,6 +47,7 @@ class WebReader:
         limits="Reads HTML and plain text; no PDF, no pages that need JavaScript or a login, no private addresses.",
         advice="Take the address from a search result; ask one narrow question.",
         examples=({"url": "https://en.wikipedia.org/wiki/Mali", "query": "capital of Mali"},),
+        finds_passages=True,
     )
 
     def __init__(

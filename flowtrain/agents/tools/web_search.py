@@ -21,6 +21,7 @@ class WebSearch:
         limits="Shows snippets, not pages; weak on questions that no single page answers.",
         advice="Ask for one thing in the words that a page about it would use; read a promising address with Web_Reader.",
         examples=({"query": "capital of Mali"},),
+        finds_passages=True,
     )
 
     def __init__(self, provider: Provider, deadline_s: float, max_chars: int) -> None:

@@ -52,6 +52,7 @@ class WikipediaSearch:
         limits="Shows the beginning of a page; details further down are not in it.",
         advice="Ask for a person, a place, a thing or an event by name; read an address with Web_Reader for details.",
         examples=({"query": "Niger River"},),
+        finds_passages=True,
     )
 
     def __init__(self, pages: Pages, chat: ChatEngine | None, deadline_s: float, max_chars: int) -> None:

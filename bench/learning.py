@@ -1,0 +1,139 @@
+"""Do algorithms learn more from the same number of sampled tokens?  python -m bench.learning --warm runs/warm/model [--json F]
+
+Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with several seeds; runs that are there
+already are taken as they are. Compared is the held-out reward at the same number of sampled response tokens, the most that every run has
+reached: at the end ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t) over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+import numpy as np
+from tqdm import tqdm
+
+from bench.measure import print_table, write_json
+
+APPO = ["--algorithm.name", "appo", "--appo.num_roots", "4", "--appo.spacing", "4", "--train.num_steps", "150"]
+DEEP = ["--tasks.kinds", '["sum4", "sum5"]', "--tasks.num_train", "8000", "--agent.max_turns", "6", "--agent.eval_max_turns", "6"]
+STUDIES: dict[str, dict[str, list[str]]] = {
+    "appo": {
+        "flow_grpo": ["--train.num_steps", "120"],
+        "appo": [*APPO, "--appo.rule", "score"],
+        "appo, no future": [*APPO, "--appo.rule", "score", "--appo.future_coef", "0"],
+        "entropy": [*APPO, "--appo.rule", "entropy"],
+        "arpo": [*APPO, "--appo.rule", "arpo"],
+    },
+    "infoflow": {
+        "flow_grpo": [*DEEP],
+        "infoflow, no hints": [*DEEP, "--algorithm.name", "infoflow", "--infoflow.hint_rate", "0"],
+        "infoflow": [*DEEP, "--algorithm.name", "infoflow", "--infoflow.hint_turn", "1"],
+    },
+}
+"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's questions, InfoFlow on ones of 4 and 5 turns."""
+SHORT = [*("--eval.every", "10", "--checkpoint.every", "0"), *("--log.num_rollouts", "0", "--log.tensorboard", "false")]
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Student's t, two-sided, by number of seeds."""
+
+
+Curve = tuple[list[float], list[float]]
+"""Tokens sampled so far, and held-out reward, at every evaluation."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--warm", nargs="+", required=True, help="model folders of flowtrain.rft; seed i starts from number i mod their number"
+    )
+    parser.add_argument("--study", choices=list(STUDIES), default="appo", help="default: appo")
+    parser.add_argument("--arms", nargs="+", help="default: all of the study")
+    parser.add_argument("--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/learning"), help="folder of the runs (default: runs/learning)")
+    parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
+    parser.add_argument("--json", metavar="F", help="write the rows to this file")
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    if unknown := set(args.arms or study) - set(study):
+        parser.error(f"--arms {' '.join(sorted(unknown))}: the study {args.study!r} has {', '.join(map(repr, study))}")
+    arms = {arm: study[arm] for arm in args.arms or study}
+    curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
+    for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
+        folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
+        curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
+    budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
+    rows = [row(arm, runs, budget) for arm, runs in curves.items()]
+    print_table(rows)
+    if args.json:
+        write_json(args.json, rows)
+    if args.plot:
+        plot(curves, budget, args.plot)
+
+
+def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
+    """Train one, unless it is there; one thread, because runs are compared by tokens and not by time."""
+    if not (folder / "summary.json").exists():
+        command = [sys.executable, "-m", "flowtrain.train", "--config", "configs/quickstart.toml", *SHORT, *options]
+        place = ["--run.dir", str(folder), "--run.seed", str(seed), "--model.path", model, "--run.resume", "auto"]
+        log = subprocess.run([*command, *place], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        if log.returncode:
+            raise SystemExit(f"{folder}: {log.stderr[-2000:]}")
+    return folder
+
+
+def curve(folder: Path) -> Curve:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tokens = accumulate(line.get("num_sampled_tokens", 0) for line in lines)
+    points = [(float(total), line["eval_reward"]) for total, line in zip(tokens, lines, strict=True) if "eval_reward" in line]
+    return [total for total, _ in points], [reward for _, reward in points]
+
+
+def row(arm: str, runs: Sequence[Curve], budget: float) -> dict[str, Any]:
+    grid = np.linspace(0, budget, 101)
+    rewards = [np.interp(grid, tokens, reward) for tokens, reward in runs]
+    final, mean = [float(r[-1]) for r in rewards], [float(r.mean()) for r in rewards]
+    return {
+        "arm": arm,
+        "seeds": len(runs),
+        "tokens": int(budget),
+        "final": fmean(final),
+        "final +-": half_width(final),
+        "mean": fmean(mean),
+        "mean +-": half_width(mean),
+    }
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval of the mean."""
+    return T_95[len(values)] * stdev(values) / len(values) ** 0.5
+
+
+def plot(curves: dict[str, list[Curve]], budget: float, path: str) -> None:
+    """Mean over seeds with its interval, against sampled tokens."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    grid = np.linspace(0, budget, 101)
+    for arm, runs in curves.items():
+        rewards = np.stack([np.interp(grid, tokens, reward) for tokens, reward in runs])
+        width = np.array([half_width(column.tolist()) for column in rewards.T])
+        (line,) = axes.plot(grid / 1000, rewards.mean(0), label=arm)
+        axes.fill_between(grid / 1000, rewards.mean(0) - width, rewards.mean(0) + width, color=line.get_color(), alpha=0.15, lw=0)
+    axes.set(xlabel="sampled tokens, thousands", ylabel="held-out reward")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Options of the flow and of the language models in it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from flowtrain.config.section import Section
+
+
+class Agent(Section):
+    prompt: Literal["compact", "full"] = "compact"
+    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
+    prompt_order: Literal["shared", "paper"] = "shared"
+    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost less; paper has AgentFlow's order"""
+    tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
+    """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of installed packages (docs/tools.md)"""
+    max_turns: PositiveInt = 3
+    """turns per rollout in training (AgentFlow: 3)"""
+    eval_max_turns: PositiveInt = 3
+    """turns per rollout in evaluation (AgentFlow: 10)"""
+    rollout_timeout_s: PositiveFloat = 500.0
+    """seconds after which no further turn starts (AgentFlow: 500)"""
+    num_passages: PositiveInt = 1
+    """passages that the tool Search gives; with a refiner more than one make sense"""
+    tool_timeout_s: PositiveFloat = 2.0
+    """seconds per tool command"""
+    sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
+    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for python_packages, bubblewrap, or, without it, limits"""
+    python_packages: tuple[str, ...] = ()
+    """installed packages that the code may import, with what is installed beside them: ["numpy", "sympy"]"""
+    code_timeout_s: PositiveFloat = Field(10.0, le=3600)
+    """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
+    code_memory_mb: int = Field(512, ge=64)
+    """MiB of address space that the code may use"""
+    max_result_chars: PositiveInt = 400
+    """characters of a tool result that memory keeps"""
+    memory_tokens: int = Field(0, ge=0)
+    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first, commands never; 0: no bound"""
+    module_timeout_s: PositiveFloat = 120.0
+    """seconds that analyst, executor, verifier and generator may take for one reply, retries included"""
+
+    @field_validator("tools")
+    @classmethod
+    def _no_tool_twice(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
+            raise ValueError(f"{twice[0]!r} stands there twice")
+        return tools
+
+
+class Chat(Section):
+    kind: Literal["openai", "torch", "vllm"] = "openai"
+    """openai: an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, ...); torch, vllm: a frozen model started here"""
+    model: str = ""
+    """name at the endpoint; folder or hub name for torch and vllm"""
+    base_url: str = "https://api.openai.com/v1"
+    """of the endpoint, /v1 included"""
+    api_key_env: str = "OPENAI_API_KEY"
+    """environment variable that holds the key; empty: the endpoint wants none"""
+    temperature: float = Field(0.0, ge=0)
+    """0: the most likely reply"""
+    max_tokens: PositiveInt = 2048
+    """tokens per reply"""
+    timeout_s: PositiveFloat = 120.0
+    """seconds per attempt"""
+    max_retries: int = Field(5, ge=0)
+    """further attempts after a refusal, a failure or a timeout, with growing pauses"""
+    max_concurrency: PositiveInt = 64
+    """requests under way at a time; more wait"""
+    price_in: float = Field(0.0, ge=0)
+    """for the cost meter: price of a million prompt tokens"""
+    price_out: float = Field(0.0, ge=0)
+    """for the cost meter: price of a million reply tokens"""
+
+
+class Roles(Section):
+    analyst: str = "none"
+    """who analyses the question before the first turn: none, policy, or a name in [engines]"""
+    executor: str = "rules"
+    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or a name in [engines]"""
+    verifier: str = "rules"
+    """who decides between STOP and CONTINUE: rules, policy, or a name in [engines]"""
+    generator: str = "rules"
+    """who writes the answer: rules, policy, or a name in [engines]"""
+    tools: str = "none"
+    """the model inside tools that want one: none, policy, or a name in [engines]"""
+    refiner: str = "none"
+    """who makes short evidence of what a search found, before the memory gets it: none, rules, policy, or a name in [engines]"""
+    judge: str = "none"
+    """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
+
+
+class Judge(Section):
+    cache: str = "runs/judge.sqlite"
+    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may share it"""
+    max_concurrency: PositiveInt = 32
+    """questions under way at a time, per rank"""
+    deadline_s: PositiveFloat = 300.0
+    """seconds per question; without a verdict by then the rule's score stands"""

@@ -1,0 +1,126 @@
+"""Which sub-goals count as reached, by hand and on plans that are followed perfectly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowtrain.tasks.corpus import load_corpus
+from flowtrain.tasks.facts import DEEP_KINDS, facts_tasks
+from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.sub_goals import check, solved, solved_weight, sought
+from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, UserError, Verdict
+
+CHAD = SubGoal(("Chad", "Republic of Chad"), 0.75, "country with capital N'Djamena")
+AREA = SubGoal(("1284",), 0.25, "area of Chad")
+TASK = Task("t", "What is the area of the country with capital N'Djamena, in millions?", ("1.284",), sub_goals=(CHAD, AREA))
+
+
+def turn(written: str, result: str, error: str | None = None, is_malformed: bool = False) -> Turn:
+    action = None if is_malformed else Action("", "", written, "Search")
+    found = ToolResult(output=result) if error is None else ToolResult(error=error)
+    return Turn((1,), (2,), (-1.0,), (), FinishReason.STOP, written, action, "", found, Verdict.CONTINUE, seconds=0.0)
+
+
+FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")
+USE = turn("area of CHAD", "The area of Chad is 1284.")
+SUM = turn("1284 / 1000", "1.284")
+
+
+def test_what_was_found_and_then_used_is_reached() -> None:
+    assert solved(TASK, (FIND, USE, SUM)) == [CHAD, AREA]
+    assert solved(TASK, (FIND, USE)) == [CHAD]
+    assert (solved_weight(TASK, (FIND, USE)), solved_weight(TASK, (FIND, USE, SUM)), solved_weight(TASK, ())) == (0.75, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (USE, SUM),  # named before anything said so: only the area is earned
+        (turn("area of Chad", "no"), turn("1284 / 1000", "1.284")),
+        (turn("country with capital N'Djamena, Chad?", "Chad"),),  # written in the turn whose result it is, not after it
+        (turn("x", "", error="The country is Chad."), USE),
+        (FIND, turn("area of Chad", "1284", is_malformed=True)),
+        (turn("x", "Chadwick"), turn("Chadwick", "x")),
+    ],
+)
+def test_dropping_a_name_or_meeting_it_is_not_enough(turns: tuple[Turn, ...]) -> None:
+    assert CHAD not in solved(TASK, turns)
+
+
+def test_any_name_will_do_on_either_side() -> None:
+    assert solved(TASK, (turn("x", "the REPUBLIC of  Chad!"), turn("area of Chad", "?"))) == [CHAD]
+
+
+def test_what_the_question_names_is_nothing_to_find() -> None:
+    named = replace(TASK, question="What is the area of Chad in millions?")
+    assert sought(named) == [AREA] and solved_weight(named, (USE, SUM)) == 1.0
+    assert solved_weight(replace(TASK, sub_goals=()), (FIND, USE)) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["chain", "sum", *DEEP_KINDS])
+def test_a_perfect_planner_reaches_all_sub_goals_of_a_question(kind: str) -> None:
+    corpus = load_corpus()
+    for task in facts_tasks(corpus, "train", 40, 0, {kind: 1.0}):
+        check(task)
+        turns = tuple(
+            turn(step.sub_goal, goal.names[0]) for step, goal in zip(task.plan, [*task.sub_goals, SubGoal(task.answers, 1)], strict=True)
+        )
+        assert solved_weight(task, turns) == pytest.approx(1.0)
+        assert solved_weight(task, turns[:1]) == 0.0
+        assert sum(goal.weight for goal in task.sub_goals) == pytest.approx(1.0)
+        assert [goal.weight for goal in task.sub_goals] == sorted((goal.weight for goal in task.sub_goals), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("goals", "message"),
+    [
+        ((replace(CHAD, weight=0.5), AREA), "must be above 0 and sum to 1, not to 0.75"),
+        ((replace(CHAD, weight=1.5), replace(AREA, weight=-0.5)), "must be above 0"),
+        ((replace(CHAD, weight=1.0, names=()),), "needs names"),
+        ((replace(CHAD, weight=1.0, names=("?!",)),), "needs names"),
+        ((replace(CHAD, query="area of Chad"), AREA), "gives 'Chad' away"),
+        ((replace(CHAD, query="what is 1.284 million"), AREA), "gives '1.284' away"),
+    ],
+)
+def test_what_does_not_fit_is_refused(goals: tuple[SubGoal, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(replace(TASK, sub_goals=goals))
+
+
+# ---- from files
+
+
+def load(tmp_path: Path, sub_goals: object) -> Task:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"question": TASK.question, "answer": "1.284", "sub_goals": sub_goals}))
+    (task,) = load_tasks(path)
+    return task
+
+
+def test_files_may_hold_them(tmp_path: Path) -> None:
+    goals = [
+        {"names": ["Chad", "Republic of Chad"], "weight": 0.75, "query": "country with capital N'Djamena"},
+        {"names": ["1284"], "weight": 0.25},
+    ]
+    assert load(tmp_path, goals).sub_goals == (CHAD, replace(AREA, query=""))
+
+
+@pytest.mark.parametrize(
+    ("goals", "message"),
+    [
+        ("Chad", "must be a list of objects with names, weight"),
+        ([{"names": ["Chad"]}], "must be a list of objects with names, weight"),
+        ([{"names": ["Chad"], "weight": 1, "hint": "x"}], "must be a list of objects with names, weight"),
+        ([{"names": "Chad", "weight": 1}], "names must be a list of strings"),
+        ([{"names": [1], "weight": 1}], "names must be a list of strings"),
+        ([{"names": ["Chad"], "weight": "1"}], "weight must be a number"),
+        ([{"names": ["Chad"], "weight": True}], "weight must be a number"),
+    ],
+)
+def test_what_is_no_sub_goal_is_named(tmp_path: Path, goals: object, message: str) -> None:
+    with pytest.raises(UserError, match=f"line 1: key 'sub_goals'.*{message}"):
+        load(tmp_path, goals)
