@@ -25,19 +25,21 @@ def appo(groups: Sequence[Group], num_minibatches: int = 1, num_groups: int | No
         num_minibatches, num_groups: as for `flow_grpo`.
         trains_branches: ARPO (arXiv 2507.19849) instead: one group of M, and branches are trained like roots.
 
-    A group in which neither roots nor branches differ in reward carries no signal and is left out.
+    A group in which neither roots nor branches differ in reward carries no signal and is left out. Turns without tokens are counted.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
-    num_dropped = 0
+    num_dropped = num_empty = 0
     for group in groups:
         minibatch = group.index * num_minibatches // num_groups
         credited = _everyone(group) if trains_branches else _roots(group)
         found = [sample for member in credited for sample in _samples(group, *member, minibatch)]
         has_signal = any(any(sample.advantages) for sample in found)
         num_dropped += not has_signal
-        samples += found if has_signal else []
-    return Advantages(tuple(samples), num_dropped)
+        if has_signal:
+            samples += found
+            num_empty += sum(not turn.response_ids for member, *_ in credited for turn in group.trajectories[member].turns)
+    return Advantages(tuple(samples), num_dropped, {"empty": num_empty})
 
 
 _Branches = tuple[tuple[int, int, float], ...]

@@ -6,6 +6,7 @@ have it easier: they are compared with all of their group, or among themselves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,14 +34,15 @@ def infoflow(
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
-    num_dropped = 0
+    num_dropped, num_excluded = 0, Counter[str]()
     for group in map(partial(_rewarded, weight=sub_goal_weight), groups):
         for members in _by_hint(group) if splits_hinted else [range(len(group.trajectories))]:
             part = replace(group, trajectories=tuple(group.trajectories[member] for member in members))
             out = flow_grpo([part], mode, num_minibatches, num_groups)
             samples += [_placed(sample, members) for sample in out.samples]
             num_dropped += out.num_dropped
-    return Advantages(tuple(samples), num_dropped)
+            num_excluded.update(out.num_excluded)
+    return Advantages(tuple(samples), num_dropped, num_excluded)
 
 
 def _rewarded(group: Group, weight: float) -> Group:

@@ -64,6 +64,7 @@ def test_only_roots_are_trained_and_every_token_counts_alike() -> None:
     group = Group(3, (rollout(1, 4, 2), rollout(0, 2, 0), rollout(0, 9, branch=(0, 1, 1)), rollout(1, 9, branch=(0, 0, 2))))
     out = appo([group], num_minibatches=2, num_groups=4)
     assert [len(s.response_ids) for s in out.samples] == [4, 2, 2], "neither branches nor turns without tokens"
+    assert out.num_excluded == {"empty": 1}
     assert all(set(s.weights) == {1.0} and s.minibatch == 1 for s in out.samples)
     assert [s.origin for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
 
