@@ -255,8 +255,6 @@ class Trajectory:
     of its batch were done and did not wait any longer)."""
     reward: float | None = None
     """Of the answer, in [0, 1]; None until `rewards.score` fills it."""
-    sub_goals: float | None = None
-    """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
     scored_by: str = ""
     """Which rule, or "judge", decided on the reward."""
     analysis: str = ""
@@ -268,6 +266,8 @@ class Trajectory:
     """All that the generator wrote, the answer among it; "" where a rule answered."""
     branch: BranchPoint | None = None
     """None for a rollout that began with the question."""
+    sub_goals: float | None = None
+    """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
     hint_turn: int | None = None
     """The turn that read a hint first; None for a rollout without."""
 
