@@ -24,6 +24,8 @@ from flowkernels import LossSpec
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.agents.planner import Opening, PolicyPlanner
+from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Vllm
 from flowtrain.rollout.requests import stop_ids
 from flowtrain.rollout.torch_engine import TorchEngine
@@ -34,7 +36,7 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, Sample, Sampling, ToolResult, Turn, UserError, Verdict, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -166,6 +168,22 @@ class TestVllm:
         stats = Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(1e-3), temperature).step([pack_rows(samples, 300)])
         assert abs(stats["ratio_max"] - 1) <= 2e-5 and abs(stats["ratio_min"] - 1) <= 2e-5 and stats["logprob_mismatch"] <= 1e-5
         assert all((c.kept is None) == (top_k == 0) for c in completions)
+
+    @pytest.mark.parametrize("num_kept", [0, 1, 11])
+    def test_a_branch_goes_on_from_its_roots_tokens(self, at_0: Setup, num_kept: int) -> None:
+        """Prompt and prefix are its root's, the rest is new; all of its log-probs are those of one sequence. Kept sets are joined too."""
+        sampling = Sampling(12, 0.8, 20, 0.9, ignore_end=True, seed=1)
+        (root,) = generate(at_0.engine, [(PROMPTS[2], sampling)])
+        done, what = (root.spans, root.finish_reason, "", None, "", ToolResult(), Verdict.CONTINUE), (root.ids, root.logprobs)
+        turn = Turn(PROMPTS[2], *what, *done, seconds=0.0, response_kept=root.kept)
+        opening = Opening.of(turn, num_kept)
+        planner = PolicyPlanner(at_0.engine, at_0.tokenizer, CompactPrompt(), ("Search",), 12, 0.8, 60.0, 20, 0.9)
+        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).completion
+        assert branch.ids[:num_kept] == root.ids[:num_kept] and branch.logprobs[:num_kept] == root.logprobs[:num_kept]
+        assert branch.kept is not None and len(branch.kept.counts) == len(branch.ids) > num_kept
+        assert [(s.start, s.end) for s in branch.spans] == [*[(0, num_kept)][: num_kept > 0], (num_kept, len(branch.ids))]
+        expected = truth(at_0.model, PROMPTS[2], branch, sampling)
+        assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 
     def test_the_seed_decides(self, at_0: Setup) -> None:
         requests = [(PROMPTS[1], Sampling(12, 1.0, seed=seed)) for seed in range(8)]
