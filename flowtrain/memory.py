@@ -11,13 +11,15 @@ _GB = 1e9
 def check_memory(config: Config, num_parameters: int, num_ranks: int, gpu_bytes: int) -> None:
     """Raises UserError, with the keys and the numbers, when `num_ranks` that train a model cannot do so on GPUs of this size."""
     lasting = lasting_bytes(config, num_parameters, num_ranks)
-    gradient, engine = 4 * num_parameters / num_ranks, engine_bytes(config, num_parameters, gpu_bytes)
+    gradient = 0 if config.train.offload else 4 * num_parameters / num_ranks
+    engine = engine_bytes(config, num_parameters, gpu_bytes)
     # An engine that sleeps and the gradient are never there at the same time.
     needed = sum(lasting.values()) + (max(gradient, engine) if config.vllm.sleep else gradient + engine)
     if needed > gpu_bytes:
         parts = {**lasting, "gradient": gradient, f"engine ({_engine_keys(config)})": engine}
         listed = ", ".join(f"{name} {number / _GB:.1f}" for name, number in parts.items() if number)
-        cures = ["start more ranks", "algorithm.kl_coef = 0"] if config.algorithm.kl_coef else ["start more ranks"]
+        cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * bool(config.algorithm.kl_coef)
+        cures += ["train.offload = true"] * (not config.train.offload)
         if engine and config.rollout.engine == "vllm":
             cures += ["lower what vLLM may use"] + ["vllm.sleep = true"] * (not config.vllm.sleep)
         raise UserError(
@@ -29,9 +31,10 @@ def check_memory(config: Config, num_parameters: int, num_ranks: int, gpu_bytes:
 def lasting_bytes(config: Config, num_parameters: int, num_ranks: int) -> dict[str, float]:
     """What stays from step to step, by what it is."""
     own = num_parameters / num_ranks
+    on_gpu = 0 if config.train.offload else own
     return {
-        "weights and AdamW": 12 * own,
-        "reference (algorithm.kl_coef)": 4 * own if config.algorithm.kl_coef else 0,
+        "weights and AdamW": 12 * on_gpu,
+        "reference (algorithm.kl_coef)": 4 * on_gpu if config.algorithm.kl_coef else 0,
         "copy of what was published (model.dtype)": own * _itemsize(config),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.config import Config
+from flowtrain.config import Config, Train
 from flowtrain.memory import check_memory, engine_bytes, lasting_bytes
 from flowtrain.types import UserError
 
@@ -66,6 +66,13 @@ def test_it_fits_or_is_refused(billions: float, num_ranks: int, gpu_bytes: int, 
         check_memory(config(**settings), int(billions * BILLION), num_ranks, gpu_bytes)
 
 
+def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
+    """Left are the copy of what was published, 4 GB, and the engine."""
+    offloaded = config(gpu_memory_utilization=0.5).model_copy(update={"train": Train(offload=True)})
+    assert sum(lasting_bytes(offloaded, 2 * BILLION, 1).values()) == 4 * BILLION
+    check_memory(offloaded, 2 * BILLION, 1, GB_24)
+
+
 def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
     with pytest.raises(UserError) as refusal:
         check_memory(config(gpu_memory_utilization=0.5), 2 * BILLION, 1, GB_24)
@@ -75,6 +82,6 @@ def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
         "has 24.0 GB and training needs 56.0 GB",
         "weights and AdamW 24.0, reference (algorithm.kl_coef) 8.0, copy of what was published (model.dtype) 4.0, gradient 8.0",
         "engine (vllm.gpu_memory_utilization=0.5) 12.0",
-        "start more ranks, or algorithm.kl_coef = 0, or lower what vLLM may use, or vllm.sleep = true",
+        "start more ranks, or algorithm.kl_coef = 0, or train.offload = true, or lower what vLLM may use, or vllm.sleep = true",
     ):
         assert part in text, text
