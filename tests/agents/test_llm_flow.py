@@ -153,7 +153,7 @@ def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
 def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     with llm_flow({}) as (flow, server, engine):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "executor", "verifier", "executor", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "executor", "verifier", "executor", "verifier", "generator", "refiner"]
     assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns
@@ -272,7 +272,7 @@ def test_rollouts_ask_with_seeds_of_their_own() -> None:
 def test_a_bad_tool_spends_its_turn_without_a_command_and_the_verifier_still_runs() -> None:
     with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (flow, server, _):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator", "refiner"]
     turn = trajectory.turns[0]
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]
@@ -418,8 +418,8 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 
 def test_prompt_hashes_tell_templates_apart_and_stay() -> None:
     hashes = prompt_hashes()
-    assert list(hashes) == ["planner/shared", "planner/paper", "analyst", "executor", "verifier", "generator"]
-    assert len(set(hashes.values())) == 6 and all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values())
+    assert list(hashes) == ["planner/shared", "planner/paper", "analyst", "executor", "verifier", "generator", "refiner"]
+    assert len(set(hashes.values())) == 7 and all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values())
     assert prompt_hashes() == hashes
 
 
