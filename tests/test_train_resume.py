@@ -88,7 +88,7 @@ def test_a_second_interrupt_ends_the_run_at_once(server: Server, words: tuple[st
     before = """
 import asyncio, flowtrain.agents.flow, flowtrain.command
 flowtrain.command._ECHO_S = -1.0
-async def stuck(self, task, seed, cutoff):
+async def stuck(self, *what):
     print("stuck", flush=True)
     await asyncio.sleep(60)
 flowtrain.agents.flow.Flow.run = stuck

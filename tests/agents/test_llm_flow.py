@@ -153,7 +153,15 @@ def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
 def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     with llm_flow({}) as (flow, server, engine):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "executor", "verifier", "executor", "verifier", "generator", "refiner"]
+    assert [role_of(prompt) for prompt in server.prompts] == [
+        "analyst",
+        "executor",
+        "verifier",
+        "executor",
+        "verifier",
+        "generator",
+        "refiner",
+    ]
     assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns

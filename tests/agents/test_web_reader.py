@@ -192,6 +192,7 @@ def test_a_cancelled_read_leaves_no_task_no_connection_and_no_thread() -> None:
             await asyncio.sleep(0.001)
         assert await tasks_left() == []
 
+    before = set(threading.enumerate())
     with reading(drip) as (reader, server):
         asyncio.run(main(reader, server))
         end = time.monotonic() + 5
@@ -199,10 +200,10 @@ def test_a_cancelled_read_leaves_no_task_no_connection_and_no_thread() -> None:
             server.released.wait(0.01)
         assert server.hung_up
     names = ("reader", "extract", "resolve")
-    for thread in threading.enumerate():
-        if thread.name.startswith(names):
-            thread.join(5)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
+    ours = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith(names)]
+    for thread in ours:
+        thread.join(5)
+    assert not [thread.name for thread in ours if thread.is_alive()]
 
 
 def test_the_tool_of_the_config_refuses_this_machine_unless_it_is_allowed() -> None:
