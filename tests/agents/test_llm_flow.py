@@ -160,7 +160,6 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
         "executor",
         "verifier",
         "generator",
-        "refiner",
     ]
     assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
@@ -280,7 +279,7 @@ def test_rollouts_ask_with_seeds_of_their_own() -> None:
 def test_a_bad_tool_spends_its_turn_without_a_command_and_the_verifier_still_runs() -> None:
     with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (flow, server, _):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator", "refiner"]
+    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator"]
     turn = trajectory.turns[0]
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]
