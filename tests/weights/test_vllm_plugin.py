@@ -263,7 +263,7 @@ def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore,
     policy = new_policy()
     with torch.no_grad():
         policy.get_input_embeddings().weight.mul_(0.15)  # the head too: logits of the size of a new model's, and their rounding with them
-    models.shard(policy, World(0, 1, torch.device("cpu")), torch.bfloat16)
+    models.shard(policy, World(0, 1, torch.device("cpu")), models.ShardSpec(torch.bfloat16))
     publisher = Publisher(store, PublishOptions(torch.bfloat16))
     publisher.publish(models.named_weights(policy), 0)
     engine.connect(store)
@@ -287,7 +287,8 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, temperature: 
     exact.load_state_dict(pull(store, 0), strict=False)
     samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
     rows = pack_rows(samples, 400)
-    trainer_T, exact_T = (torch.cat(trainer_of(policy, 0.0, temperature).score(model, rows)) for model in (policy, exact))
+    scorer = trainer_of(policy, 0.0, temperature)
+    trainer_T, exact_T = (torch.cat([score.logprob_T for score in scorer.score(model, rows)]) for model in (policy, exact))
     sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
     difference_T = trainer_T - sampler_T
     assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, "or there would be little to disagree about"
