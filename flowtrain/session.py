@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,6 @@ class Session:
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
         self.algorithm = recipe.algorithm(config)
-        self._is_blank_V = recipe.blank_tokens(self._job.tokenizer, self._job.model.config.vocab_size)
         self._learner = self._make_learner(store)
         self._resume()
         if self.world.is_main:
@@ -192,6 +192,11 @@ class Session:
         num_branches = config.rollout.group_size - config.appo.num_roots
         seed = derive_seed(config.run.seed, "branch", step)
         return find_points(groups, score, recipe.branch_rule(config), num_branches, seed, self._is_blank_V)
+
+    @cached_property
+    def _is_blank_V(self) -> torch.Tensor:
+        """Decodes the whole vocabulary, which only those who branch need."""
+        return recipe.blank_tokens(self._job.tokenizer, self._job.model.config.vocab_size)
 
     def branch_options(self, step: int) -> dict[str, Any]:
         """Keyword arguments of `collect_branches`."""

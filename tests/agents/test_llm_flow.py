@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from char_tokenizer import CharTokenizer
 from starlette.responses import JSONResponse, Response
 
 from flowtrain.agents import Flow
@@ -40,21 +41,6 @@ ROLES = {
     "verifier": "You check whether",
     "generator": "You write the final answer",
 }
-
-
-class CharTokenizer:
-    """One token per character."""
-
-    chat_template: str | None = "yes"
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        return conversation[0]["content"]
 
 
 class ScriptedEngine:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
+from char_tokenizer import CharTokenizer
 
 from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import RuleExecutor
@@ -20,21 +21,6 @@ from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory
 
 SECRET = re.compile(r"SECRET-\d+-END")
 NUM_ROLLOUTS = 20
-
-
-class FakeTokenizer:
-    """One token per character."""
-
-    chat_template: str | None = "yes"
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
-        return conversation[0]["content"]
 
 
 class FakeEngine:
@@ -76,10 +62,10 @@ def never(question: str, memory: Memory) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("prompt", "label"), [(CompactPrompt(), ""), (FullPrompt([FakeEcho()], FakeTokenizer()), "Sub-Goal:")])
+@pytest.mark.parametrize(("prompt", "label"), [(CompactPrompt(), ""), (FullPrompt([FakeEcho()], CharTokenizer()), "Sub-Goal:")])
 def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, label: str) -> None:
     engine = FakeEngine(label)
-    planner = PolicyPlanner(engine, FakeTokenizer(), prompt, ("Echo",), 100, 1.0, 30.0)
+    planner = PolicyPlanner(engine, CharTokenizer(), prompt, ("Echo",), 100, 1.0, 30.0)
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
     flow = Flow(planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(4, 60.0))
 
@@ -102,7 +88,7 @@ def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, la
 
 def test_a_rollout_after_another_starts_with_an_empty_memory() -> None:
     engine = FakeEngine("")
-    planner = PolicyPlanner(engine, FakeTokenizer(), CompactPrompt(), ("Echo",), 100, 1.0, 30.0)
+    planner = PolicyPlanner(engine, CharTokenizer(), CompactPrompt(), ("Echo",), 100, 1.0, 30.0)
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
     flow = Flow(planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(2, 60.0))
     for i in range(2):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from char_tokenizer import CharTokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -28,16 +29,8 @@ Sub-Goal: area of Chad
 Tool Name: Search"""
 
 
-class FakeTokenizer:
-    """One token per character, and a chat template of two brackets."""
-
-    chat_template: str | None = "yes"
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, ids))
+class FakeTokenizer(CharTokenizer):
+    """With a chat template of two brackets."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt
