@@ -43,14 +43,14 @@ class _Point:
 _CURATORS = _Point(
     "curator",
     "flowtrain.curators",
-    {"all": "all:AllPrompts"},
+    {"all": "all:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
     ("admits", "observe", "on_version"),
 )
 _FILTERS = _Point("filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",))
 _SELECTORS = _Point(
     "selector",
     "flowtrain.selectors",
-    {"deadline": "deadline:EarliestDeadline", "arrival": "arrival:Arrival"},
+    {"deadline": "deadline:EarliestDeadline", "arrival": "arrival:Arrival", "weighted": "weighted:Weighted"},
     ("select",),
 )
 
