@@ -21,6 +21,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    task_id: str
     rewards: tuple[float, ...]
     """Of the rollouts that finished."""
     num_tokens: int
@@ -29,13 +30,14 @@ class Summary:
     """By policy; without those that have no token to train."""
 
 
-def summarise(group: Group, task_id: str, group_size: int) -> Summary:
-    """Raises Refused when it is not a group of `group_size` rollouts of that task, scored or failed, that can be trained."""
+def summarise(group: Group, group_size: int) -> Summary:
+    """Raises Refused when it is not a group of `group_size` rollouts of one task, scored or failed, that can be trained."""
     if len(group.trajectories) != group_size:
         raise Refused(f"the group has {len(group.trajectories)} rollouts, this run's have {group_size}")
+    task = group.trajectories[0].task
     for trajectory in group.trajectories:
-        if trajectory.task.id != task_id:
-            raise Refused(f"the unit's task is {task_id!r}, a rollout is of {trajectory.task.id!r}")
+        if trajectory.task != task:
+            raise Refused(f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}")
         if not trajectory.error and (trajectory.reward is None or not isfinite(trajectory.reward)):
             raise Refused(f"a rollout has the reward {trajectory.reward}: it must be scored, or say why it failed")
     trained: dict[str, Trained] = {}
@@ -43,7 +45,7 @@ def summarise(group: Group, task_id: str, group_size: int) -> Summary:
         for policy, found in _trained(trajectory):
             trained[policy] = _joined(trained[policy], found) if policy in trained else found
     rewards = tuple(float(trajectory.reward or 0) for trajectory in group.finished)
-    return Summary(rewards, sum(trajectory.num_sampled_tokens for trajectory in group.trajectories), trained)
+    return Summary(task.id, rewards, sum(trajectory.num_sampled_tokens for trajectory in group.trajectories), trained)
 
 
 def _trained(trajectory: Trajectory) -> Iterator[tuple[str, Trained]]:

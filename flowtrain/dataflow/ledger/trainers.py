@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 from flowtrain.dataflow.contract import Batch, BatchRequest, Done, Progress, Refused, Register, Registered, Served
-from flowtrain.dataflow.ledger.base import LedgerBase
+from flowtrain.dataflow.ledger.base import POLICIES, LedgerBase, seconds
 from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.dataflow.rules import reused
 from flowtrain.seeds import derive_seed
 
-POLICIES = ("planner", "verifier")
 MAX_WAIT_S = 30.0
 _POLL_S = 0.25
 """Groups that were pushed through another process are found so late at most."""
@@ -131,6 +130,7 @@ class TrainerRequests(LedgerBase):
                     f"{policy.name} cannot have version {request.version} and a checkpoint of step {request.checkpoint}:"
                     f" {policy.newest} batches have been put together"
                 )
+            busy_s, waited_s = seconds(request.busy_s), seconds(request.waited_s)
             is_news = request.version > policy.version or (request.is_done and not policy.is_done)
             transaction.run(
                 "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?, seen_s = ?, busy_s = busy_s + ?,"
@@ -140,8 +140,8 @@ class TrainerRequests(LedgerBase):
                 max(request.checkpoint, policy.checkpoint),
                 int(request.is_done or policy.is_done),
                 self._clock(),
-                request.busy_s if is_news else 0.0,
-                request.waited_s if is_news else 0.0,
+                busy_s if is_news else 0.0,
+                waited_s if is_news else 0.0,
                 policy.name,
             )
             if request.version > policy.top_version and policy.number == 1:
