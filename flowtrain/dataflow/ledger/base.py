@@ -18,9 +18,6 @@ from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.types import Task
 
-POLICIES = ("planner", "verifier")
-"""What a flow can train."""
-
 
 class Cursor(Protocol):
     """Walks over tasks, as `flowtrain.tasks.TaskCursor`: where it is is the whole of its state."""

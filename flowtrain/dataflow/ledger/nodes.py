@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import PROTOCOL, Done, Join, Joined, Lease, LeaseRequest, Leases, Refused, Release, Renewal, Renewed
-from flowtrain.dataflow.ledger.base import POLICIES, LedgerBase, seconds, states
+from flowtrain.dataflow.ledger.base import LedgerBase, seconds, states
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.room import drop_surplus, room_of, sampled_version, standing
 from flowtrain.dataflow.ledger.sql import Transaction, marks
@@ -42,7 +42,7 @@ class NodeRequests(LedgerBase):
         """A new life; leases of the last one end."""
         now = self._clock()
         transaction.run("UPDATE nodes SET is_current = 0 WHERE name = ?", request.node)
-        life = (request.node, request.life, 1, now, now, _own(request.layouts), "{}", "", 0.0, 0.0)
+        life = (request.node, request.life, 1, now, now, self._own(request.layouts), "{}", "", 0.0, 0.0)
         transaction.run(f"INSERT INTO nodes VALUES {marks(life)}", *life)
         lock = transaction.lock("units")
         held = transaction.all(f"SELECT id, attempt FROM units WHERE state = 'leased' AND node = ? ORDER BY id {lock}", request.node)
@@ -80,7 +80,7 @@ class NodeRequests(LedgerBase):
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?, waited_s = waited_s + ?"
             " WHERE name = ? AND life = ?",
             now,
-            _own(request.versions),
+            self._own(request.versions),
             request.key,
             seconds(request.busy_s) if is_new else 0.0,
             seconds(request.waited_s) if is_new else 0.0,
@@ -159,6 +159,10 @@ class NodeRequests(LedgerBase):
         )
         return [self._lease(row.unit, row.attempt, row.position, unpack(bytes(row.task), Task)) for row in rows]
 
+    def _own(self, by_policy: Mapping[str, object]) -> str:
+        """Without what is said of policies that the flow has not."""
+        return json.dumps({policy: by_policy[policy] for policy in self._config.policy_names if policy in by_policy})
+
     def renew(self, request: Renewal) -> Renewed:
         """A lease that ran out without another one having been given since goes on, too."""
         leases = _bounded(request.units)
@@ -191,11 +195,6 @@ class NodeRequests(LedgerBase):
             held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
             self._give_back(transaction, held, f"released: {request.reason[:200]}")
         return Done()
-
-
-def _own(by_policy: Mapping[str, object]) -> str:
-    """Without what is said of policies that nobody knows."""
-    return json.dumps({policy: by_policy[policy] for policy in POLICIES if policy in by_policy})
 
 
 def _bounded(units: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -18,7 +18,7 @@ _NOTHING = Trained(0, 0, 0)
 class PushRequests(LedgerBase):
     def push(self, request: Push) -> Pushed:
         """Welcome after the lease has run out, too, as long as no other node was faster."""
-        summary = summarise(unpack_group(request.payload), self._config.rollout.group_size)
+        summary = summarise(unpack_group(request.payload), self._config.rollout.group_size, self._config.policy_names)
         with self._database.write() as transaction:
             unit = transaction.one(
                 "SELECT u.*, l.node AS leased_to FROM units u LEFT JOIN leases l ON l.unit = u.id AND l.attempt = ?"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from flowtrain.dataflow.contract import Batch, BatchRequest, Done, Progress, Refused, Register, Registered, Served
-from flowtrain.dataflow.ledger.base import POLICIES, LedgerBase, seconds
+from flowtrain.dataflow.ledger.base import LedgerBase, seconds
 from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.sql import Transaction, marks
@@ -46,8 +46,8 @@ class TrainerRequests(LedgerBase):
         return Registered(meta.run, request.step if old is None else max(old.newest, request.step))
 
     def _check(self, request: Register) -> None:
-        if request.policy not in POLICIES:
-            raise Refused(f"policy {request.policy!r}: there are {' and '.join(POLICIES)}")
+        if request.policy not in self._config.policy_names:
+            raise Refused(f"policy {request.policy!r}: this run's flow has {' and '.join(self._config.policy_names)}")
         if request.num_groups < 1 or request.max_staleness < 0 or request.step < 0:
             raise Refused(f"{request}: num_groups is at least 1, max_staleness and step are at least 0")
         if 0 < self._options.max_waiting < request.num_groups:
