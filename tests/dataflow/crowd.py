@@ -22,12 +22,17 @@ from groups import group, ledger, planner
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Refused, Release, Renewal, Unavailable
+from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.rules import Rules
+from flowtrain.dataflow.rules.all import AllGroups, AllPrompts
+from flowtrain.dataflow.rules.deadline import EarliestDeadline
 
 NUM_STEPS, NUM_GROUPS, CHECKPOINT_EVERY = 8, 3, 3
 NUM_LIVES = 6
 """Of each process; the last one is not killed."""
 LIMIT_S = 90.0
+PARENT = os.getpid()
 
 
 def die_somewhere(rng: random.Random) -> None:
@@ -51,7 +56,7 @@ def die_somewhere(rng: random.Random) -> None:
 
 def node(database: str, name: str, life: str, rng: random.Random) -> None:
     """Leases, renews, pushes some groups twice, and gives some units back, until the trainer is done."""
-    flow = ledger(database, lease_s=0.5, max_attempts=1000)
+    flow = opened(database)
     persistent(lambda: flow.join(Join(name, life)))
     for number in range(10**6):
         request = LeaseRequest(name, life, 3, key=f"{life}-{number}")
@@ -73,7 +78,7 @@ def node(database: str, name: str, life: str, rng: random.Random) -> None:
 
 def trainer(database: str, folder: Path) -> None:
     """Appends each batch to a log; its checkpoint is a file."""
-    flow = ledger(database, lease_s=0.5, max_attempts=1000)
+    flow = opened(database)
     saved = folder / "checkpoint"
     step = int(saved.read_text()) if saved.exists() else 0
     persistent(lambda: flow.register(planner(NUM_GROUPS, 2, step)))
@@ -92,13 +97,23 @@ def trainer(database: str, folder: Path) -> None:
     persistent(partial(flow.progress, Progress("planner", step, NUM_STEPS // CHECKPOINT_EVERY * CHECKPOINT_EVERY, is_done=True)))
 
 
+def opened(database: str) -> Ledger:
+    return persistent(lambda: ledger(database, make_rules=_rules, lease_s=0.5, max_attempts=1000))
+
+
+def _rules() -> Rules:
+    """Without a search for entry points, which would take longer than all else."""
+    return Rules(AllPrompts(), AllGroups(), EarliestDeadline())
+
+
 def persistent(request: Callable[[], Any]) -> Any:
-    """Asks again where there was no answer: the database is down for a moment."""
-    while True:
+    """Asks again where there was no answer: the database is down for a moment. Nobody outlives the process that forked it."""
+    while os.getppid() == PARENT:
         try:
             return request()
         except Unavailable:
             time.sleep(0.01)
+    os._exit(1)
 
 
 def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
@@ -123,7 +138,6 @@ def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
 
 def run(database: str, seed: str) -> None:
     """Prints the trainer's log and the number of deaths in the end."""
-    persistent(lambda: ledger(database, lease_s=0.5, max_attempts=1000).close())
     lives = dict.fromkeys(("trainer", "n1", "n2", "n3"), 1)
     end = time.monotonic() + LIMIT_S
     with tempfile.TemporaryDirectory() as folder:

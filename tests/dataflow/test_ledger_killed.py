@@ -30,7 +30,7 @@ def crowd(databases: list[str], on_death: Callable[[int], None] = lambda number:
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        guard = threading.Timer(240, process.kill)
+        guard = threading.Timer(200, process.kill)
         guard.start()
         assert process.stdout is not None and process.stderr is not None
         ends, num_deaths = [], 0
@@ -65,7 +65,7 @@ def check(database: str, end: dict[str, Any]) -> None:
 
 
 def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: Path) -> None:
-    databases = [str(tmp_path / f"{number}.db") for number in range(25)]
+    databases = [str(tmp_path / f"{number}.db") for number in range(12)]
     ends = crowd(databases)
     for database, end in zip(databases, ends, strict=True):
         check(database, end)
@@ -73,13 +73,13 @@ def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: P
 
 
 def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgres(postgres_server: Any) -> None:
-    databases = [f"killed_{number}" for number in range(8)]
+    databases = [f"killed_{number}" for number in range(4)]
     for name in databases:
         postgres_server.execute(f"CREATE DATABASE {name}")
     urls = [postgres_server.url(name) for name in databases]
 
     def restart(number: int) -> None:
-        if number % 30 == 15:
+        if number % 30 == 20:
             postgres_server.restart()
 
     ends = crowd(urls, restart)

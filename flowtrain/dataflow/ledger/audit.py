@@ -39,6 +39,7 @@ _FINDS = {
     " + (SELECT count(*) FROM bumps) OR num_events < (SELECT coalesce(max(event), 0) FROM groups)"
     " OR num_events < (SELECT coalesce(max(event), 0) FROM bumps)",
     "two events have one number": "SELECT g.event AS at FROM groups g JOIN bumps b ON b.event = g.event",
+    "a group has no share": "SELECT g.unit AS at FROM groups g LEFT JOIN shares s ON s.unit = g.unit WHERE s.unit IS NULL",
     "a share has no group": "SELECT s.unit AS at FROM shares s LEFT JOIN groups g ON g.unit = s.unit WHERE g.unit IS NULL",
     "a share has no known state": "SELECT unit AS at FROM shares"
     " WHERE state NOT IN ('fresh', 'served', 'stale', 'filtered', 'surplus', 'empty') OR (state = 'fresh') <> (step IS NULL)",

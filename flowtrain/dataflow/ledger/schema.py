@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
@@ -64,13 +65,15 @@ def prepare(database: Database, fixed: str) -> Any:
 
     `fixed` are the options that may not change while a run goes on, as TOML. UserError when the database has other ones, or another schema.
     """
-    with database.write() as transaction:
-        found = _meta(transaction)
-        if found is None:
-            for statement in TABLES.split(";"):
-                transaction.run(statement)
-            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+    try:
+        with database.write() as transaction:
             found = _meta(transaction)
+            if found is None:
+                found = _made(transaction, fixed)
+    except Unavailable as error:
+        raise UserError(f"cannot reach the database: {error}") from error
+    if not hasattr(found, "version"):
+        raise UserError(f"{database.name} has tables that are no ledger's: name another database")
     if found.version != VERSION:
         raise UserError(
             f"{database.name} is a ledger with schema {found.version}, this flowtrain has {VERSION}: use the one it was made with"
@@ -84,6 +87,13 @@ def prepare(database: Database, fixed: str) -> Any:
     return found
 
 
+def _made(transaction: Transaction, fixed: str) -> Any:
+    for statement in TABLES.split(";"):
+        transaction.run(statement)
+    transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+    return _meta(transaction)
+
+
 def _meta(transaction: Transaction) -> Any:
     """None where nobody has made the tables; of two that begin at once, one waits here for the other."""
     if transaction.lock("meta"):
@@ -91,4 +101,4 @@ def _meta(transaction: Transaction) -> Any:
         is_there = transaction.one("SELECT to_regclass('meta') AS name").name is not None
     else:
         is_there = transaction.one("SELECT name FROM sqlite_master WHERE name = 'meta'") is not None
-    return transaction.one("SELECT * FROM meta") if is_there else None
+    return (transaction.one("SELECT * FROM meta") or ()) if is_there else None
