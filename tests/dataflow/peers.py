@@ -67,7 +67,8 @@ def peer(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
 
     def serve(connection: socket.socket, answer: Answer) -> None:
         with connection, contextlib.suppress(OSError):
-            seen.append(request := _request(connection))
+            request = _request(connection)
+            seen.append(request)
             answer(connection, request.partition(" ")[2].partition(" ")[0].rpartition("/")[2])
 
     def accept() -> None:
@@ -85,7 +86,11 @@ def peer(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
 def _request(connection: socket.socket) -> str:
     """All of it; the head as text."""
     reader = connection.makefile("rb")
-    head = b"".join(iter(reader.readline, b"\r\n")).decode("latin-1")
+    head = ""
+    while (line := reader.readline()) != b"\r\n":
+        if not line:
+            raise ConnectionError("it hung up")
+        head += line.decode("latin-1")
     length = re.search(r"(?i)^content-length: (\d+)", head, re.MULTILINE)
     reader.read(int(length[1]) if length else 0)
     return head
@@ -93,7 +98,14 @@ def _request(connection: socket.socket) -> str:
 
 def reply(status: int, body: bytes = b"", *headers: str, length: int | None = None) -> Answer:
     """`length`: announced."""
-    lines = [f"HTTP/1.1 {status} Words", f"Content-Length: {len(body) if length is None else length}", "Connection: close", *headers, "", ""]
+    lines = [
+        f"HTTP/1.1 {status} Words",
+        f"Content-Length: {len(body) if length is None else length}",
+        "Connection: close",
+        *headers,
+        "",
+        "",
+    ]
     return lambda connection, _: connection.sendall("\r\n".join(lines).encode() + body)
 
 
