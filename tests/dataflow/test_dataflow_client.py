@@ -128,11 +128,11 @@ def test_the_run_goes_along_once_it_is_known() -> None:
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.3)
     for header, least_s, most_s in (
-        ("1", 0.3, 5),
-        ("99999", 0.3, 5),
-        ("0", 0, 0.3),
-        ("Fri, 20 Nov 2026 00:00:00 GMT", 0, 0.3),
-        ("-1", 0, 0.3),
+        ("1", 0.3),
+        ("99999", 0.3),
+        ("0", 0),
+        ("Fri, 20 Nov 2026 00:00:00 GMT", 0),
+        ("-1", 0),
     ):
         with peer(problem(429, "later", f"Retry-After: {header}"), honest) as (url, _), Client(url, wait_s=20.0) as client:
             found, seconds = outcome(client, "status")
