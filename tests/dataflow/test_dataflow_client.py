@@ -127,7 +127,7 @@ def test_the_run_goes_along_once_it_is_known() -> None:
 
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.3)
-    for header, least_s, most_s in (
+    for header, least_s in (
         ("1", 0.3),
         ("99999", 0.3),
         ("0", 0),

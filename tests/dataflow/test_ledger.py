@@ -1,4 +1,4 @@
-"""What the ledger answers, one rule after the other, on both databases."""
+"""What the ledger answers, one rule after the other, on both databases, by itself and through a service."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def flow(database: str, clock: Clock) -> Iterator[Ledger]:
-    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined."""
+@pytest.fixture(params=["direct", "service"])
+def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined. Asked itself, or through a service."""
     flow = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
+    if request.param == "service":
+        flow = request.getfixturevalue("front").serve(flow)
     joined(flow)
     flow.register(planner())
     yield flow
