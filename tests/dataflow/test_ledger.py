@@ -205,7 +205,7 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
 @pytest.mark.parametrize(("node", "unit", "attempt"), [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))])
 def test_who_was_not_leased_a_unit_does_not_push_it(flow: Ledger, node: str, unit: int, attempt: int) -> None:
     (each,) = lease(flow)
-    with pytest.raises(Refused, match="was not leased to|64 bits"):
+    with pytest.raises(Refused, match=r"was not leased to|64 bits"):
         flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
     with pytest.raises(Refused, match="malformed group"):
         flow.push(Push("n1", each.unit, 1, b"nonsense"))
