@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
-from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.ledger.schema import ledger_row
+from flowtrain.dataflow.ledger.sql import Transaction, connect
+from flowtrain.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,15 @@ _FINDS = {
     "a group that is still needed is gone": "SELECT s.unit AS at FROM shares s JOIN policies p ON p.name = s.policy LEFT JOIN payloads d"
     " ON d.unit = s.unit WHERE d.unit IS NULL AND (s.state = 'fresh' OR (s.state = 'served' AND s.step > p.checkpoint))",
 }
+
+
+def audit_database(database: str | Path) -> Audit:
+    """Of a ledger that may be in use. UserError where there is none."""
+    if "://" not in str(database) and not Path(database).is_file():
+        raise UserError(f"there is no database {database}")
+    with closing(connect(database)) as found, found.read() as transaction:
+        ledger_row(transaction, found.name)
+        return audited(transaction)
 
 
 def audited(transaction: Transaction) -> Audit:
