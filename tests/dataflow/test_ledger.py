@@ -130,6 +130,10 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
     assert flow.status()["units"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released: no engine": 1}
+    joined(flow, "n3")
+    (given_back,) = lease(flow, 1, "n3")
+    flow.release(Release("n3", ((given_back.unit, 1),)))
+    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), "sent before, arrived after"
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
