@@ -10,7 +10,12 @@ import enum
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    Int32s = array[int]
+else:
+    Int32s = array  # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
 
 PolicyName = Literal["planner", "verifier"]
 """The modules of the flow that can be trained, each with a model, a trainer and weight versions of its own."""
@@ -116,9 +121,9 @@ class VersionSpan:
 class KeptTokens:
     """The ids that top-k and top-p left the sampler to choose from, token after token of a response. In arrays, for they are many."""
 
-    ids: array[int]
+    ids: Int32s
     """int32; those of one token differ from each other."""
-    counts: array[int]
+    counts: Int32s
     """int32, how many of them belong to each token of the response."""
 
     @classmethod

@@ -177,6 +177,7 @@ FORBIDDEN = {
     "flowtrain.rewards": (*_HEAVY, *_ENGINES, "flowtrain.agents", "flowtrain.evals", "flowtrain.report"),
     "flowtrain.algorithms": (*_HEAVY, "flowtrain.agents", "flowtrain.config"),
     "flowtrain.training": ("flowtrain.agents", "flowtrain.rollout", "flowtrain.report", "flowtrain.tasks", "flowtrain.evals"),
+    "flowtrain.dataflow": ("torch", "transformers", "flowkernels", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
     "flowtrain.weights": ("flowtrain.agents", "flowtrain.training", "flowtrain.tasks", "flowtrain.config"),
     "flowtrain.report": ("flowtrain.agents", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
     "flowtrain.view": ("torch", "transformers", "flowtrain.training", "flowtrain.weights", "flowtrain.session", "flowtrain.job"),

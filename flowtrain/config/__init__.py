@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from flowtrain.config.agents import OWN, Agent, Chat, Judge, Policy, Roles
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
+from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
 from flowtrain.config.train import Train
@@ -216,6 +217,7 @@ class Config(Section):
     appo: Appo = Appo()
     infoflow: Infoflow = Infoflow()
     train: Train = Train()
+    dataflow: Dataflow = Dataflow()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()
@@ -319,6 +321,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Corpus",
+    "Dataflow",
     "Eval",
     "Infoflow",
     "Judge",

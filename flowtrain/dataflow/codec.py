@@ -1,0 +1,74 @@
+"""Messages and groups as bytes: MessagePack by the annotations of the records, so what has a wrong type or field is refused.
+
+A group is compressed, for the prompts of its turns repeat each other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowtrain.dataflow.contract import Refused
+from flowtrain.types import Group
+
+T = TypeVar("T")
+
+MAX_GROUP_BYTES = 256 << 20
+"""Of a group that is not compressed: a bound for what a stranger's few bytes may grow to."""
+_ARRAY = 1
+
+
+def pack(message: object) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def unpack(data: bytes, kind: type[T]) -> T:
+    """Raises Refused when the bytes are no such record."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded, ext_hook=_array)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise Refused(f"malformed {kind.__name__}: {error}") from error
+
+
+def pack_group(group: Group) -> bytes:
+    return zlib.compress(pack(group), 1)
+
+
+def unpack_group(data: bytes) -> Group:
+    """Raises Refused when the bytes are no group, or one that is too large."""
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(data, MAX_GROUP_BYTES)
+    except zlib.error as error:
+        raise Refused(f"malformed group: {error}") from error
+    if inflate.unconsumed_tail:
+        raise Refused(f"a group may have {MAX_GROUP_BYTES} bytes, this one has more")
+    if not inflate.eof or inflate.unused_data:
+        raise Refused("malformed group: it was cut, or something follows it")
+    return unpack(plain, Group)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, array) and value.typecode == "i":
+        return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
+    raise TypeError(f"{type(value).__name__} has no place in a message")
+
+
+def _array(code: int, data: memoryview) -> Any:
+    if code != _ARRAY or len(data) % 4:
+        raise ValueError(f"extension {code} of {len(data)} bytes is no array")
+    values = array("i")
+    values.frombytes(data)
+    return values
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    if kind is array and isinstance(value, array):
+        return value
+    raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
