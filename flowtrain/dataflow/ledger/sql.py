@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,7 +172,7 @@ class SqliteDatabase(_Pool):
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = _named
-        connection.execute("PRAGMA journal_mode = WAL")
+        _use_log(connection)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
@@ -193,6 +194,19 @@ class SqliteDatabase(_Pool):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
         cure = next((cure for start, cure in cures.items() if code.startswith(start)), None)
         return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else error
+
+
+def _use_log(connection: sqlite3.Connection) -> None:
+    """Where two processes begin with a new file at once, SQLite tells one of them that it is locked, without waiting as it else does."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 @lru_cache
