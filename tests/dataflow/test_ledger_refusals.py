@@ -116,7 +116,7 @@ def test_databases_of_another_kind(url: str) -> None:
 
 
 def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="did not answer: connection failed") as refusal:
+    with pytest.raises(Unavailable, match=r"did not answer: .*failed: No such file") as refusal:
         ledger(f"postgresql://me:secret@/flow?host={tmp_path}")
     assert "secret" not in str(refusal.value)
     assert f"postgresql://me@/flow?host={tmp_path}" in str(refusal.value)

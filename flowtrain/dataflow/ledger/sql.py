@@ -258,9 +258,9 @@ class PostgresDatabase(_Pool):
         except self._psycopg.DataError as error:
             raise Refused(f"the database takes no such value: {error}") from error
         except self._for_people as error:
-            raise UserError(f"cannot use the database {self.name}: {error}") from error
+            raise UserError(f"cannot use the database {self.name}: {_line(error)}") from error
         except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
-            raise Unavailable(f"the database {self.name} did not answer: {error}") from error
+            raise Unavailable(f"the database {self.name} did not answer: {_line(error)}") from error
 
     def _connect(self) -> Any:
         # A peer that vanishes in the middle of a transaction must not keep its locks.
@@ -268,6 +268,10 @@ class PostgresDatabase(_Pool):
         settings = {"lock_timeout": wait, "statement_timeout": wait, "idle_in_transaction_session_timeout": wait}
         options = " ".join(f"-c {name}={value}" for name, value in settings.items())
         return self._psycopg.connect(self._url, autocommit=True, connect_timeout=10, options=options, row_factory=self._rows.namedtuple_row)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _without_password(url: str) -> str:
