@@ -7,8 +7,8 @@ size; pools of unequal speed on slow links. Then, in real time, what the service
 What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as AgentFlow's trainer expects, with a long tail;
 latencies do not depend on the load. 32 questions with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous
 step's rollouts are under way at once. Both have the same trainer, which takes the same time for every step; the share that it has of a
-synchronous step is what counts, so there is a row for each of several (verl reports 270 of 790 s for its update, 34 %: Qwen2.5-Math-7B, 32
-H20; another 14 % for log-probs that this trainer does not need). A version takes 2 s from publishing to being loaded (AstraFlow: 1.1 to 2.4 s for 1.7B).
+synchronous step is what counts, so there is a row for each of several (verl reports 270 of 790 s for its update, 34 %: Qwen2.5-Math-7B on 32
+H20). A version takes 2 s from publishing to being loaded (AstraFlow: 1.1 to 2.4 s for 1.7B).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -96,8 +97,8 @@ def run(sites: Sequence[Site], train_s: float, num_steps: int) -> Run:
 def synchronous_s(num_steps: int, share: float = 1.0, patience_s: float = 0.0) -> list[float]:
     """Of each step, until its rollouts are done: the same rollouts as in the dataflow."""
     seeds = [rollout_seeds(derive_seed(0, "unit", unit + 1), GROUP_SIZE) for unit in range(num_steps * NUM_GROUPS)]
-    steps = [sum(seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS], []) for step in range(NUM_FIRST, num_steps)]
-    return [collect_s(step, SITES, share, patience_s) for step in steps]
+    steps = [seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS] for step in range(NUM_FIRST, num_steps)]
+    return [collect_s(list(chain.from_iterable(step)), SITES, share, patience_s) for step in steps]
 
 
 def rate_rows(num_steps: int) -> list[dict[str, Any]]:
@@ -124,7 +125,14 @@ def _rates(share: float, whole_s: float, cut_s: float, num_steps: int) -> list[d
     }
     first = paths["synchronous"]["step_s"]
     return [
-        {"trainer_share": share, "train_s": train_s, "path": path, **row, "steps_per_hour": 3600 / row["step_s"], "times_sync": first / row["step_s"]}
+        {
+            "trainer_share": share,
+            "train_s": train_s,
+            "path": path,
+            **row,
+            "steps_per_hour": 3600 / row["step_s"],
+            "times_sync": first / row["step_s"],
+        }
         for path, row in paths.items()
     ]
 

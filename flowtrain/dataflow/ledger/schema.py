@@ -51,7 +51,7 @@ CREATE TABLE policies (name TEXT PRIMARY KEY, number BIGINT NOT NULL, layout TEX
     busy_s DOUBLE PRECISION NOT NULL, waited_s DOUBLE PRECISION NOT NULL);
 
 CREATE TABLE batches (policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL, num_groups BIGINT NOT NULL,
-    max_staleness BIGINT NOT NULL, stats TEXT NOT NULL, PRIMARY KEY (policy, step));
+    max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL, stats TEXT NOT NULL, PRIMARY KEY (policy, step));
 CREATE TABLE places (policy TEXT NOT NULL, step BIGINT NOT NULL, place BIGINT NOT NULL, unit BIGINT NOT NULL,
     is_replay BIGINT NOT NULL, PRIMARY KEY (policy, step, place));
 CREATE UNIQUE INDEX places_fresh_once ON places (policy, unit) WHERE is_replay = 0;
