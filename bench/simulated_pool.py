@@ -12,7 +12,7 @@ import itertools
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -156,7 +156,8 @@ class Node:
         self._made: dict[tuple[int, int], _Made] = {}
         self._is_asking = self._is_ended = False
         self._keys = itertools.count()
-        self.num_pushed = 0
+        self.units: set[int] = set()
+        """Whose groups were committed from here."""
         joined = ledger.join(Join(site.name, site.name))
         self._group_size, self._lease_s = joined.group_size, joined.lease_s
         self._known = self._loading = joined.policies[POLICY].version
@@ -222,7 +223,8 @@ class Node:
         self._ask()
 
     def _push(self, push: Push) -> None:
-        self.num_pushed += self._ledger.push(push).status == "committed"
+        if self._ledger.push(push).status == "committed":
+            self.units.add(push.unit)
         self._on_push()
 
     def _renew(self) -> None:
@@ -271,8 +273,8 @@ class Trainer:
     def __init__(self, world: World, ledger: Dataflow, num_groups: int, max_staleness: int, train_s: float, num_steps: int) -> None:
         self._world, self._ledger, self._train_s, self._num_steps = world, ledger, train_s, num_steps
         self.steps: list[Step] = []
-        self.staleness: Counter[int] = Counter()
-        """Trained tokens by versions that they were behind."""
+        self.trained: list[tuple[int, Counter[int]]] = []
+        """Unit, and its tokens by versions that they were behind, of every group of every batch."""
         ledger.register(Register(POLICY, "", "", num_groups, max_staleness))
         self._next()
         self._live()
@@ -302,8 +304,8 @@ class Trainer:
             return
         step.served = self._world.now
         for served in batch.groups:
-            for version, number in tokens(unpack_group(served.payload)):
-                self.staleness[len(self.steps) - 1 - version] += number
+            ages = [(len(self.steps) - 1 - version, number) for version, number in tokens(unpack_group(served.payload))]
+            self.trained.append((served.unit, Counter(age for age, number in ages for _ in range(number))))
         self._world.after(self._train_s, self._trained)
 
     def _trained(self) -> None:
@@ -313,6 +315,13 @@ class Trainer:
         self._ledger.progress(Progress(POLICY, number, number, busy_s, waited_s, is_done=number == self._num_steps))
         if number < self._num_steps:
             self._next()
+
+
+def staleness(trained: Iterable[tuple[int, Counter[int]]]) -> dict[str, float]:
+    """Of the tokens: the mean, the most, and the share of each."""
+    ages = sum((counts for _, counts in trained), Counter[int]())
+    shares = {f"behind_{age}": ages[age] / ages.total() for age in range(max(ages) + 1)}
+    return {"staleness_mean": sum(age * number for age, number in ages.items()) / ages.total(), "staleness_max": max(ages), **shares}
 
 
 def tokens(group: Group) -> Iterator[tuple[int, int]]:
