@@ -1,4 +1,4 @@
-"""What the ledger answers, one rule after the other, on both databases."""
+"""What the ledger answers, one rule after the other, on both databases, by itself and through a service."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def flow(database: str, clock: Clock) -> Iterator[Ledger]:
-    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined."""
+@pytest.fixture(params=["direct", "service"])
+def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined. Asked itself, or through a service."""
     flow = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
+    if request.param == "service":
+        flow = request.getfixturevalue("front").serve(flow)
     joined(flow)
     flow.register(planner())
     yield flow
@@ -203,7 +205,7 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
 @pytest.mark.parametrize(("node", "unit", "attempt"), [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))])
 def test_who_was_not_leased_a_unit_does_not_push_it(flow: Ledger, node: str, unit: int, attempt: int) -> None:
     (each,) = lease(flow)
-    with pytest.raises(Refused, match="was not leased to|64 bits"):
+    with pytest.raises(Refused, match=r"was not leased to|64 bits"):
         flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
     with pytest.raises(Refused, match="malformed group"):
         flow.push(Push("n1", each.unit, 1, b"nonsense"))

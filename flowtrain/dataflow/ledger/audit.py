@@ -42,6 +42,7 @@ _FINDS = {
     " + (SELECT count(*) FROM bumps) OR num_events < (SELECT coalesce(max(event), 0) FROM groups)"
     " OR num_events < (SELECT coalesce(max(event), 0) FROM bumps)",
     "two events have one number": "SELECT g.event AS at FROM groups g JOIN bumps b ON b.event = g.event",
+    "a group has no share": "SELECT g.unit AS at FROM groups g LEFT JOIN shares s ON s.unit = g.unit WHERE s.unit IS NULL",
     "a share has no group": "SELECT s.unit AS at FROM shares s LEFT JOIN groups g ON g.unit = s.unit WHERE g.unit IS NULL",
     "a share has no known state": "SELECT unit AS at FROM shares"
     " WHERE state NOT IN ('fresh', 'served', 'stale', 'filtered', 'surplus', 'empty') OR (state = 'fresh') <> (step IS NULL)",
@@ -75,8 +76,8 @@ def audit_database(database: str | Path) -> Audit:
     with found.read() as transaction:
         meta = meta_row(transaction)
         if meta is None:
-            raise UserError(f"{found.name} is no ledger")
-        check_version(found.name, meta.version)
+            raise UserError(f"{found.name} is empty: no service has used it")
+        check_version(found.name, meta)
         return audited(transaction)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
@@ -64,14 +65,14 @@ def prepare(database: Database, fixed: str) -> Any:
 
     `fixed` are the options that may not change while a run goes on, as TOML. UserError when the database has other ones, or another schema.
     """
-    with database.write() as transaction:
-        found = meta_row(transaction)
-        if found is None:
-            for statement in TABLES.split(";"):
-                transaction.run(statement)
-            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+    try:
+        with database.write() as transaction:
             found = meta_row(transaction)
-    check_version(database.name, found.version)
+            if found is None:
+                found = _made(transaction, fixed)
+    except Unavailable as error:
+        raise UserError(f"cannot reach the database: {error}") from error
+    check_version(database.name, found)
     if found.fixed != fixed:
         old, new = found.fixed.splitlines(), fixed.splitlines()
         changed = next((f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b), "options were added or removed")
@@ -81,9 +82,19 @@ def prepare(database: Database, fixed: str) -> Any:
     return found
 
 
-def check_version(name: str, version: int) -> None:
-    if version != VERSION:
-        raise UserError(f"{name} is a ledger with schema {version}, this flowtrain has {VERSION}: use the one it was made with")
+def check_version(name: str, meta: Any) -> None:
+    """Raises UserError unless the row of `meta` is that of a ledger that this code can read."""
+    if not hasattr(meta, "version"):
+        raise UserError(f"{name} has tables that are no ledger's: name another database")
+    if meta.version != VERSION:
+        raise UserError(f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: use the one it was made with")
+
+
+def _made(transaction: Transaction, fixed: str) -> Any:
+    for statement in TABLES.split(";"):
+        transaction.run(statement)
+    transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+    return meta_row(transaction)
 
 
 def meta_row(transaction: Transaction) -> Any:
@@ -93,4 +104,4 @@ def meta_row(transaction: Transaction) -> Any:
         is_there = transaction.one("SELECT to_regclass('meta') AS name").name is not None
     else:
         is_there = transaction.one("SELECT name FROM sqlite_master WHERE name = 'meta'") is not None
-    return transaction.one("SELECT * FROM meta") if is_there else None
+    return (transaction.one("SELECT * FROM meta") or ()) if is_there else None

@@ -106,7 +106,7 @@ class _Pool:
                 self._idle.append(connection)
                 raise
             except BaseException:
-                connection.close()
+                self._abandon(connection)
                 self.close()  # what ended this connection may have ended the others
                 raise
             self._idle.append(connection)
@@ -115,6 +115,9 @@ class _Pool:
 
     def _connect(self) -> Any:
         raise NotImplementedError
+
+    def _abandon(self, connection: Any) -> None:
+        connection.close()
 
     def close(self) -> None:
         while self._idle:
@@ -165,6 +168,10 @@ class SqliteDatabase(_Pool):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         return connection
+
+    def _abandon(self, connection: sqlite3.Connection) -> None:
+        connection.rollback()  # closing alone does not end a transaction whose statement somebody still holds, as a traceback does
+        connection.close()
 
     def _explained(self, error: sqlite3.Error) -> Exception:
         code = getattr(error, "sqlite_errorname", "")
