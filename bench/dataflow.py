@@ -25,10 +25,11 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
+from flowtrain.dataflow.local_pool import Controller
 
 from bench import dataflow_service
 from bench.measure import print_table, write_json
-from bench.simulated_pool import Node, Site, Trainer, World, collect_s, course, rollout_seeds, staleness
+from bench.simulated_pool import Node, Nodes, Site, Trainer, World, collect_s, course, rollout_seeds, staleness
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.seeds import derive_seed
@@ -44,6 +45,8 @@ SHARES, SHARE = (0.1, 0.2, 0.34, 0.5), 0.34
 """Of a synchronous step, the trainer's."""
 FAR = [Site(f"speed-{speed:g}", slots=96, speed=speed, round_trip_s=0.3, load_s=5.0) for speed in (1.0, 0.6, 0.3)]
 """Pools in other regions, as AstraFlow's experiment has them: 300 ms, and 1.5 GB of a delta at 4 Gbit/s take 3 s more."""
+LOOK_S = 300.0
+"""Between two looks at the pool."""
 NUM_STEPS, NUM_FIRST = 40, 8
 """Of a simulation, and how many of them are left out."""
 
@@ -61,7 +64,10 @@ def main() -> None:
     rates = [row for share in SHARES for row in rate_rows(share, train_s[share], collected_s, args.steps)]
     parts = [
         rates,
-        [size_row(number, train_s[SHARE], args.steps) for number in range(3, len(SITES) + 1)],
+        [
+            *(size_row(number, train_s[SHARE], args.steps) for number in range(4, len(SITES) + 1)),
+            *(advised_row(first, train_s[SHARE], 2 * args.steps) for first in (2, 16)),
+        ],
         far_rows(train_s[SHARE], args.steps),
         dataflow_service.rows(args.groups, 160, args.postgres),
     ]
@@ -147,6 +153,34 @@ def _waited(collected_s: float, train_s: float) -> dict[str, float]:
 def size_row(num_nodes: int, train_s: float, num_steps: int) -> dict[str, Any]:
     found = run(SITES[:num_nodes], train_s, num_steps)
     return {"pool": f"{num_nodes} nodes", "train_s": train_s, "step_s": found.step_s, "idle_share": found.idle_share}
+
+
+def advised_row(first: int, train_s: float, num_steps: int) -> dict[str, Any]:
+    """A pool that begins with `first` nodes and follows the advice that it gets every `LOOK_S`; the second half of the run."""
+    world = World()
+    with ledger(world, 0) as opened:
+        trainer = Trainer(world, opened, NUM_GROUPS, MAX_STALENESS, train_s, num_steps)
+        nodes = Nodes(world, lambda name: Node(world, opened, Site(name), MAX_STALENESS, trainer.look))
+        nodes.resize(first)
+        controller = Controller(nodes, smallest=1, largest=4 * len(SITES))
+
+        def look() -> None:
+            controller.look(opened.status())
+            world.after(LOOK_S, look)
+
+        world.after(LOOK_S, look)
+        world.run(lambda: trainer.is_done)
+    steps = trainer.steps[num_steps // 2 :]
+    late = [num for when, num in nodes.sizes if when > steps[0].asked] or [len(nodes)]
+    seconds = steps[-1].trained - steps[0].asked
+    return {
+        "pool": f"advised, from {first}",
+        "train_s": train_s,
+        "step_s": seconds / len(steps),
+        "idle_share": sum(step.served - step.asked for step in steps) / seconds,
+        "sizes": " ".join(str(num) for _, num in nodes.sizes),
+        "late_sizes": " ".join(map(str, late)),
+    }
 
 
 def far_rows(train_s: float, num_steps: int) -> list[dict[str, Any]]:

@@ -156,6 +156,8 @@ class Node:
         self._made: dict[tuple[int, int], _Made] = {}
         self._is_asking = self._is_ended = False
         self._keys = itertools.count()
+        self._since, self._seconds = world.now, {True: 0.0, False: 0.0}
+        """When it was last looked, and seconds with a rollout under way (True) and without, since they were last told."""
         self.units: set[int] = set()
         """Whose groups were committed from here."""
         joined = ledger.join(Join(site.name, site.name))
@@ -191,11 +193,15 @@ class Node:
             return
         self._is_asking = True
         key = f"{self.site.name} {next(self._keys)}"
-        request = LeaseRequest(self.site.name, self.site.name, num, {POLICY: self.version}, key=key)
+        self._look()
+        busy_s, waited_s = self._seconds[True], self._seconds[False]
+        self._seconds = {True: 0.0, False: 0.0}
+        request = LeaseRequest(self.site.name, self.site.name, num, {POLICY: self.version}, busy_s, waited_s, key)
         self._send(lambda: self._ledger.lease(request), self._begin)
 
     def _begin(self, answer: Leases) -> None:
         self._hear(answer.policies)
+        self._look()
         for lease in answer.leases:
             self._idle -= self._group_size
             self._made[lease.unit, lease.attempt] = _Made(lease)
@@ -208,7 +214,13 @@ class Node:
         self._is_asking = False
         self._ask()
 
+    def _look(self) -> None:
+        """At what it has done until now, before that changes."""
+        self._seconds[self._idle < self.site.slots] += self._world.now - self._since
+        self._since = self._world.now
+
     def _finish(self, lease: Lease, seed: int, path: Course) -> None:
+        self._look()
         self._idle += 1
         made = self._made.get((lease.unit, lease.attempt))
         if made is None or self._is_ended:
@@ -253,6 +265,29 @@ class Node:
         self._loads.append((self._world.now, version))
         self._load()
         self._ask()
+
+
+class Nodes:
+    """A pool of them that grows and shrinks: what a controller of processes sees."""
+
+    def __init__(self, world: World, make: Callable[[str], Node]) -> None:
+        self._world, self._make, self._count = world, make, itertools.count()
+        self._nodes: list[Node] = []
+        self.sizes: list[tuple[float, int]] = []
+        """(when, how many from then on)."""
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def reap(self) -> None:
+        """None ends by itself."""
+
+    def resize(self, num: int) -> None:
+        """The newest end first."""
+        self._nodes += [self._make(f"node-{next(self._count)}") for _ in range(num - len(self._nodes))]
+        while len(self._nodes) > num:
+            self._nodes.pop().end()
+        self.sizes.append((self._world.now, num))
 
 
 # ---- the trainer
