@@ -68,7 +68,7 @@ def to_toml(config: Config) -> str:
 
 
 _SHORT = {"resume": "run.resume"}
-NAMED = ("engines", "plugins")
+NAMED = ("engines", "plugins", "policies")
 """Sections of tables that the user names: [engines.judge], --engines.judge.model."""
 
 

@@ -10,12 +10,15 @@ import enum
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     Int32s = array[int]
 else:
     Int32s = array  # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
+
+PolicyName = Literal["planner", "verifier"]
+"""The modules of the flow that can be trained, each with a model, a trainer and weight versions of its own."""
 
 
 class UserError(ValueError):
@@ -201,6 +204,26 @@ class TurnTraining:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """What a policy read and sampled in one turn."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """The ids the engine sampled; these very ids are trained."""
+    logprobs: tuple[float, ...]
+    """The sampler's, one per response token."""
+    spans: tuple[VersionSpan, ...]
+    """In versions of this policy."""
+    finish_reason: FinishReason
+    kept: KeptTokens | None = None
+    """The engine's, as for `Completion`."""
+    text: str = ""
+    """The response decoded for people."""
+    training: TurnTraining | None = None
+    """As for `Turn`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One pass of planner -> executor -> tool -> verifier."""
 
@@ -231,6 +254,24 @@ class Turn:
     """The engine's, as for `Completion`."""
     prompt_text: str = ""
     """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; "" otherwise."""
+    verifier_call: Call | None = None
+    """None where the verifier is no policy."""
+
+
+def calls_of(turn: Turn, policy: PolicyName) -> Call | None:
+    """What a policy read and sampled in a turn; None where that module was none."""
+    if policy == "verifier":
+        return turn.verifier_call
+    return Call(
+        turn.prompt_ids,
+        turn.response_ids,
+        turn.response_logprobs,
+        turn.spans,
+        turn.finish_reason,
+        turn.response_kept,
+        turn.response_text,
+        turn.training,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +343,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trained sequence: the prompt and response of one turn with what the algorithm decided about its tokens."""
+    """One trained sequence: the prompt and response of one call with what the algorithm decided about its tokens."""
 
     prompt_ids: tuple[int, ...]
     """At least one token."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from flowtrain import command as commands
 from flowtrain.command import Interrupt, run_command
-from flowtrain.config import Chat, Config
+from flowtrain.config import Chat, Config, Policy
 from flowtrain.options import NAMED, help_text, parse, to_toml
 from flowtrain.types import UserError
 
@@ -261,8 +261,9 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     lines = help_text("flowtrain.train").splitlines()
     assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
-    assert [key for key in shown if not key.startswith("engines.")] == KEYS
-    assert [key for key in shown if key.startswith("engines.")] == [f"engines.NAME.{key}" for key in Chat.model_fields]
+    assert [key for key in shown if not key.startswith(("engines.", "policies."))] == KEYS
+    for name, kind in (("engines", Chat), ("policies", Policy)):
+        assert [key for key in shown if key.startswith(f"{name}.")] == [f"{name}.NAME.{key}" for key in kind.model_fields]
     for key, line in shown.items():
         assert lines[lines.index(line) + 1].startswith("        ") and lines[lines.index(line) + 1].strip(), f"{key} has no meaning"
     assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
@@ -275,7 +276,8 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
 def test_every_default_of_the_help_can_be_given_back() -> None:
     words = [line.split(" = ", 1) for line in help_text("x").splitlines() if line.startswith("  --")]
     given = [word for head, default in words if default != "unset" for word in (head.split()[0], default)]
-    assert parsed(*given) == Config(engines={"NAME": Chat()})
+    given = [word.replace("policies.NAME", "policies.verifier") for word in given]
+    assert parsed(*given) == Config(engines={"NAME": Chat()}, policies={"verifier": Policy()})
 
 
 CONFIGS: list[dict[str, dict[str, Any]]] = [
@@ -287,6 +289,8 @@ CONFIGS: list[dict[str, dict[str, Any]]] = [
     {"run": {"dir": 'a "quoted"\\ folder\twith # and \u00e9\u2028\x7f\U0001f600', "seed": -5}},
     {"model": {"path": "1.10"}, "run": {"dir": "true"}},
     {"tasks": {"name": "file", "mixture": {"data/nq train.parquet": 1, "math.jsonl": 2.5}}},
+    {"roles": {"verifier": "own"}, "train": {"policy": "verifier"}, "policies": {"planner": {"path": "warm"}}},
+    {"roles": {"verifier": "own"}, "policies": {"verifier": {"path": "warm", "temperature": 0.5, "max_new_tokens": 9}}},
 ]
 
 
@@ -475,3 +479,40 @@ def test_appo_has_its_clips() -> None:
 )
 def test_appos_budgets_must_fit(words: tuple[str, ...], message: str) -> None:
     assert message in complaint(*APPO, *words)
+
+
+# ---- policies
+
+
+def test_a_policy_samples_as_its_table_says_or_else_as_the_rollout_does() -> None:
+    config = parsed("--roles.verifier", "own", "--policies.verifier.path", "v", "--rollout.temperature", "0.7")
+    assert config.policy_names == ("planner", "verifier")
+    assert config.sampling_of("planner") == config.sampling_of("verifier") == (48, 0.7)
+    own = parsed("--roles.verifier", "own", "--policies.verifier.temperature", "0.5", "--policies.verifier.max_new_tokens", "9")
+    assert (own.sampling_of("planner"), own.sampling_of("verifier")) == ((48, 1.0), (9, 0.5))
+
+
+def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
+    words = ("--roles.verifier", "own", "--model.path", "m", "--policies.planner.path", "p", "--policies.verifier.path", "v")
+    planner, verifier = parsed(*words), parsed(*words, "--train.policy", "verifier")
+    assert (planner.path_of("planner"), planner.path_of("verifier")) == (("model.path", "m"), ("policies.verifier.path", "v"))
+    assert (verifier.path_of("planner"), verifier.path_of("verifier")) == (("policies.planner.path", "p"), ("model.path", "m"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--train.policy", "verifier"), "train.policy='verifier' needs roles.verifier='own', which is 'rules'"),
+        (("--train.policy", "judge"), "train.policy='judge': Input should be 'planner' or 'verifier'"),
+        (("--policies.judge.path", "x"), "Input should be 'planner' or 'verifier'"),
+        (("--policies.verifier.tmp", "1"), "unknown key policies.verifier.tmp"),
+        (("--roles.executor", "own"), "roles.executor='own': of the roles only the verifier can be a policy of its own"),
+        (("--policies.planner.max_new_tokens", "4"), "policies.planner.max_new_tokens=4: the planner's is rollout.max_new_tokens"),
+        (
+            ("--roles.verifier", "own", "--train.policy", "verifier", "--algorithm.name", "appo"),
+            "train.policy='verifier' must be 'planner' with algorithm.name = 'appo'",
+        ),
+    ],
+)
+def test_policies_that_cannot_be(argv: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*argv)

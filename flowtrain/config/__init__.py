@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from flowtrain.config.agents import Agent, Chat, Judge, Roles
+from flowtrain.config.agents import OWN, Agent, Chat, Judge, Policy, Roles
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
 from flowtrain.config.train import Train
+from flowtrain.types import PolicyName
 
 
 class Run(Section):
@@ -182,6 +183,8 @@ class Rft(Section):
     """peak learning rate; it falls linearly to 0"""
     warmup_steps: int = Field(50, ge=0)
     """steps over which the learning rate rises from 0"""
+    early_stop: float = Field(0.3, ge=0, le=1)
+    """roles.verifier = "own": probability per turn that the scripted verifier says STOP, whatever the memory holds"""
     prompt_weight: float = Field(0.0, ge=0, le=1)
     """weight of prompt tokens in the loss; a new model learns to copy sooner with 0.2"""
     max_seconds: float = Field(0.0, ge=0)
@@ -199,6 +202,8 @@ class Config(Section):
     roles: Roles = Roles()
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
+    policies: dict[PolicyName, Policy] = Field(default_factory=dict)
+    """Models of the policies that are not trained here, and how the verifier samples."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
     judge: Judge = Judge()
@@ -256,7 +261,34 @@ class Config(Section):
             raise ValueError(f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of them")
         if self.algorithm.name == "appo":
             self._budgets_fit()
+        self._policies_fit()
         return self
+
+    @property
+    def policy_names(self) -> tuple[PolicyName, ...]:
+        """The modules that are policies, the planner first."""
+        return ("planner", "verifier") if self.roles.verifier == OWN else ("planner",)
+
+    def sampling_of(self, policy: PolicyName) -> tuple[int, float]:
+        """A policy's tokens per response and its temperature."""
+        own = self.policies.get(policy, Policy())
+        return own.max_new_tokens or self.rollout.max_new_tokens, own.temperature or self.rollout.temperature
+
+    def path_of(self, policy: PolicyName) -> tuple[str, str]:
+        """The key that says where a policy's model is, and its value."""
+        if policy == self.train.policy:
+            return "model.path", self.model.path
+        return f"policies.{policy}.path", self.policies.get(policy, Policy()).path
+
+    def _policies_fit(self) -> None:
+        policy = self.train.policy
+        if policy not in self.policy_names:
+            raise ValueError(f"train.policy={policy!r} needs roles.verifier={OWN!r}, which is {self.roles.verifier!r}")
+        if policy != "planner" and self.algorithm.name == "appo":
+            raise ValueError(f"train.policy={policy!r} must be 'planner' with algorithm.name = 'appo', which branches within its responses")
+        for key, value in self.policies.get("planner", Policy()):
+            if key != "path" and value is not None:
+                raise ValueError(f"policies.planner.{key}={value}: the planner's is rollout.{key}")
 
     def _budgets_fit(self) -> None:
         """APPO's N roots and M rollouts, and what its places need."""
@@ -281,6 +313,7 @@ class Config(Section):
 
 
 __all__ = [
+    "OWN",
     "Agent",
     "Algorithm",
     "Appo",
@@ -294,6 +327,7 @@ __all__ = [
     "Judge",
     "Log",
     "Model",
+    "Policy",
     "Rft",
     "Roles",
     "Rollout",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from flowtrain.config.section import Section
+
+OWN = "own"
+"""What `[roles]` says where a module is a policy besides the planner."""
 
 
 class Agent(Section):
@@ -80,7 +83,7 @@ class Roles(Section):
     executor: str = "rules"
     """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or a name in [engines]"""
     verifier: str = "rules"
-    """who decides between STOP and CONTINUE: rules, policy, or a name in [engines]"""
+    """who decides between STOP and CONTINUE: rules, policy, own (a policy besides the planner: train.policy), or a name in [engines]"""
     generator: str = "rules"
     """who writes the answer: rules, policy, or a name in [engines]"""
     tools: str = "none"
@@ -89,6 +92,21 @@ class Roles(Section):
     """who makes short evidence of what a search found, before the memory gets it: none, rules, policy, or a name in [engines]"""
     judge: str = "none"
     """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
+
+    @model_validator(mode="after")
+    def _own_policies(self) -> Roles:
+        if others := [role for role, name in self if role != "verifier" and name == OWN]:
+            raise ValueError(f"roles.{others[0]}={OWN!r}: of the roles only the verifier can be a policy of its own")
+        return self
+
+
+class Policy(Section):
+    path: str = ""
+    """folder or hub name of the model, where train.policy names another policy; the trained one's is model.path"""
+    temperature: PositiveFloat | None = None
+    """of the verifier, in sampling and in the log-probs of training; unset, and for the planner: rollout.temperature"""
+    max_new_tokens: PositiveInt | None = None
+    """tokens per response of the verifier; unset, and for the planner: rollout.max_new_tokens"""
 
 
 class Judge(Section):

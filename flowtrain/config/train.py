@@ -5,9 +5,12 @@ from __future__ import annotations
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
+from flowtrain.types import PolicyName
 
 
 class Train(Section):
+    policy: PolicyName = "planner"
+    """which module is trained; the other policy, if there is one, stays what policies.NAME.path holds"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
