@@ -11,6 +11,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
@@ -30,7 +31,22 @@ def parse(argv: Sequence[str]) -> Config | None:
     if "--help" in argv or "-h" in argv:
         return None
     path, overrides = _split(argv)
-    values = _read(path) if path else {}
+    return _merged(_read(path) if path else {}, overrides)
+
+
+def parse_over(text: str, argv: Sequence[str], allowed: Sequence[str]) -> Config:
+    """The config that a TOML text and options after it make up; only keys like those in `allowed` ("vllm.*") may be among the options.
+
+    Raises UserError as `parse` does, and for a key that is not allowed.
+    """
+    path, overrides = _split(argv)
+    for key in ["config"] if path else overrides:
+        if key == "config" or not any(fnmatchcase(key, pattern) for pattern in allowed):
+            raise UserError(f"--{key} cannot be set here, the whole run has it in common; what can be: {', '.join(allowed)}")
+    return _merged(_tables(text, "the run's config"), overrides)
+
+
+def _merged(values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> Config:
     for key, text in overrides.items():
         *tables, name = _known(key)
         table = values
@@ -89,18 +105,27 @@ def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
+    except ValueError as error:
         raise UserError(f"--config {path}: not TOML: {error}") from None
+    return _tables(text, f"--config {path}")
+
+
+def _tables(text: str, origin: str) -> dict[str, dict[str, Any]]:
+    """A TOML text whose keys are all known. `origin` is for errors."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
+        raise UserError(f"{origin}: not TOML: {error}") from None
     for section, table in values.items():
         if not isinstance(table, dict):
-            raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
+            raise UserError(f"{origin}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
         tables = {f"{section}.{name}": named for name, named in table.items()} if section in NAMED else {section: table}
         for heading, named in tables.items():
             if not isinstance(named, dict):
-                raise UserError(f"--config {path}: {heading} must be a table of its own, [{heading}]")
+                raise UserError(f"{origin}: {heading} must be a table of its own, [{heading}]")
             for key in named:
                 _known(f"{heading}.{key}")
         if not table and section not in Config.model_fields:
