@@ -71,7 +71,7 @@ class Caller:
         answer: asyncio.Future[T] = loop.create_future()
         running: list[asyncio.Task[T]] = []
         try:
-            self._mailbox.post(contextvars.copy_context().run, _run, coroutine, answer, replies, running)
+            self._mailbox.post(contextvars.copy_context().run, _run, coroutine, lambda task: _post(replies, answer, task), running)
         except Ended:
             coroutine.close()
             raise
@@ -98,6 +98,22 @@ class LoopThread:
         """See `Caller.call`."""
         return await self._caller.call(coroutine, deadline)
 
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
+        """`call` for a caller without a loop."""
+        answer: Future[T] = Future()
+        running: list[asyncio.Task[T]] = []
+        try:
+            self._mailbox.post(_run, coroutine, lambda task: _settle(answer, task), running)
+        except Ended:
+            coroutine.close()
+            raise
+        try:
+            return answer.result(max(0.0, deadline - time.monotonic()))
+        finally:
+            if not answer.done():  # it took too long, or Ctrl-C came
+                with contextlib.suppress(Ended):
+                    self._mailbox.post(lambda: running[0].cancel())
+
     def close(self, last: Coroutine[Any, Any, None], timeout_s: float) -> None:
         """Run `last` and end; may be called from any thread, once."""
 
@@ -117,16 +133,17 @@ class LoopThread:
         self._mailbox.close()
 
 
-def _run(coroutine: Coroutine[Any, Any, T], answer: asyncio.Future[T], replies: Mailbox, running: list[asyncio.Task[T]]) -> None:
-    def reply(task: asyncio.Task[T]) -> None:
-        with contextlib.suppress(Ended):  # who asked has gone, and its loop with it
-            replies.post(_settle, answer, task)
-
+def _run(coroutine: Coroutine[Any, Any, T], reply: Callable[[asyncio.Task[T]], object], running: list[asyncio.Task[T]]) -> None:
     running.append(asyncio.get_running_loop().create_task(coroutine))
     running[0].add_done_callback(reply)
 
 
-def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+def _post(replies: Mailbox, answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+    with contextlib.suppress(Ended):  # who asked has gone, and its loop with it
+        replies.post(_settle, answer, task)
+
+
+def _settle(answer: asyncio.Future[T] | Future[T], task: asyncio.Task[T]) -> None:
     error = Ended("its thread has ended") if task.cancelled() else task.exception()
     if answer.done():
         return

@@ -14,12 +14,11 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from tqdm import tqdm
 
-from flowtrain.types import UserError
+from flowtrain.serving import check_token, check_url
 from flowtrain.weights.files import check
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.store import Source, WeightStore
@@ -73,7 +72,7 @@ class HttpStore:
         Raises:
             UserError: the URL or the token cannot be used.
         """
-        self.url, self._cache = _check_url(url), cache
+        self.url, self._cache = check_url(url), cache
         self._headers = {"Authorization": f"Bearer {check_token(token)}"} if token else {}
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
         self._opener = build_opener(_NoRedirects)
@@ -218,26 +217,6 @@ class _Patience:
 
     def restore(self) -> None:
         self._num_failures = 0
-
-
-def check_token(token: str) -> str:
-    """Raises UserError, without the token, when it does not fit into a header."""
-    if not re.fullmatch(r"[!-~]+", token):
-        raise UserError("the token must be printable ASCII without spaces (FLOWTRAIN_TOKEN)")
-    return token
-
-
-def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_fine = False
-    if not is_fine:
-        raise UserError(f"url must be like http://host:port/path, not {url!r}")
-    if parts.username is not None or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", url):
-        raise UserError("url must be of the form http://host:port/path, without a user, query or spaces; a token goes into FLOWTRAIN_TOKEN")
-    return url.rstrip("/")
 
 
 def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from http_servers import running
 from torch import Tensor
 
+from flowtrain.serving import address
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.__main__ import main
 from flowtrain.weights.files import seal, write_anchor
 from flowtrain.weights.manifest import File
 from flowtrain.weights.pieces import pieces
-from flowtrain.weights.serve import address, make_server
+from flowtrain.weights.serve import make_app
 
 TOKEN = "a-token-of-the-tests"
 LAST = 5
@@ -50,19 +52,9 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@contextlib.contextmanager
-def serving(store: WeightStore, token: str = TOKEN) -> Iterator[str]:
-    """The URL of a real server; it runs in a thread, connections wait from the first moment on."""
-    server, listener = make_server(store, token)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield address(listener)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive()
+def serving(store: WeightStore, token: str = TOKEN) -> contextlib.AbstractContextManager[str]:
+    """The URL of a real server."""
+    return running(make_app(store, token))
 
 
 Answer = Callable[["Handler"], None]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.serving import address, make_server
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
-from flowtrain.weights.serve import address, make_app, make_server
+from flowtrain.weights.serve import make_app
 
 pytest.register_assert_rewrite("http_stores")
 import http_stores as hs  # noqa: E402
@@ -181,21 +182,21 @@ def test_a_damaged_head_publishes_nothing(filled: WeightStore, tmp_path: Path) -
 
 
 def test_it_listens_on_loopback_unless_told(filled: WeightStore) -> None:
-    _, listener = make_server(filled, TOKEN)
+    _, listener = make_server(make_app(filled, TOKEN))
     with listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1" and port > 0 and address(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1 port {port}: .*in use"):
-            make_server(filled, TOKEN, port=port)
+            make_server(make_app(filled, TOKEN), port=port)
     with pytest.raises(UserError, match=r"cannot listen at 203.0.113.1"):
-        make_server(filled, TOKEN, host="203.0.113.1")
+        make_server(make_app(filled, TOKEN), host="203.0.113.1")
 
 
 @pytest.mark.parametrize("missing", ["starlette.requests", "uvicorn"])
 def test_the_extra_is_named_when_it_is_missing(filled: WeightStore, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=rf"{missing}: pip install 'flowtrain\[serve\]'"):
-        make_server(filled, TOKEN)
+        make_server(make_app(filled, TOKEN))
 
 
 def test_there_is_no_server_without_a_token(filled: WeightStore) -> None:

@@ -1,0 +1,228 @@
+"""A dataflow behind a URL.
+
+Requests that may be answered later are sent again, after pauses that grow, until the caller's deadline. httpx2 speaks HTTP; its time limits
+are for a single read or write, so an asyncio loop on a thread of its own adds the one that counts: for the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+
+from flowtrain import __version__, serving
+from flowtrain.dataflow.codec import pack, unpack
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Done,
+    Join,
+    Joined,
+    LeaseRequest,
+    Leases,
+    Progress,
+    Push,
+    Pushed,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    Renewal,
+    Renewed,
+    Unavailable,
+)
+from flowtrain.dataflow.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PASSING, PREFIX, RUN_HEADER, SLOWEST, Problem
+from flowtrain.rollout.threads import Ended, LoopThread
+
+_log = logging.getLogger(__name__)
+
+_MAX_BYTES = 1 << 30
+"""Of an answer."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GRACE_S = 0.1, 10.0, 1.0
+_SAY_AFTER = 5
+"""Attempts, after which the log tells that somebody waits for the service."""
+_OPENING = ("join", "register")
+"""Methods that tell which run this is."""
+_ADVICE = {
+    301: "; redirects are not followed, give the final address",
+    302: "; redirects are not followed, give the final address",
+    307: "; redirects are not followed, give the final address",
+    308: "; redirects are not followed, give the final address",
+    401: f"; set {serving.TOKEN_VARIABLE} to that of the service",
+    404: "; is this the address of a dataflow?",
+}
+
+
+class _Passing(Exception):
+    """This attempt failed; another one, after so many seconds at least, may not."""
+
+    def __init__(self, problem: str, pause_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.pause_s = pause_s
+
+
+class Client:
+    """See `contract.Dataflow`. To be shared between threads; from a coroutine: `await asyncio.to_thread(client.lease, request)`."""
+
+    def __init__(self, url: str, token: str = "", wait_s: float = 1800.0, attempt_s: float = 30.0) -> None:
+        """
+        Args:
+            url: Of the service, without "/v1".
+            token: Goes along as `Authorization: Bearer`; never to another address than `url`.
+            wait_s: Until a call gives up with Unavailable, all its attempts together.
+            attempt_s: Until an attempt counts as failed; what is long has more, by its length, and so has what is to wait.
+
+        Raises:
+            UserError: the URL or the token cannot be used.
+        """
+        self.url, self._wait_s, self._attempt_s = serving.check_url(url), wait_s, attempt_s
+        self._run: dict[str, str] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        headers = {"Content-Type": MEDIA_TYPE, "Accept-Encoding": "identity", "User-Agent": f"flowtrain/{__version__}"}
+        if token:
+            headers["Authorization"] = f"Bearer {serving.check_token(token)}"
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0)
+        self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+        self._thread = LoopThread("dataflow-client")
+
+    def join(self, request: Join) -> Joined:
+        return self._opened(self._ask("join", request))
+
+    def lease(self, request: LeaseRequest) -> Leases:
+        return self._ask("lease", request)
+
+    def renew(self, request: Renewal) -> Renewed:
+        return self._ask("renew", request)
+
+    def push(self, request: Push) -> Pushed:
+        return self._ask("push", request)
+
+    def release(self, request: Release) -> Done:
+        return self._ask("release", request)
+
+    def register(self, request: Register) -> Registered:
+        return self._opened(self._ask("register", request))
+
+    def batch(self, request: BatchRequest) -> Batch:
+        return self._ask("batch", request)
+
+    def progress(self, request: Progress) -> Done:
+        return self._ask("progress", request)
+
+    def status(self) -> dict[str, Any]:
+        return self._ask("status")
+
+    def close(self) -> None:
+        """Calls that still wait for an answer raise Unavailable."""
+        self._thread.close(self._end(), _GRACE_S)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self, answer: Any) -> Any:
+        self._run = {RUN_HEADER: answer.run}
+        return answer
+
+    def _ask(self, name: str, request: Any = None) -> Any:
+        deadline = time.monotonic() + self._wait_s
+        try:
+            return self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
+        except (Ended, TimeoutError):
+            raise Unavailable(f"{self.url}: nobody waits for an answer to {name} any longer") from None
+
+    async def _answer(self, name: str, request: Any, deadline: float) -> Any:
+        """Attempts until one succeeds, is refused, or the time is up."""
+        body, problem = b"" if request is None else pack(request), "it is silent"
+        limit_s = self._attempt_s + len(body) / SLOWEST + min(getattr(request, "wait_s", 0.0), MAX_WAIT_S)
+        try:
+            async with self._call(), asyncio.timeout(deadline - time.monotonic()):
+                for attempt in itertools.count():
+                    try:
+                        return await self._attempt(name, body, limit_s)
+                    except _Passing as failed:
+                        problem, pause_s = str(failed), max(failed.pause_s, _pause(attempt))
+                    if attempt == _SAY_AFTER:
+                        _log.warning("%s: %s; %s is asked again for up to %g s", self.url, problem, name, self._wait_s)
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise Unavailable(f"{self.url} did not answer {name} within {self._wait_s:g} s: {problem}") from None
+        raise AssertionError("the attempts end by themselves")
+
+    async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
+        url, run = f"{self.url}{PREFIX}{name}", {} if name in _OPENING else self._run
+        try:
+            async with asyncio.timeout(limit_s) as patience, self._http.stream("POST", url, content=body, headers=run) as response:
+                content = await _read(response, patience)
+        except TimeoutError:
+            raise _Passing(f"no answer within {limit_s:.0f} s") from None
+        except httpx2.TransportError as error:
+            raise _Passing(f"{type(error).__name__}: {str(error)[:200]}") from error
+        if response.status_code == 200:
+            return _decoded(content, METHODS[name].answer)
+        words = f"HTTP {response.status_code}: {_words(content)}"
+        if response.status_code in PASSING or response.status_code >= 500:
+            raise _Passing(words, _seconds(response.headers.get("retry-after", "")))
+        raise Refused(f"{url}: {words}{_ADVICE.get(response.status_code, '')}")
+
+    @contextlib.asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        """What `close` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            yield
+        finally:
+            self._calls.discard(task)
+
+    async def _end(self) -> None:
+        calls = set(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._http.aclose()
+
+
+async def _read(response: httpx2.Response, patience: asyncio.Timeout) -> bytes:
+    content = bytearray()
+    async for part in response.aiter_raw():
+        content += part
+        if len(content) > _MAX_BYTES:
+            raise Refused(f"{response.url} answers with more than {_MAX_BYTES} bytes")
+        patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+    return bytes(content)
+
+
+def _decoded(content: bytes, kind: Any) -> Any:
+    try:
+        return unpack(content, kind)
+    except Refused as error:
+        raise _Passing(f"an answer that is none ({str(error)[:200]}); is this the address of a dataflow?") from error
+
+
+def _words(content: bytes) -> str:
+    """What a service says about a problem, or the beginning of what something else does."""
+    try:
+        return unpack(content, Problem).error
+    except Refused:
+        return repr(" ".join(content[:400].decode(errors="replace").split())[:200])
+
+
+def _pause(attempt: int) -> float:
+    """Twice as long from attempt to attempt, give or take a half, so that nodes that were cut off together do not come back together."""
+    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
+
+
+def _seconds(header: str) -> float:
+    """Of Retry-After."""
+    return min(float(header), _LONGEST_PAUSE_S) if header.isdecimal() else 0.0

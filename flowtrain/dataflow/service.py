@@ -1,0 +1,145 @@
+"""The ledger behind HTTP; see wire.py.
+
+All state is in the database: any number of these processes may serve one run, and one that is killed takes nothing with it that it has
+answered. (FastAPI was looked at: it speaks JSON, and would make nine functions of what is one.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flowtrain import serving
+from flowtrain.dataflow.codec import pack, unpack
+from flowtrain.dataflow.contract import Batch, BatchRequest, Dataflow, Refused, Unavailable
+from flowtrain.dataflow.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PREFIX, RUN_HEADER, SLOWEST, Problem
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+_NUM_THREADS = 8
+_MAX_AT_WORK = 64
+"""Requests that are read or answered at a time; those that wait for a batch to fill do not count."""
+_BODY_S = 20.0
+"""For a body, besides what its length takes."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class _Rejected(Exception):
+    """Answered with a status and these words."""
+
+    def __init__(self, status: int, words: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(words)
+        self.status, self.headers = status, headers
+
+
+class Service:
+    """An ASGI application."""
+
+    def __init__(self, ledger: Dataflow, run: str, token: str) -> None:
+        """`run`: of the ledger. Raises UserError where a package is missing, and for a token that fits into no header."""
+        serving.require("starlette.requests", "starlette.responses")
+        self._ledger, self._run, self._token = ledger, run, serving.check_token(token)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "ledger")
+        self._num_at_work = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import Request
+
+        assert scope["type"] == "http", "the server is run without lifespan and websockets"
+        response = await self._response(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _response(self, request: Request) -> Response:
+        from starlette.responses import Response
+
+        try:
+            return Response(await self._answer(request), media_type=MEDIA_TYPE)
+        except _Rejected as error:
+            rejected = error
+        except Refused as error:
+            rejected = _Rejected(422, str(error))
+        except Unavailable as error:
+            rejected = _Rejected(503, str(error))
+        return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
+
+    async def _answer(self, request: Request) -> bytes:
+        """A batch that is not full yet is looked at again, less often the longer it takes; in between nothing is held."""
+        name = self._method(request)
+        loop = asyncio.get_running_loop()
+        with self._slot():
+            body = await _read(request, METHODS[name].max_bytes)
+        began = loop.time()
+        while True:
+            with self._slot():
+                answer, wait_s = await loop.run_in_executor(self._threads, self._work, name, body)
+            waited_s = loop.time() - began
+            if not waited_s < wait_s or request.scope["is_ending"]() or await request.is_disconnected():
+                return answer
+            await asyncio.sleep(min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s))
+
+    def _method(self, request: Request) -> str:
+        """Its name, of a request that is let in."""
+        if not serving.is_allowed(request.headers.get("authorization", ""), self._token):
+            raise _Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        path: str = request.scope["path"]
+        name = path.removeprefix(PREFIX)
+        if path != PREFIX + name or name not in METHODS:
+            raise _Rejected(404, "there is no such method")
+        if request.method != "POST":
+            raise _Rejected(405, "methods are asked by POST", {"Allow": "POST"})
+        if request.headers.get(RUN_HEADER, self._run) != self._run:
+            raise _Rejected(409, "this service has another run now; join it anew")
+        return name
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        if self._num_at_work >= _MAX_AT_WORK:
+            raise _Rejected(503, "too many requests at a time", {"Retry-After": "1"})
+        self._num_at_work += 1
+        try:
+            yield
+        finally:
+            self._num_at_work -= 1
+
+    def _work(self, name: str, body: bytes) -> tuple[bytes, float]:
+        """The answer, and for how many seconds a better one may be waited for."""
+        kind, ask = METHODS[name].request, getattr(self._ledger, name)
+        if kind is None:
+            return pack(ask()), 0.0
+        try:
+            asked: Any = unpack(body, kind)
+        except Refused as error:
+            raise _Rejected(400, str(error)) from error
+        if not isinstance(asked, BatchRequest):
+            return pack(ask(asked)), 0.0
+        batch: Batch = ask(replace(asked, wait_s=0.0))
+        return pack(batch), min(asked.wait_s, MAX_WAIT_S) if batch.num_missing else 0.0
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    from starlette.requests import ClientDisconnect
+
+    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes")
+    # The number is one, and not long: the server has seen to that.
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise too_long
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S) as patience:
+            async for part in request.stream():
+                data += part
+                if len(data) > max_bytes:
+                    raise too_long
+                patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+    except TimeoutError:
+        raise _Rejected(408, f"the request came slower than {SLOWEST >> 10} KiB per second") from None
+    except ClientDisconnect:
+        raise _Rejected(400, "the request was cut") from None
+    return bytes(data)

@@ -1,0 +1,25 @@
+"""Our own ASGI applications on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from flowtrain.serving import address, make_server
+
+
+@contextlib.contextmanager
+def running(app: Any) -> Iterator[str]:
+    """The URL of a real server; it runs in a thread, connections wait from the first moment on."""
+    server, listener = make_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield address(listener)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
