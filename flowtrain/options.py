@@ -34,16 +34,17 @@ def parse(argv: Sequence[str]) -> Config | None:
     return _merged(_read(path) if path else {}, overrides)
 
 
-def parse_over(text: str, argv: Sequence[str], allowed: Sequence[str]) -> Config:
-    """The config that a TOML text and options after it make up; only keys like those in `allowed` ("vllm.*") may be among the options.
-
-    Raises UserError as `parse` does, and for a key that is not allowed.
-    """
+def check_allowed(argv: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raises UserError for options that are none of `allowed`, keys that may end in "*"."""
     path, overrides = _split(argv)
-    for key in ["config"] if path else overrides:
-        if key == "config" or not any(fnmatchcase(key, pattern) for pattern in allowed):
-            raise UserError(f"--{key} cannot be set here, the whole run has it in common; what can be: {', '.join(allowed)}")
-    return _merged(_tables(text, "the run's config"), overrides)
+    refused = [key for key in ["config"] * bool(path) + list(overrides) if not any(fnmatchcase(key, pattern) for pattern in allowed)]
+    if refused:
+        raise UserError(f"--{refused[0]} is the same for the whole run and cannot be set here; what can be: {', '.join(allowed)}")
+
+
+def parse_over(text: str, argv: Sequence[str]) -> Config:
+    """The config that a TOML text and options after it make up. Raises UserError as `parse` does."""
+    return _merged(_tables(text, "the config of the run"), _split(argv)[1])
 
 
 def _merged(values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> Config:

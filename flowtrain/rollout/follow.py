@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,9 +25,11 @@ class PoliciesChanged(Exception):
 class Follower:
     """Belongs to one event loop; engines are loaded in threads, so sampling goes on as far as they can."""
 
-    def __init__(self, engines: Mapping[str, Engine], stores: Mapping[str, Source], layouts: Mapping[str, str]) -> None:
-        """All by policy. A policy without a store is frozen; it has no version to follow."""
-        self._engines, self._stores, self._layouts = engines, stores, layouts
+    def __init__(
+        self, engines: Mapping[str, Engine], stores: Mapping[str, Source], layouts: Mapping[str, str], patience_s: float = math.inf
+    ) -> None:
+        """All by policy; a policy without a store is frozen, it has no version to follow. `patience_s`: until the first weights are there."""
+        self._engines, self._stores, self._layouts, self._patience_s = engines, stores, layouts, patience_s
         self._said: dict[str, int] = {}
         self._news = {policy: asyncio.Event() for policy in stores}
         self._loaded: set[str] = set()
@@ -69,19 +72,22 @@ class Follower:
         return ""
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises StoreError when a first load fails, EngineError when an engine does."""
+        """Until it is cancelled. Raises UserError when the first weights do not come or cannot be loaded, EngineError when an engine fails."""
         async with asyncio.TaskGroup() as tasks:
             for policy in self._stores:
                 tasks.create_task(self._follow(policy))
 
     async def _follow(self, policy: str) -> None:
         loop, complaint = asyncio.get_running_loop(), ""
+        deadline = loop.time() + self._patience_s
         while True:
             self._news[policy].clear()
             lag = await loop.run_in_executor(self._threads, self._catch_up, policy)
             if lag != complaint:
                 _log.warning("%s", lag or f"the {policy}'s weights are at version {self._engines[policy].version} now")
                 complaint = lag
+            if policy not in self._loaded and loop.time() > deadline:
+                raise UserError(f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; --store says where they are")
             try:
                 async with asyncio.timeout(_RETRY_S if lag else None):
                     await self._news[policy].wait()

@@ -13,22 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import Dataflow, Done, Joined, Lease, LeaseRequest, Push, Pushed, Refused, Release, Renewal
 from flowtrain.rollout.board import Board
 from flowtrain.rollout.engine import EngineError
 from flowtrain.rollout.follow import Follower
-from flowtrain.rollout.line import Line
 from flowtrain.seeds import derive_seed
 from flowtrain.types import Group, Task, Trajectory, UserError
 
 _log = logging.getLogger(__name__)
-_NUM_PUSHING = 4
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+_NUM_PUSHING, _NUM_THREADS = 4, 32
+_SILENT_S = 10.0
+"""Without an answer, before the person who looks on is told."""
 _LAST_S = 10.0
 """For the last words: groups that are done, and leases that go back."""
 _MAX_FAILURES = 8
@@ -58,8 +64,6 @@ class Limits:
     """Rollouts under way at a time."""
     max_staleness: int
     """Versions that the weights may be behind the trainer's."""
-    patience_s: float
-    """Without an answer of the dataflow, before giving up."""
     num_units: int = 0
     """Groups to push, then it ends; 0: any number."""
 
@@ -84,7 +88,9 @@ class Node:
     ) -> None:
         self._dataflow, self._member, self._rollout, self._follower, self._limits = dataflow, member, rollout, follower, limits
         self._board = board or Board(limits.num_units)
-        self._line = Line(limits.patience_s)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
+        self._asked: list[float] = []
+        """When the calls that are not answered yet were made."""
         self._units: dict[tuple[int, int], _Unit] = {}
         """By unit and attempt: under way, or made and not pushed yet."""
         self._to_push: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
@@ -101,7 +107,8 @@ class Node:
     async def run(self) -> int:
         """Until `stop`, `num_units`, or the end of training. Returns the number of groups that it has pushed.
 
-        Raises an ExceptionGroup with what ended it: UserError, Refused, EngineError, or what nobody foresaw. Leases have gone back then.
+        Raises an ExceptionGroup with what ended it: UserError, Refused, Unavailable, EngineError, PoliciesChanged, or what nobody foresaw.
+        Its leases have gone back then.
         """
         reason = "the node failed"
         try:
@@ -114,7 +121,7 @@ class Node:
                     task.cancel()
         finally:
             await self._leave(reason)
-            self._line.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)  # calls under way end by their own deadlines
             self._board.close()
         return self._num_pushed
 
@@ -129,7 +136,7 @@ class Node:
                     continue
                 member, seconds = self._member, self._clock.read()
                 request = LeaseRequest(member.node, member.life, num, self._follower.versions, *seconds, key=uuid.uuid4().hex)
-                answer = await self._line.ask(self._dataflow.lease, request)
+                answer = await self._ask(self._dataflow.lease, request)
                 self._follower.hear(answer.policies)
                 for lease in answer.leases:
                     unit = self._units[_key(lease)] = _Unit(lease, member.joined.group_size)
@@ -191,7 +198,7 @@ class Node:
         while True:
             unit = self._units[await self._to_push.get()]
             try:
-                await self._line.ask(self._dataflow.push, self._as_push(unit))
+                await self._ask(self._dataflow.push, self._as_push(unit))
             except Refused as refusal:
                 _log.error("the group of unit %d is refused: %s", unit.lease.unit, refusal)
                 await self._give_up(unit.lease, f"its group was refused: {refusal}")
@@ -209,7 +216,7 @@ class Node:
     async def _give_up(self, lease: Lease, reason: str) -> None:
         """For another node, perhaps."""
         self._num_failures += 1
-        await self._line.ask(self._dataflow.release, Release(self._member.node, (_key(lease),), reason[:_MAX_REASON]))
+        await self._ask(self._dataflow.release, Release(self._member.node, (_key(lease),), reason[:_MAX_REASON]))
         self._forget(lease)
         if self._num_failures >= _MAX_FAILURES:
             raise UserError(f"{self._num_failures} units in a row could not be done; the last: {reason}")
@@ -223,7 +230,7 @@ class Node:
         while True:
             await asyncio.sleep(self._member.joined.lease_s / 3)
             held = dict(self._units)
-            answer = await self._line.ask(self._dataflow.renew, Renewal(self._member.node, self._member.life, tuple(held)))
+            answer = await self._ask(self._dataflow.renew, Renewal(self._member.node, self._member.life, tuple(held)))
             self._follower.hear(answer.policies)
             for key, unit in held.items():
                 # A group that is made is pushed all the same: who has the unit now need not be faster.
@@ -235,18 +242,18 @@ class Node:
 
     async def _show(self) -> None:
         while True:
-            waiting = "the dataflow does not answer" if self._line.is_silent else self._waiting
+            silent_s = time.monotonic() - min(self._asked, default=math.inf)
+            waiting = f"the dataflow has not answered for {silent_s:.0f} s" if silent_s > _SILENT_S else self._waiting
             self._board.show(self._follower.versions, self._num_rollouts, waiting)
             await asyncio.sleep(_TICK_S)
 
     async def _leave(self, reason: str) -> None:
         """Push what is done and give the rest back, as far as the dataflow answers in time."""
-        line, node = Line(_LAST_S), self._member.node
         made = [unit for unit in self._units.values() if unit.payload]
         left = tuple(key for key, unit in self._units.items() if not unit.payload)
-        words: list[Awaitable[Pushed | Done]] = [line.ask(self._dataflow.push, self._as_push(unit)) for unit in made]
+        words: list[Awaitable[Pushed | Done]] = [self._ask(self._dataflow.push, self._as_push(unit)) for unit in made]
         if left:
-            words.append(line.ask(self._dataflow.release, Release(node, left, reason)))
+            words.append(self._ask(self._dataflow.release, Release(self._member.node, left, reason)))
         try:
             async with asyncio.timeout(_LAST_S):
                 answers = await asyncio.gather(*words, return_exceptions=True)
@@ -255,8 +262,14 @@ class Node:
                 _log.error("a group or lease could not be handed over: %s", error)
         except TimeoutError:
             _log.error("%d groups and %d leases could not be handed over: no answer", len(made), len(left))
+
+    async def _ask(self, call: Callable[[_Q], _A], request: _Q) -> _A:
+        began = time.monotonic()
+        self._asked.append(began)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call, request)
         finally:
-            line.close()
+            self._asked.remove(began)
 
 
 class _BusyClock:
