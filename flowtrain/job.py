@@ -83,7 +83,7 @@ class Job:
 
     @classmethod
     def to_sample(cls, config: Config, world: World) -> Job:
-        """For who is given tasks and weights: without them, as far as no tokenizer has to be made of the tasks. The model has no weights."""
+        """For who is given tasks and weights, so that neither is loaded; only a new tokenizer has to be made of the tasks."""
         if config.model.path == "tiny":
             job = cls.prepare(config, world)
             job.model.to("meta")

@@ -28,7 +28,7 @@ class Follower:
     def __init__(
         self, engines: Mapping[str, Engine], stores: Mapping[str, Source], layouts: Mapping[str, str], patience_s: float = math.inf
     ) -> None:
-        """All by policy; a policy without a store is frozen, it has no version to follow. `patience_s`: until the first weights are there."""
+        """By policy; one without a store is frozen, it has no version to follow. `patience_s`: until the first weights are there."""
         self._engines, self._stores, self._layouts, self._patience_s = engines, stores, layouts, patience_s
         self._said: dict[str, int] = {}
         self._news = {policy: asyncio.Event() for policy in stores}
@@ -72,7 +72,7 @@ class Follower:
         return ""
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises UserError when the first weights do not come or cannot be loaded, EngineError when an engine fails."""
+        """Until it is cancelled. Raises UserError when the first weights do not come or cannot be loaded; EngineError."""
         async with asyncio.TaskGroup() as tasks:
             for policy in self._stores:
                 tasks.create_task(self._follow(policy))

@@ -68,7 +68,7 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         cleanup.callback(world.leave)
         job = Job.to_sample(config, world)
         cleanup.callback(job.close)
-        layouts = {name: policy.layout(getattr(torch, config.model.dtype)) for name, policy in job.policies.items()}
+        layouts: dict[str, str] = {name: policy.layout(getattr(torch, config.model.dtype)) for name, policy in job.policies.items()}
         engines = job.make_policy_engines(stores)
         for engine in engines.values():
             cleanup.callback(engine.close)
