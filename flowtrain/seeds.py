@@ -13,3 +13,8 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def derive_uniform(*parts: int | str) -> float:
+    """A number in [0, 1) from the parts, of 53 bits: what a float holds, so that none is rounded up to 1."""
+    return (derive_seed(*parts) >> 10) / 2**53

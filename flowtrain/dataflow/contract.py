@@ -99,7 +99,8 @@ class Leases:
     retry_after_s: float = 0.0
     """When to ask again if there are fewer than wanted."""
     reason: str = ""
-    """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done"."""
+    """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done", "curated" (the curator
+    admitted none of many tasks)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,105 @@
+"""What people and programs ask: how it goes, whether it adds up, and what the rules saw and decided."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from flowtrain.dataflow.ledger.audit import Audit, audited
+from flowtrain.dataflow.ledger.base import LedgerBase
+from flowtrain.dataflow.ledger.curation import Decision, Event, decisions, events
+from flowtrain.dataflow.ledger.room import standing
+from flowtrain.dataflow.ledger.sql import Transaction
+
+_RECENT_S = 60.0
+
+
+class Reports(LedgerBase):
+    def audit(self) -> Audit:
+        with self._database.read() as transaction:
+            return audited(transaction)
+
+    def events(self, after: int = 0) -> list[Event]:
+        """What the curator observes, in order: groups and new versions with greater numbers than `after`."""
+        with self._database.read() as transaction:
+            return list(events(transaction, after))
+
+    def decisions(self) -> list[Decision]:
+        """The curator's, in order."""
+        with self._database.read() as transaction:
+            return decisions(transaction)
+
+    def status(self) -> dict[str, Any]:
+        now = self._clock()
+        with self._database.read() as transaction:
+            units = {row.state: row.num for row in transaction.all("SELECT state, count(*) AS num FROM units GROUP BY state")}
+            endings = transaction.all("SELECT ending, count(*) AS num FROM leases WHERE ending <> '' GROUP BY ending ORDER BY ending")
+            recent = transaction.one(
+                "SELECT count(*) AS num, coalesce(sum(num_tokens), 0) AS tokens FROM groups WHERE pushed_s >= ?", now - _RECENT_S
+            )
+            decided = transaction.one("SELECT count(*) AS num, coalesce(sum(admitted), 0) AS admitted FROM decisions")
+            return {
+                "run": self.run,
+                "time_s": now,
+                "units": {state: units.get(state, 0) for state in ("leased", "waiting", "committed", "failed")},
+                "lost_leases": {row.ending: row.num for row in endings},
+                "groups_per_s": recent.num / _RECENT_S,
+                "tokens_per_s": float(recent.tokens) / _RECENT_S,
+                "tasks": {"asked": decided.num, "admitted": int(decided.admitted)},
+                "policies": {policy.name: self._policy(transaction, policy, now) for policy in standing(transaction)},
+                "nodes": {row.name: self._node(transaction, row, now) for row in _nodes(transaction)},
+            }
+
+    def _policy(self, transaction: Transaction, policy: Any, now: float) -> dict[str, Any]:
+        lengths = transaction.all(
+            "SELECT state, num_tokens, count(*) AS num FROM shares WHERE policy = ? GROUP BY state, num_tokens ORDER BY num_tokens",
+            policy.name,
+        )
+        newest = transaction.one("SELECT stats FROM batches WHERE policy = ? AND step = ?", policy.name, policy.newest)
+        return {
+            "state": "done" if policy.is_done else "live" if self._is_live(policy, now) else "silent",
+            "version": policy.version,
+            "step": policy.newest,
+            "checkpoint": policy.checkpoint,
+            "num_groups": policy.num_groups,
+            "max_staleness": policy.max_staleness,
+            "seen_s_ago": now - policy.seen_s,
+            "busy_s": policy.busy_s,
+            "waited_s": policy.waited_s,
+            "batch": json.loads(newest.stats) if newest else {},
+            "groups": {state: _lengths(lengths, state) for state in dict.fromkeys(row.state for row in lengths)},
+        }
+
+    def _node(self, transaction: Transaction, node: Any, now: float) -> dict[str, Any]:
+        leased = transaction.one("SELECT count(*) AS num FROM units WHERE state = 'leased' AND node = ?", node.name)
+        recent = transaction.one("SELECT count(*) AS num FROM groups WHERE node = ? AND pushed_s >= ?", node.name, now - _RECENT_S)
+        pushed = transaction.one("SELECT count(*) AS num FROM groups WHERE node = ?", node.name)
+        return {
+            "seen_s_ago": now - node.seen_s,
+            "joined_s_ago": now - node.joined_s,
+            "num_leased": leased.num,
+            "num_groups": pushed.num,
+            "groups_per_s": recent.num / _RECENT_S,
+            "versions": json.loads(node.versions),
+            "busy_s": node.busy_s,
+            "waited_s": node.waited_s,
+        }
+
+
+def _nodes(transaction: Transaction) -> list[Any]:
+    """The present life of each, with the seconds of all its lives."""
+    return transaction.all(
+        "SELECT n.name, n.seen_s, n.joined_s, n.versions, (SELECT sum(o.busy_s) FROM nodes o WHERE o.name = n.name) AS busy_s,"
+        " (SELECT sum(o.waited_s) FROM nodes o WHERE o.name = n.name) AS waited_s FROM nodes n WHERE n.is_current = 1 ORDER BY n.name"
+    )
+
+
+def _lengths(rows: list[Any], state: str) -> dict[str, Any]:
+    """How many groups, their tokens on average, and a histogram: {"256": 3} are 3 groups of 256 to 511 tokens."""
+    own = [row for row in rows if row.state == state]
+    histogram: dict[str, int] = {}
+    for row in own:
+        bucket = str(1 << row.num_tokens.bit_length() - 1) if row.num_tokens else "0"
+        histogram[bucket] = histogram.get(bucket, 0) + row.num
+    num = sum(row.num for row in own)
+    return {"num": num, "tokens_mean": sum(row.num * row.num_tokens for row in own) / num, "tokens": histogram}

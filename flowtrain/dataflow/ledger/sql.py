@@ -1,0 +1,245 @@
+"""SQL on SQLite or PostgreSQL through one door: transactions, `?` for values, rows as named tuples.
+
+SQLite lets one writer in at a time; on PostgreSQL many write at once, and statements say which rows they lock (`Transaction.lock`).
+What a person can mend (a full disk, a folder that is read-only) is a UserError that names the database, what passes is Unavailable.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import namedtuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.types import UserError
+
+WAIT_S = 30.0
+"""For a lock or a connection; then Unavailable."""
+_MAX_CONNECTIONS = 8
+
+
+class Transaction:
+    """Statements that come to pass together, or not at all."""
+
+    def __init__(self, cursor: Any, has_row_locks: bool) -> None:
+        self._cursor = cursor
+        self._has_row_locks = has_row_locks
+
+    def lock(self, table: str, *, skip: bool = False) -> str:
+        """The end of a SELECT that locks its rows of `table` until the transaction ends; `skip`: without those that others have locked."""
+        return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}" if self._has_row_locks else ""
+
+    def all(self, statement: str, *values: object) -> list[Any]:
+        self.run(statement, *values)
+        return self._cursor.fetchall()
+
+    def one(self, statement: str, *values: object) -> Any:
+        """The first row, or None."""
+        self.run(statement, *values)
+        return self._cursor.fetchone()
+
+    def run(self, statement: str, *values: object) -> int:
+        """Rows that it changed."""
+        self._cursor.execute(self._dialect(statement), values)
+        return self._cursor.rowcount
+
+    def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+        """Once per row of values."""
+        self._cursor.executemany(self._dialect(statement), list(rows))
+
+    def _dialect(self, statement: str) -> str:
+        return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
+
+
+def marks(values: Iterable[object]) -> str:
+    """Example: marks("abc") is "(?, ?, ?)", for `IN`."""
+    return f"({', '.join('?' for _ in values)})"
+
+
+class Database(Protocol):
+    name: str
+    """For people, without a password."""
+
+    def write(self) -> Any:
+        """A context that is a `Transaction`: done when it is left, undone by an exception."""
+
+    def read(self) -> Any:
+        """One that sees a single state of the database, and changes nothing."""
+
+    def close(self) -> None: ...
+
+
+def connect(database: str | Path) -> Database:
+    """`database` is a path or a `postgresql://` URL."""
+    text = str(database)
+    if text.startswith(("postgresql://", "postgres://")):
+        return PostgresDatabase(text)
+    if "://" in text:
+        raise UserError(f"database {text!r}: must be a path or start with postgresql://")
+    return SqliteDatabase(Path(text))
+
+
+class _Pool:
+    """Connections that are used by one transaction at a time and kept for the next."""
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """A transaction that an exception left is undone; after other errors than a refusal by closing the connection."""
+        if not self._slots.acquire(timeout=WAIT_S):
+            raise Unavailable(f"{_MAX_CONNECTIONS} requests to the database did not end in {WAIT_S:.0f} s")
+        try:
+            connection = self._idle.pop() if self._idle else self._connect()
+            try:
+                yield connection
+            except Refused:
+                connection.rollback()
+                self._idle.append(connection)
+                raise
+            except BaseException:
+                connection.close()
+                raise
+            self._idle.append(connection)
+        finally:
+            self._slots.release()
+
+    def _connect(self) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class SqliteDatabase(_Pool):
+    """A file with a write-ahead log; what was committed survives the machine's end (synchronous = FULL)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.name = str(path)
+        self._path = path
+        self._writing = threading.Lock()
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        # SQLite's own waiting polls; among the threads of a process a lock is fairer and faster.
+        if not self._writing.acquire(timeout=WAIT_S):
+            raise Unavailable(f"{self.name} was not free for writing in {WAIT_S:.0f} s")
+        try:
+            with self._transaction("BEGIN IMMEDIATE") as transaction:
+                yield transaction
+        finally:
+            self._writing.release()
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        with self._transaction("BEGIN") as transaction:
+            yield transaction
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Transaction]:
+        try:
+            with self._connection() as connection:
+                cursor = connection.cursor()
+                cursor.execute(begin)
+                yield Transaction(cursor, has_row_locks=False)
+                cursor.execute("COMMIT")
+        except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+            if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError):
+                raise
+            raise self._explained(error) from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+        connection.row_factory = _named
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _explained(self, error: sqlite3.Error) -> Exception:
+        code = getattr(error, "sqlite_errorname", "")
+        cures = {
+            "SQLITE_FULL": "free some space",
+            "SQLITE_READONLY": "make it writable, and its folder",
+            "SQLITE_CANTOPEN": "check that its folder exists and is writable",
+            "SQLITE_IOERR": "check its disk, and free some space",
+            "SQLITE_NOTADB": "name another file, or none that exists",
+            "SQLITE_CORRUPT": "bring back a copy of it",
+        }
+        if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
+        cure = next((cure for start, cure in cures.items() if code.startswith(start)), None)
+        return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else error
+
+
+@lru_cache
+def _row_type(names: tuple[str, ...]) -> Any:
+    return namedtuple("Row", names)
+
+
+def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
+    return _row_type(tuple(column[0] for column in cursor.description))._make(row)
+
+
+class PostgresDatabase(_Pool):
+    """A server that several services may use at once; what was committed is on its disk unless synchronous_commit says otherwise."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        try:
+            import psycopg
+            from psycopg import conninfo, errors, rows
+        except ImportError as error:
+            raise UserError("a PostgreSQL database needs psycopg: pip install 'flowtrain[postgres]'") from error
+        try:
+            conninfo.conninfo_to_dict(url)
+        except psycopg.ProgrammingError as error:
+            raise UserError(f"database {_without_password(url)!r}: {error}") from error
+        self.name = _without_password(url)
+        self._url = url
+        self._psycopg, self._rows = psycopg, rows
+        self._for_people = (errors.DiskFull, errors.ReadOnlySqlTransaction, errors.InsufficientPrivilege, errors.InvalidCatalogName)
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        with self._transaction("BEGIN") as transaction:
+            yield transaction
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        with self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY") as transaction:
+            yield transaction
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Transaction]:
+        try:
+            with self._connection() as connection:
+                cursor = connection.cursor()
+                cursor.execute(begin)
+                yield Transaction(cursor, has_row_locks=True)
+                cursor.execute("COMMIT")
+        except self._for_people as error:
+            raise UserError(f"cannot use the database {self.name}: {error}") from error
+        except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
+            raise Unavailable(f"the database {self.name} did not answer: {error}") from error
+
+    def _connect(self) -> Any:
+        # A peer that vanishes in the middle of a transaction must not keep its locks.
+        wait = f"{WAIT_S:.0f}s"
+        settings = {"lock_timeout": wait, "statement_timeout": wait, "idle_in_transaction_session_timeout": wait}
+        options = " ".join(f"-c {name}={value}" for name, value in settings.items())
+        return self._psycopg.connect(self._url, autocommit=True, connect_timeout=10, options=options, row_factory=self._rows.namedtuple_row)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", "@") if parts.password else parts.netloc).geturl()

@@ -1,0 +1,91 @@
+"""GRESO (arXiv 2506.02177): prompts whose last groups were all alike are mostly left out, for the next one will be alike too.
+
+For every prompt z counts its latest consecutive groups in which all rewards were the same, all high ("easy") or all low ("hard"); a
+group with differing rewards makes it 0, one of the other kind 1. The prompt is rolled out with probability max(p^z, floor), where p and
+floor are those of the kind; with z = 0 always, and never with less than the floor, so every prompt comes again. At each new version p goes
+down by `step` where the share of such groups since the last version reached its target, else up: as much is explored as the target
+allows. In the first epoch, which is over when some prompt has its second group, p stays as it is: no prompt could be left out yet.
+
+The paper has floors of 0.01, and counts groups that are nearly alike; the floors here are AstraFlow's, for a policy that gets better makes
+hard prompts worth another look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, validate_call
+
+from flowtrain.dataflow.rules.base import Outcome
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+LEAST, MOST = 0.05, 0.95
+"""Of p."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """Of prompts: easy or hard."""
+
+    chance: float
+    """p: of a prompt whose last group was of this kind."""
+    target: float
+    floor: float
+    num_new: int = 0
+    """Groups of this kind since the last version."""
+
+    def probability(self, streak: int) -> float:
+        return max(self.chance**streak, self.floor)
+
+    def adapt(self, num_groups: int, step: float) -> None:
+        """Explore less where `num_groups` held enough of this kind, more where they did not."""
+        change = -step if self.num_new >= self.target * num_groups else step
+        self.chance = min(max(self.chance + change, LEAST), MOST)
+
+
+class Greso:
+    @validate_call
+    def __init__(
+        self,
+        start: Share = 0.5,
+        step: Share = 0.01,
+        target_easy: Share = 1 / 12,
+        target_hard: Share = 1 / 6,
+        floor_easy: Share = 0.1,
+        floor_hard: Share = 0.4,
+    ) -> None:
+        """`start` is p before the first version; targets are shares of all groups, floors probabilities."""
+        self.easy = Kind(start, target_easy, floor_easy)
+        self.hard = Kind(start, target_hard, floor_hard)
+        self._step = step
+        self._streaks: dict[str, tuple[Kind, int]] = {}
+        self._num_new = 0
+        self._is_first_epoch = True
+
+    def admits(self, task_id: str, kind: str, draw: float) -> bool:
+        side, streak = self._streaks.get(task_id, (self.easy, 0))
+        return draw < side.probability(streak)
+
+    def observe(self, outcome: Outcome) -> None:
+        """A group of fewer than two rollouts says nothing."""
+        if len(outcome.rewards) < 2:
+            return
+        side, streak = self._streaks.get(outcome.task_id, (self.easy, 0))
+        self._is_first_epoch &= outcome.task_id not in self._streaks
+        self._num_new += 1
+        if outcome.is_mixed:
+            self._streaks[outcome.task_id] = (side, 0)
+            return
+        now = self.easy if outcome.rewards[0] >= 0.5 else self.hard
+        now.num_new += 1
+        self._streaks[outcome.task_id] = (now, streak + 1 if now is side else 1)
+
+    def on_version(self, version: int) -> None:
+        """Versions without a group between them change nothing."""
+        for side in (self.easy, self.hard):
+            if self._num_new and not self._is_first_epoch:
+                side.adapt(self._num_new, self._step)
+            side.num_new = 0
+        self._num_new = 0

@@ -1,0 +1,116 @@
+"""The rules by name: those of this package, and those that other packages bring through entry points.
+
+An entry point names a callable that takes the rule's options as keyword arguments and returns the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowtrain.config.dataflow import Dataflow
+from flowtrain.dataflow.rules.base import Curator, Filter, Selector
+from flowtrain.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Those of one run. The curator has a state: what it observed."""
+
+    curator: Curator
+    filter: Filter
+    selector: Selector
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One of the three places where a rule decides."""
+
+    key: str
+    """In [dataflow]; the options' key is this one with "_options" behind it."""
+    group: str
+    """Of entry points."""
+    built_in: Mapping[str, str]
+    methods: tuple[str, ...]
+    """What a rule has."""
+
+
+_CURATORS = _Point(
+    "curator",
+    "flowtrain.curators",
+    {"all": "all:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
+    ("admits", "observe", "on_version"),
+)
+_FILTERS = _Point("filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",))
+_SELECTORS = _Point(
+    "selector",
+    "flowtrain.selectors",
+    {"deadline": "deadline:EarliestDeadline", "arrival": "arrival:Arrival", "weighted": "weighted:Weighted"},
+    ("select",),
+)
+
+
+def load(options: Dataflow) -> Rules:
+    """The rules that the options name, new: with nothing observed. UserError for a name that nobody offers and for a bad option."""
+    return Rules(
+        curator=_make(_CURATORS, options.curator, options.curator_options),
+        filter=_make(_FILTERS, options.filter, options.filter_options),
+        selector=_make(_SELECTORS, options.selector, options.selector_options),
+    )
+
+
+def _make(point: _Point, name: str, options: Mapping[str, Any]) -> Any:
+    offered = _offered(point)
+    if name not in offered:
+        raise UserError(f"dataflow.{point.key}: no {point.key} {name!r}; there are {', '.join(offered)}")
+    entry = offered[name]
+    if entry.dist is None:
+        return _called(point, name, entry.load(), options)
+    try:
+        rule = _called(point, name, entry.load(), options)
+    except UserError:
+        raise
+    # Foreign code may fail in any way, and the traceback would show our lines before its own.
+    except Exception as error:
+        raise UserError(f"{point.key} {name!r} of package {_package(entry)} cannot be made: {type(error).__name__}: {error}") from error
+    if missing := [method for method in point.methods if not callable(getattr(rule, method, None))]:
+        raise UserError(
+            f"{point.key} {name!r} of package {_package(entry)} has no method {missing[0]}; it needs {', '.join(point.methods)}"
+        )
+    return rule
+
+
+def _called(point: _Point, name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    takes = signature(make).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in takes.values()) and (unknown := [key for key in options if key not in takes]):
+        raise UserError(f"dataflow.{point.key}_options: {name} knows no {unknown[0]!r}; it takes {', '.join(takes) or 'no options'}")
+    try:
+        return make(**options)
+    except ValidationError as error:
+        raise UserError(_explained(point, name, error)) from None
+
+
+def _explained(point: _Point, name: str, error: ValidationError) -> str:
+    """Example: dataflow.curator_options.floor_easy=0: Input should be greater than 0 (greso)."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, (f"dataflow.{point.key}_options", *first["loc"])))
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}={first['input']!r}: {message} ({name})"
+
+
+def _offered(point: _Point) -> dict[str, EntryPoint]:
+    """By name, built-in ones first."""
+    offered = {name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group) for name, value in point.built_in.items()}
+    for entry in sorted(entry_points(group=point.group), key=lambda entry: (entry.name, _package(entry))):
+        if (other := offered.setdefault(entry.name, entry)) != entry:
+            raise UserError(f"{point.key} {entry.name!r} is offered by {_package(other)} and by {_package(entry)}; uninstall one of them")
+    return offered
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "flowtrain itself"
