@@ -97,6 +97,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],  # for vLLM, which goes by the name
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
