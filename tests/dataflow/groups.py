@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Registe
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.rules import Rules
 from flowtrain.tasks import TaskCursor
-from flowtrain.types import Action, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import Action, Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
 
 TASKS = [Task(f"task-{number}", f"What is {number}?", (str(number),), "even" if number % 2 == 0 else "odd") for number in range(12)]
 LAYOUT = "layout-1"
@@ -44,25 +46,44 @@ def turn(spans: tuple[VersionSpan, ...], num_prompt: int = 5) -> Turn:
     )
 
 
-def group(task: Task, num: int = 2, version: int = 0, num_tokens: int = 4, rewards: tuple[float | None, ...] = (0.0, 1.0)) -> Group:
-    """A reward of None: that rollout failed."""
-    spans = (VersionSpan(0, num_tokens, version),) if num_tokens else ()
+def group(
+    task: Task,
+    num: int = 2,
+    version: int = 0,
+    num_tokens: int = 4,
+    rewards: tuple[float | None, ...] = (0.0, 1.0),
+    verifier: int | None = None,
+) -> Group:
+    """A reward of None: that rollout failed. `verifier`: the version of its tokens, where it is a policy."""
+    one = turn(_span(num_tokens, version))
+    if verifier is not None:
+        one = replace(one, verifier_call=Call((1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP))
     rollouts = tuple(
-        Trajectory(task, (turn(spans),), "answer", 0.1, seed, reward=reward, error="" if reward is not None else "generator: down")
+        Trajectory(task, (one,), "answer", 0.1, seed, reward=reward, error="" if reward is not None else "generator: down")
         for seed, reward in zip(range(num), rewards * num, strict=False)
     )
     return Group(0, rollouts)
 
 
-def options(**dataflow: Any) -> Config:
-    return Config.model_validate({"rollout": {"group_size": 2, "num_questions": 4}, "train": {"num_minibatches": 1}, "dataflow": dataflow})
+def _span(num_tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(0, num_tokens, version),) if num_tokens else ()
+
+
+def options(both: bool = False, **dataflow: Any) -> Config:
+    """`both`: the verifier is a policy, too."""
+    own = {"roles": {"verifier": "own"}} if both else {}
+    rollout = {"group_size": 2, "num_questions": 4}
+    return Config.model_validate({"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own})
 
 
 def ledger(
-    database: str | Path, clock: Callable[[], float] | None = None, make_rules: Callable[[], Rules] | None = None, **dataflow: Any
+    database: str | Path,
+    clock: Callable[[], float] = time.time,
+    make_rules: Callable[[], Rules] | None = None,
+    both: bool = False,
+    **dataflow: Any,
 ) -> Ledger:
-    clocks = {} if clock is None else {"clock": clock}
-    return Ledger(database, options(**dataflow), TaskCursor(TASKS, 0), make_rules, **clocks)
+    return Ledger(database, options(both, **dataflow), TaskCursor(TASKS, 0), make_rules, clock)
 
 
 def planner(num_groups: int = 4, max_staleness: int = 1, step: int = 0, policy: str = "planner") -> Register:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import PolicyState
+from flowtrain.dataflow.contract import PolicyState, Refused
 from flowtrain.dataflow.ledger.curation import Fold
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import Transaction, connect
@@ -100,6 +100,13 @@ class LedgerBase:
 
 def states(policies: Sequence[Any]) -> Mapping[str, PolicyState]:
     return {row.name: PolicyState(row.version, row.store, row.layout) for row in policies}
+
+
+def seconds(value: float) -> float:
+    """Of what a node or trainer says it did; raises Refused for what no clock shows."""
+    if not 0 <= value <= 1e9:
+        raise Refused(f"{value} is no number of seconds")
+    return value
 
 
 def _fixed(config: Config) -> str:

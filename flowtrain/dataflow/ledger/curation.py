@@ -82,7 +82,7 @@ def number_groups(transaction: Transaction, num_events: int) -> int:
 
 
 def events(transaction: Transaction, after: int) -> Iterator[Event]:
-    """Those with greater numbers; of versions, the planner's or, where it is not trained, those of the policy that was registered first."""
+    """Those with greater numbers; versions are those of the policy that was registered first."""
     groups = transaction.all(
         "SELECT g.event, g.unit, g.rewards, g.num_tokens, u.task_id, u.kind FROM groups g JOIN units u ON u.id = g.unit WHERE g.event > ?",
         after,

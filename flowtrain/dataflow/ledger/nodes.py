@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import PROTOCOL, Done, Join, Joined, Lease, LeaseRequest, Leases, Refused, Release, Renewal, Renewed
-from flowtrain.dataflow.ledger.base import LedgerBase, states
+from flowtrain.dataflow.ledger.base import LedgerBase, seconds, states
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.room import drop_surplus, room_of, sampled_version, standing
 from flowtrain.dataflow.ledger.sql import Transaction, marks
@@ -28,8 +28,9 @@ class NodeRequests(LedgerBase):
     def join(self, request: Join) -> Joined:
         if request.protocol != PROTOCOL:
             raise Refused(f"the node speaks protocol {request.protocol}, this service {PROTOCOL}: install the same flowtrain on both")
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", request.node):
-            raise Refused(f"node {request.node!r}: a name has 1 to 100 letters, digits, '.', '_' and '-'")
+        for name in (request.node, request.life):
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
+                raise Refused(f"node {name[:100]!r}: a name has 1 to 100 letters, digits, '.', '_' and '-', and so has a life")
         with self._alone() as (transaction, meta):
             policies = transaction.all("SELECT * FROM policies")
             _check_layouts(request.node, request.layouts, policies)
@@ -41,7 +42,7 @@ class NodeRequests(LedgerBase):
         """A new life; leases of the last one end."""
         now = self._clock()
         transaction.run("UPDATE nodes SET is_current = 0 WHERE name = ?", request.node)
-        life = (request.node, request.life, 1, now, now, json.dumps(dict(request.layouts)), "{}", "", 0.0, 0.0)
+        life = (request.node, request.life, 1, now, now, self._own(request.layouts), "{}", "", 0.0, 0.0)
         transaction.run(f"INSERT INTO nodes VALUES {marks(life)}", *life)
         lock = transaction.lock("units")
         held = transaction.all(f"SELECT id, attempt FROM units WHERE state = 'leased' AND node = ? ORDER BY id {lock}", request.node)
@@ -50,6 +51,8 @@ class NodeRequests(LedgerBase):
     def lease(self, request: LeaseRequest) -> Leases:
         if not 1 <= request.num <= MAX_UNITS:
             raise Refused(f"num={request.num}: a node may ask for 1 to {MAX_UNITS} units")
+        if len(request.key) > 100:
+            raise Refused(f"the key of a request has at most 100 characters, this one {len(request.key)}")
         now = self._clock()
         with self._fold.turn(), self._alone() as (transaction, meta):
             node = self._heard(transaction, request, now)
@@ -77,10 +80,10 @@ class NodeRequests(LedgerBase):
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?, waited_s = waited_s + ?"
             " WHERE name = ? AND life = ?",
             now,
-            json.dumps(dict(request.versions)),
+            self._own(request.versions),
             request.key,
-            request.busy_s if is_new else 0.0,
-            request.waited_s if is_new else 0.0,
+            seconds(request.busy_s) if is_new else 0.0,
+            seconds(request.waited_s) if is_new else 0.0,
             request.node,
             request.life,
         )
@@ -155,6 +158,10 @@ class NodeRequests(LedgerBase):
             request.key,
         )
         return [self._lease(row.unit, row.attempt, row.position, unpack(bytes(row.task), Task)) for row in rows]
+
+    def _own(self, by_policy: Mapping[str, object]) -> str:
+        """Without what is said of policies that the flow has not."""
+        return json.dumps({policy: by_policy[policy] for policy in self._config.policy_names if policy in by_policy})
 
     def renew(self, request: Renewal) -> Renewed:
         """A lease that ran out without another one having been given since goes on, too."""

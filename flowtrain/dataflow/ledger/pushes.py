@@ -18,7 +18,7 @@ _NOTHING = Trained(0, 0, 0)
 class PushRequests(LedgerBase):
     def push(self, request: Push) -> Pushed:
         """Welcome after the lease has run out, too, as long as no other node was faster."""
-        group = unpack_group(request.payload)
+        summary = summarise(unpack_group(request.payload), self._config.rollout.group_size, self._config.policy_names)
         with self._database.write() as transaction:
             unit = transaction.one(
                 "SELECT u.*, l.node AS leased_to FROM units u LEFT JOIN leases l ON l.unit = u.id AND l.attempt = ?"
@@ -28,7 +28,8 @@ class PushRequests(LedgerBase):
             )
             if unit is None or unit.leased_to != request.node:
                 raise Refused(f"unit {request.unit} was not leased to {request.node!r} in attempt {request.attempt}")
-            summary = summarise(group, unit.task_id, self._config.rollout.group_size)
+            if summary.task_id != unit.task_id:
+                raise Refused(f"unit {unit.id} is of task {unit.task_id!r}, the group of {summary.task_id!r}")
             if unit.state == "committed":
                 return Pushed("duplicate")
             self._commit(transaction, request, unit, summary)

@@ -107,6 +107,7 @@ class _Pool:
                 raise
             except BaseException:
                 connection.close()
+                self.close()  # what ended this connection may have ended the others
                 raise
             self._idle.append(connection)
         finally:
@@ -153,9 +154,9 @@ class SqliteDatabase(_Pool):
                 cursor.execute(begin)
                 yield Transaction(cursor, has_row_locks=False)
                 cursor.execute("COMMIT")
-        except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
-            if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError):
-                raise
+        except OverflowError as error:
+            raise Refused(f"a number has more than 64 bits: {error}") from error
+        except sqlite3.DatabaseError as error:
             raise self._explained(error) from error
 
     def _connect(self) -> sqlite3.Connection:
@@ -227,6 +228,8 @@ class PostgresDatabase(_Pool):
                 cursor.execute(begin)
                 yield Transaction(cursor, has_row_locks=True)
                 cursor.execute("COMMIT")
+        except self._psycopg.DataError as error:
+            raise Refused(f"the database takes no such value: {error}") from error
         except self._for_people as error:
             raise UserError(f"cannot use the database {self.name}: {error}") from error
         except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Group, Trajectory, Turn, VersionSpan
+from flowtrain.types import Call, Group, PolicyName, Trajectory, calls_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,50 +21,51 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    task_id: str
     rewards: tuple[float, ...]
     """Of the rollouts that finished."""
     num_tokens: int
     """Sampled ones."""
-    trained: dict[str, Trained]
+    trained: dict[PolicyName, Trained]
     """By policy; without those that have no token to train."""
 
 
-def summarise(group: Group, task_id: str, group_size: int) -> Summary:
-    """Raises Refused when it is not a group of `group_size` rollouts of that task, scored or failed, that can be trained."""
+def summarise(group: Group, group_size: int, policies: Sequence[PolicyName]) -> Summary:
+    """Raises Refused when it is not a group of `group_size` rollouts of one task, scored or failed, that can be trained."""
     if len(group.trajectories) != group_size:
         raise Refused(f"the group has {len(group.trajectories)} rollouts, this run's have {group_size}")
+    task = group.trajectories[0].task
     for trajectory in group.trajectories:
-        if trajectory.task.id != task_id:
-            raise Refused(f"the unit's task is {task_id!r}, a rollout is of {trajectory.task.id!r}")
+        if trajectory.task != task:
+            raise Refused(f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}")
         if not trajectory.error and (trajectory.reward is None or not isfinite(trajectory.reward)):
             raise Refused(f"a rollout has the reward {trajectory.reward}: it must be scored, or say why it failed")
-    trained: dict[str, Trained] = {}
+    trained: dict[PolicyName, Trained] = {}
     for trajectory in group.finished:
-        for policy, found in _trained(trajectory):
+        for policy, found in _trained(trajectory, policies):
             trained[policy] = _joined(trained[policy], found) if policy in trained else found
     rewards = tuple(float(trajectory.reward or 0) for trajectory in group.finished)
-    return Summary(rewards, sum(trajectory.num_sampled_tokens for trajectory in group.trajectories), trained)
+    return Summary(task.id, rewards, sum(trajectory.num_sampled_tokens for trajectory in group.trajectories), trained)
 
 
-def _trained(trajectory: Trajectory) -> Iterator[tuple[str, Trained]]:
+def _trained(trajectory: Trajectory, policies: Sequence[PolicyName]) -> Iterator[tuple[PolicyName, Trained]]:
     """Of each turn and policy that sampled in it."""
     for turn in trajectory.turns:
-        for policy, num_tokens, logprobs, spans in _calls(turn):
-            if len(logprobs) != num_tokens or not all(map(isfinite, logprobs)):
-                raise Refused(f"a response of {policy} has {num_tokens} tokens and needs as many finite log-probs")
-            if num_tokens:
-                _check_spans(policy, num_tokens, spans)
-                versions = [span.version for span in spans]
-                yield policy, Trained(num_tokens, min(versions), max(versions))
+        for policy in policies:
+            call = calls_of(turn, policy)
+            if call is None or not call.response_ids:
+                continue
+            _check(policy, call)
+            versions = [span.version for span in call.spans]
+            yield policy, Trained(len(call.response_ids), min(versions), max(versions))
 
 
-def _calls(turn: Turn) -> Iterator[tuple[str, int, tuple[float, ...], tuple[VersionSpan, ...]]]:
-    yield "planner", len(turn.response_ids), turn.response_logprobs, turn.spans
-
-
-def _check_spans(policy: str, num_tokens: int, spans: tuple[VersionSpan, ...]) -> None:
-    end = 0
-    for span in spans:
+def _check(policy: str, call: Call) -> None:
+    """A log-prob per token, and spans that cover each token once."""
+    num_tokens, end = len(call.response_ids), 0
+    if len(call.logprobs) != num_tokens or not all(map(isfinite, call.logprobs)):
+        raise Refused(f"a response of {policy} has {num_tokens} tokens and needs as many finite log-probs")
+    for span in call.spans:
         if span.start != end or span.end <= span.start or span.version < 0:
             break
         end = span.end

@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 from flowtrain.dataflow.contract import Batch, BatchRequest, Done, Progress, Refused, Register, Registered, Served
-from flowtrain.dataflow.ledger.base import LedgerBase
+from flowtrain.dataflow.ledger.base import LedgerBase, seconds
 from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.dataflow.rules import reused
 from flowtrain.seeds import derive_seed
 
-POLICIES = ("planner", "verifier")
 MAX_WAIT_S = 30.0
 _POLL_S = 0.25
 """Groups that were pushed through another process are found so late at most."""
@@ -47,8 +46,8 @@ class TrainerRequests(LedgerBase):
         return Registered(meta.run, request.step if old is None else max(old.newest, request.step))
 
     def _check(self, request: Register) -> None:
-        if request.policy not in POLICIES:
-            raise Refused(f"policy {request.policy!r}: there are {' and '.join(POLICIES)}")
+        if request.policy not in self._config.policy_names:
+            raise Refused(f"policy {request.policy!r}: this run's flow has {' and '.join(self._config.policy_names)}")
         if request.num_groups < 1 or request.max_staleness < 0 or request.step < 0:
             raise Refused(f"{request}: num_groups is at least 1, max_staleness and step are at least 0")
         if 0 < self._options.max_waiting < request.num_groups:
@@ -131,6 +130,7 @@ class TrainerRequests(LedgerBase):
                     f"{policy.name} cannot have version {request.version} and a checkpoint of step {request.checkpoint}:"
                     f" {policy.newest} batches have been put together"
                 )
+            busy_s, waited_s = seconds(request.busy_s), seconds(request.waited_s)
             is_news = request.version > policy.version or (request.is_done and not policy.is_done)
             transaction.run(
                 "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?, seen_s = ?, busy_s = busy_s + ?,"
@@ -140,8 +140,8 @@ class TrainerRequests(LedgerBase):
                 max(request.checkpoint, policy.checkpoint),
                 int(request.is_done or policy.is_done),
                 self._clock(),
-                request.busy_s if is_news else 0.0,
-                request.waited_s if is_news else 0.0,
+                busy_s if is_news else 0.0,
+                waited_s if is_news else 0.0,
                 policy.name,
             )
             if request.version > policy.top_version and policy.number == 1:

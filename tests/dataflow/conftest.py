@@ -1,0 +1,84 @@
+"""Databases for the tests: an SQLite file, or a database of a PostgreSQL server that the tests start for themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
+class PostgresServer:
+    """On a Unix socket in a folder of its own. Without fsync: the tests kill processes, not machines."""
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self.folder = folder
+        self._programs = programs
+        # The server refuses to run as root; where the tests do, it runs as the user that its package made.
+        self._user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        if self._user:
+            shutil.chown(folder, "postgres")
+        self._run("initdb", "--pgdata", self._data, "--auth", "trust", "--username", "flowtrain", "--no-sync", "--encoding", "UTF8")
+        self._start("start")
+
+    @property
+    def _data(self) -> str:
+        return str(self.folder / "data")
+
+    def _start(self, *how: str) -> None:
+        options = f"-k {self.folder} -c listen_addresses='' -c fsync=off -c max_connections=50 -c shared_buffers=16MB"
+        self._run("pg_ctl", "--pgdata", self._data, "--wait", "--log", str(self.folder / "log"), "--options", options, *how)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [*self._user, str(self._programs / program), *arguments], cwd="/", capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{program}: {done.stdout}{done.stderr}"
+
+    def restart(self) -> None:
+        """As after a crash: connections break, transactions in progress are undone."""
+        self._start("restart", "--mode", "immediate")
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "--pgdata", self._data, "--wait", "stop", "--mode", "immediate")
+
+    def url(self, name: str) -> str:
+        return f"postgresql://flowtrain@/{name}?host={self.folder}"
+
+    def execute(self, statement: str) -> None:
+        import psycopg
+
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(statement)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    if not _INSTALLED:
+        pytest.skip("no PostgreSQL server is installed (apt-get install postgresql)")
+    # Not pytest's folder: the user of the server could not enter it, and paths of sockets are short.
+    with tempfile.TemporaryDirectory(prefix="flowtrain-pg-") as folder:
+        server = PostgresServer(Path(folder), _INSTALLED[-1].parent)
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def postgres(postgres_server: PostgresServer, request: pytest.FixtureRequest) -> Iterator[str]:
+    """URL of an empty database."""
+    name = f"test_{abs(hash(request.node.nodeid)) % 10**9}"
+    postgres_server.execute(f"CREATE DATABASE {name}")
+    yield postgres_server.url(name)
+    postgres_server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Path or URL of an empty database."""
+    return str(tmp_path / "ledger.db") if request.param == "sqlite" else request.getfixturevalue("postgres")

@@ -1,0 +1,618 @@
+"""What the ledger answers, one rule after the other, on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from groups import LAYOUT, TASKS, Clock, group, joined, lease, ledger, options, planner, push, turn
+
+from flowtrain.dataflow.codec import pack_group, unpack_group
+from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Refused, Register, Release, Renewal
+from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.base import TaskOrder
+from flowtrain.dataflow.rules import Outcome, Rules
+from flowtrain.dataflow.rules.all import AllGroups
+from flowtrain.dataflow.rules.deadline import EarliestDeadline
+from flowtrain.seeds import derive_seed
+from flowtrain.tasks import TaskCursor
+from flowtrain.types import Group, Task, VersionSpan
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def flow(database: str, clock: Clock) -> Iterator[Ledger]:
+    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined."""
+    flow = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
+    joined(flow)
+    flow.register(planner())
+    yield flow
+    assert flow.audit().problems == ()
+    flow.close()
+
+
+def batch(flow: Ledger, step: int, policy: str = "planner") -> list[int]:
+    return [served.unit for served in flow.batch(BatchRequest(policy, step)).groups]
+
+
+def trained(flow: Ledger, version: int, checkpoint: int = 0) -> None:
+    flow.progress(Progress("planner", version, checkpoint))
+
+
+# ---- nodes
+
+
+def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledger) -> None:
+    leases = lease(flow, 6)
+    cursor = TaskCursor(TASKS, 0)
+    assert [each.task for each in leases] == [*cursor.take(4), *cursor.take(4)[:2]]
+    assert [(each.unit, each.attempt, each.index) for each in leases] == [(unit, 1, unit - 1) for unit in range(1, 7)]
+    assert [each.seed for each in leases] == [derive_seed(0, "unit", unit) for unit in range(1, 7)]
+
+
+def test_a_task_order_is_the_same_from_anywhere() -> None:
+    cursor = TaskCursor(TASKS, 3)
+    in_order = [task for _ in range(10) for task in cursor.take(4)]
+    order = TaskOrder(TaskCursor(TASKS, 3), 4)
+    assert [order[place] for place in (39, 0, 17, 16, 23, 5)] == [in_order[place] for place in (39, 0, 17, 16, 23, 5)]
+
+
+def test_a_request_sent_again_gets_the_same_leases(flow: Ledger) -> None:
+    first = lease(flow, 3, key="k1")
+    assert lease(flow, 3, key="k1") == first
+    assert push(flow, first[0]) == "committed"
+    assert lease(flow, 3, key="k1") == first, "as it was answered, whatever has happened since"
+    assert [each.unit for each in lease(flow, 2, key="k2")] == [4, 5]
+
+
+def test_busy_seconds_of_a_request_sent_again_count_once(flow: Ledger) -> None:
+    for _ in range(3):
+        flow.lease(LeaseRequest("n1", "a", 1, busy_s=2.0, waited_s=1.0, key="k1"))
+    flow.lease(LeaseRequest("n1", "a", 1, busy_s=0.5, key="k2"))
+    node = flow.status()["nodes"]["n1"]
+    assert (node["busy_s"], node["waited_s"]) == (2.5, 1.0)
+
+
+def test_a_lease_that_ran_out_goes_to_another_node_first_of_all(flow: Ledger, clock: Clock) -> None:
+    joined(flow, "n2")
+    old = lease(flow, 2)
+    clock.now += 59
+    assert [each.unit for each in lease(flow, 1, "n2")] == [3]
+    clock.now += 2
+    again = lease(flow, 3, "n2")
+    assert [(each.unit, each.attempt) for each in again] == [(1, 2), (2, 2), (4, 1)]
+    assert [each.seed for each in again[:2]] == [each.seed for each in old]
+
+
+def test_renewal_keeps_a_lease_and_tells_which_are_lost(flow: Ledger, clock: Clock) -> None:
+    joined(flow, "n2")
+    kept, lost, late = lease(flow, 3)
+    clock.now += 50
+    assert flow.renew(Renewal("n1", "a", ((kept.unit, 1),))).lost == ()
+    clock.now += 20
+    assert [each.unit for each in lease(flow, 1, "n2")] == [lost.unit]
+    renewed = flow.renew(Renewal("n1", "a", tuple((each.unit, 1) for each in (kept, lost, late))))
+    assert renewed.lost == (lost.unit,), "nobody has taken the other one that ran out, so it goes on"
+    assert [each.unit for each in lease(flow, 1, "n2")] == [4]
+    assert flow.renew(Renewal("n1", "another life", ((kept.unit, 1),))).lost == (kept.unit,)
+
+
+def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
+    joined(flow, "n2")
+    first = lease(flow, 2)
+    joined(flow, "n1", "a")
+    assert flow.status()["units"]["leased"] == 2, "the same life joins again: nothing ends"
+    joined(flow, "n1", "b")
+    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [(first[0].unit, 2), (first[1].unit, 2)]
+    with pytest.raises(Refused, match="another process has joined by its name"):
+        lease(flow, 1, "n1", "a")
+    joined(flow, "n1", "a")  # late, from the life that has ended
+    assert len(lease(flow, 1, "n1", "b")) == 1
+    assert flow.renew(Renewal("n1", "a", ((first[0].unit, 1),))).lost == (first[0].unit,)
+    assert push(flow, first[0]) == "committed", "what the old life has done is not thrown away"
+
+
+def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
+    joined(flow, "n2")
+    first, second = lease(flow, 2)
+    flow.release(Release("n2", ((first.unit, 1),)))
+    flow.release(Release("n1", ((first.unit, 2), (second.unit, 1)), "no engine"))
+    flow.release(Release("n1", ((second.unit, 1),), "no engine"))
+    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [(second.unit, 2), (3, 1)]
+    flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
+    assert flow.status()["units"]["leased"] == 3
+    assert flow.status()["lost_leases"] == {"released: no engine": 1}
+
+
+def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
+    unit = 0
+    for attempt in (1, 2, 3):
+        (each,) = lease(flow)
+        assert (each.unit, each.attempt) == (1, attempt)
+        unit = each
+        clock.now += 61
+        flow.progress(Progress("planner", 0, 0))
+    assert [each.unit for each in lease(flow)] == [2]
+    assert flow.status()["units"] == {"leased": 1, "waiting": 0, "committed": 0, "failed": 1}
+    assert push(flow, unit) == "committed", "better late than never"
+
+
+# ---- pushes
+
+
+def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
+    joined(flow, "n2")
+    (mine,) = lease(flow)
+    clock.now += 61
+    (yours,) = lease(flow, node="n2")
+    assert push(flow, mine, rewards=(1.0, 1.0)) == "committed"
+    assert push(flow, yours, node="n2") == "duplicate"
+    assert push(flow, mine) == "duplicate"
+    assert [event.outcome.rewards for event in flow.events() if event.outcome] in ([], [(1.0, 1.0)])
+    for _ in range(3):
+        push(flow, lease(flow)[0])
+    served = flow.batch(BatchRequest("planner", 1)).groups
+    assert [each.reward for each in unpack_group(served[0].payload).trajectories] == [1.0, 1.0]
+
+
+def _unscored(task: Task) -> Group:
+    whole = group(task)
+    return replace(whole, trajectories=(replace(whole.trajectories[0], reward=None), whole.trajectories[1]))
+
+
+def _with_turn(task: Task, spans: tuple[VersionSpan, ...] = (VersionSpan(0, 4, 0),), logprobs: tuple[float, ...] = (-0.5,) * 4) -> Group:
+    whole = group(task)
+    one = replace(whole.trajectories[1].turns[0], spans=spans, response_logprobs=logprobs)
+    return replace(whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,))))
+
+
+def _of_two_tasks(task: Task) -> Group:
+    other = next(each for each in TASKS if each != task)
+    return replace(group(task), trajectories=group(task).trajectories[:1] + group(other).trajectories[:1])
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda task: group(next(each for each in TASKS if each != task)), "is of task"),
+        (lambda task: group(task, num=3), "has 3 rollouts, this run's have 2"),
+        (lambda task: group(task, rewards=(float("nan"), 1.0)), "reward nan"),
+        (_unscored, "must be scored"),
+        (lambda task: group(task, version=1), "version 1 of planner has not been made"),
+        (lambda task: _with_turn(task, spans=(VersionSpan(0, 2, 0), VersionSpan(3, 4, 0))), "spans must cover"),
+        (lambda task: _with_turn(task, spans=(VersionSpan(0, 3, 0),)), "spans must cover"),
+        (lambda task: _with_turn(task, spans=(VersionSpan(0, 4, -1),)), "spans must cover"),
+        (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "finite log-probs"),
+        (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "finite log-probs"),
+        (_of_two_tasks, "rollouts of one group"),
+    ],
+)
+def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Ledger, make: Callable[[Task], Group], why: str) -> None:
+    (each,) = lease(flow)
+    with pytest.raises(Refused, match=why):
+        flow.push(Push("n1", each.unit, 1, pack_group(make(each.task))))
+    assert push(flow, each) == "committed"
+
+
+@pytest.mark.parametrize(("node", "unit", "attempt"), [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))])
+def test_who_was_not_leased_a_unit_does_not_push_it(flow: Ledger, node: str, unit: int, attempt: int) -> None:
+    (each,) = lease(flow)
+    with pytest.raises(Refused, match="was not leased to|64 bits"):
+        flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
+    with pytest.raises(Refused, match="malformed group"):
+        flow.push(Push("n1", each.unit, 1, b"nonsense"))
+    assert push(flow, each) == "committed"
+
+
+def test_what_cannot_be_trained_never_waits_for_a_batch(flow: Ledger) -> None:
+    leases = lease(flow, 6)
+    push(flow, leases[0], rewards=(None, None))
+    push(flow, leases[1], num_tokens=0)
+    for each in leases[2:5]:
+        push(flow, each)
+    assert flow.batch(BatchRequest("planner", 1)).num_missing == 1
+    push(flow, leases[5], rewards=(None, 1.0))
+    answer = flow.batch(BatchRequest("planner", 1))
+    assert [served.unit for served in answer.groups] == [3, 4, 5, 6]
+    assert answer.stats["num_empty"] == 2
+
+
+def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
+    flow = ledger(database, Clock(), filter="mixed")
+    joined(flow)
+    flow.register(planner(num_groups=2))
+    for each, rewards in zip(lease(flow, 4), [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)], strict=True):
+        push(flow, each, rewards=rewards, num_tokens=3)
+    answer = flow.batch(BatchRequest("planner", 1))
+    assert ([each.unit for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
+    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {"num": 2, "tokens_mean": 6.0, "tokens": {"4": 2}}
+    assert flow.audit().problems == ()
+
+
+# ---- batches and staleness
+
+
+def test_a_batch_is_put_together_once_for_all_ranks(flow: Ledger) -> None:
+    leases = lease(flow, 8)
+    assert flow.batch(BatchRequest("planner", 1)).num_missing == 4
+    for each in leases[:6]:
+        push(flow, each)
+    whole = flow.batch(BatchRequest("planner", 1))
+    push(flow, leases[6])
+    assert flow.batch(BatchRequest("planner", 1)) == whole, "stats and all"
+    assert whole.num_missing == 0
+    ranks = [flow.batch(BatchRequest("planner", 1, rank, 3)).groups for rank in range(3)]
+    assert [[each.place for each in rank] for rank in ranks] == [[0, 3], [1], [2]]
+    assert sorted((each for rank in ranks for each in rank), key=lambda each: each.place) == list(whole.groups)
+    assert [unpack_group(each.payload) for each in whole.groups] == [group(each.task) for each in leases[:4]]
+    for step in (0, 3):
+        with pytest.raises(Refused, match="a batch of steps 1 to 2 can be had"):
+            flow.batch(BatchRequest("planner", step))
+
+
+def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
+    """Step 3 trains version 2; with max_staleness 1 it takes tokens of versions 1 and 2, and none of version 0."""
+    for each in lease(flow, 8):
+        push(flow, each)
+    assert batch(flow, 1) == [1, 2, 3, 4]
+    trained(flow, 1)
+    old = lease(flow, 4)
+    assert batch(flow, 2) == [5, 6, 7, 8]
+    trained(flow, 2)
+    for number, each in enumerate(old):
+        push(flow, each, version=0 if number < 2 else 1, num_tokens=100 if number < 2 else 4)
+    assert flow.batch(BatchRequest("planner", 3)).num_missing == 2
+    for each in lease(flow, 2):
+        push(flow, each, version=2)
+    answer = flow.batch(BatchRequest("planner", 3))
+    assert [each.unit for each in answer.groups] == [11, 12, 13, 14]
+    assert {name: answer.stats[name] for name in ("num_stale", "stale_tokens_mean", "served_tokens_mean", "staleness_max")} == {
+        "num_stale": 2,
+        "stale_tokens_mean": 200.0,
+        "served_tokens_mean": 8.0,
+        "staleness_max": 1,
+    }
+    assert answer.stats["staleness_mean"] == 0.5
+
+
+def test_the_oldest_token_of_a_group_decides(flow: Ledger) -> None:
+    for each in lease(flow, 8):
+        push(flow, each)
+    batch(flow, 1)
+    trained(flow, 1)
+    (each,) = lease(flow)
+    batch(flow, 2)
+    trained(flow, 2)
+    whole = group(each.task, version=2)
+    mixed = turn((VersionSpan(0, 3, 2), VersionSpan(3, 4, 0)))
+    rollouts = (whole.trajectories[0], replace(whole.trajectories[1], turns=(*whole.trajectories[1].turns, mixed)))
+    flow.push(Push("n1", each.unit, 1, pack_group(replace(whole, trajectories=rollouts))))
+    assert flow.batch(BatchRequest("planner", 3)).num_missing == 4
+    assert flow.status()["policies"]["planner"]["groups"]["stale"]["num"] == 1
+
+
+def test_leases_stop_where_what_they_bring_could_not_be_trained_in_time(flow: Ledger) -> None:
+    joined(flow, "n2")
+    answer = flow.lease(LeaseRequest("n1", "a", 20))
+    assert (len(answer.leases), answer.reason) == (8, "full")
+    assert answer.retry_after_s > 0
+    for each in answer.leases:
+        push(flow, each)
+    assert lease(flow, 1, "n2") == []
+    batch(flow, 1)
+    assert lease(flow, 1) == [], "4 wait for step 2; a fifth could be trained by step 3, if version 1 or newer had sampled it"
+    trained(flow, 1)
+    assert lease(flow, 5, versions={"planner": 0}) == [], "a node that has not pulled it yet"
+    assert len(lease(flow, 5, versions={"planner": 1})) == 4
+    batch(flow, 2)
+    trained(flow, 2)
+    assert len(lease(flow, 9)) == 4
+
+
+def test_max_waiting_bounds_what_waits_and_is_under_way(database: str) -> None:
+    flow = ledger(database, Clock(), max_waiting=5)
+    joined(flow)
+    with pytest.raises(Refused, match=r"dataflow\.max_waiting=5 must be at least the 6 groups of a batch"):
+        flow.register(planner(num_groups=6))
+    flow.register(planner(num_groups=2))
+    leases = lease(flow, 20)
+    assert len(leases) == 5
+    push(flow, leases[0])
+    push(flow, leases[1])
+    assert lease(flow, 1) == []
+    batch(flow, 1)
+    assert len(lease(flow, 20)) == 2
+
+
+def test_without_a_live_trainer_nothing_is_leased(database: str, clock: Clock) -> None:
+    flow = ledger(database, clock)
+    joined(flow)
+    assert flow.lease(LeaseRequest("n1", "a", 1)).reason == "no trainer"
+    flow.register(planner())
+    assert len(lease(flow)) == 1
+    clock.now += 121
+    assert flow.lease(LeaseRequest("n1", "a", 1)).reason == "no trainer"
+    flow.batch(BatchRequest("planner", 1))
+    assert len(lease(flow)) == 1, "asking for a batch is a sign of life"
+    flow.progress(Progress("planner", 0, 0, is_done=True))
+    assert flow.lease(LeaseRequest("n1", "a", 1)).reason == "done"
+    flow.register(planner())
+    assert len(lease(flow)) == 1
+
+
+def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
+    flow = ledger(database, Clock(), replay_share=0.5)
+    joined(flow)
+    flow.register(planner(num_groups=4, max_staleness=2))
+    for each in lease(flow, 8):
+        push(flow, each)
+    assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
+    trained(flow, 1)
+    second = flow.batch(BatchRequest("planner", 2))
+    assert [(each.unit, each.is_replay) for each in second.groups] == [(5, False), (6, False), (4, True), (3, True)]
+    trained(flow, 2, 2)
+    assert batch(flow, 3) == [7, 8, 6, 5], "the latest first; the checkpoint of step 2 has not deleted them"
+    trained(flow, 3, 3)
+    for each in lease(flow, 4):
+        push(flow, each, version=3)
+    assert len(batch(flow, 4)) == 4
+    assert {each.is_replay for each in flow.batch(BatchRequest("planner", 4)).groups} == {False}, "what there is is too old"
+    assert flow.audit().problems == ()
+
+
+# ---- trainers that come back
+
+
+def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger, database: str, clock: Clock) -> None:
+    for each in lease(flow, 8):
+        push(flow, each)
+    first = flow.batch(BatchRequest("planner", 1))
+    trained(flow, 1, 1)
+    second = flow.batch(BatchRequest("planner", 2))
+    trained(flow, 2, 1)
+    for each in lease(flow, 4):
+        push(flow, each, version=2)
+    third = flow.batch(BatchRequest("planner", 3))
+    flow.close()
+    again = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
+    assert again.run == flow.run
+    assert again.register(planner(step=1)).step == 3
+    assert again.batch(BatchRequest("planner", 2)) == second
+    again.progress(Progress("planner", 2, 1))
+    assert again.batch(BatchRequest("planner", 3)) == third
+    assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(range(1, 13))
+    with pytest.raises(Refused, match="its checkpoint is of step 1"):
+        again.batch(BatchRequest("planner", 1))
+
+
+def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
+    for each in lease(flow, 8):
+        push(flow, each)
+    batch(flow, 1)
+    trained(flow, 1, 1)
+    batch(flow, 2)
+    trained(flow, 2, 2)
+    with pytest.raises(Refused, match="the batches after step 0 are gone; planner had a checkpoint of step 2"):
+        flow.register(planner(step=0))
+    with pytest.raises(Refused, match="checkpoint of step 3 is of another run"):
+        flow.register(planner(step=3))
+    with pytest.raises(Refused, match="give the model it began with"):
+        flow.register(replace(planner(step=2), layout="another"))
+    assert flow.register(planner(step=2)).step == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (replace(planner(), policy="critic"), "this run's flow has planner"),
+        (replace(planner(), num_groups=0), "num_groups"),
+        (replace(planner(), max_staleness=-1), "max_staleness"),
+        (replace(planner(), step=-1), "step"),
+    ],
+)
+def test_a_trainer_that_makes_no_sense_is_refused(flow: Ledger, request_: Register, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        flow.register(request_)
+
+
+@pytest.mark.parametrize(("version", "checkpoint"), [(1, 0), (0, 1), (-1, -1)])
+def test_a_trainer_is_never_ahead_of_its_batches(flow: Ledger, version: int, checkpoint: int) -> None:
+    with pytest.raises(Refused, match="cannot have version"):
+        flow.progress(Progress("planner", version, checkpoint))
+
+
+def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None:
+    for each in lease(flow, 8):
+        push(flow, each)
+    batch(flow, 1)
+    batch(flow, 2)
+    late = Progress("planner", 1, 0, busy_s=5.0, waited_s=1.0)
+    for request in (late, late, Progress("planner", 2, 1, 5.0, 1.0), late):
+        flow.progress(request)
+    policy = flow.status()["policies"]["planner"]
+    assert (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"]) == (2, 1, 10.0, 2.0)
+    assert [event.version for event in flow.events() if event.outcome is None] == [1, 2]
+
+
+def test_a_node_with_another_model_is_refused_and_the_others_go_on(flow: Ledger, database: str) -> None:
+    flow.join(Join("good", "a", {"planner": LAYOUT}))
+    with pytest.raises(Refused, match="node 'bad' has a planner of layout other, the trainer's is layout-1"):
+        flow.join(Join("bad", "a", {"planner": "other"}))
+    assert len(lease(flow, node="good")) == 1
+
+
+def test_a_node_that_came_before_the_trainer_is_checked_when_it_asks(database: str) -> None:
+    flow = ledger(database, Clock())
+    flow.join(Join("early", "a", {"planner": "other"}))
+    flow.register(planner())
+    with pytest.raises(Refused, match="node 'early' has a planner of layout other"):
+        lease(flow, node="early")
+
+
+@pytest.mark.parametrize("name", ["", "../n", "a b", "n" * 101, "n\n"])
+def test_names_of_nodes_are_plain(flow: Ledger, name: str) -> None:
+    with pytest.raises(Refused, match="a name has 1 to 100 letters"):
+        flow.join(Join(name, "a"))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        LeaseRequest("n1", "a", 0),
+        LeaseRequest("n1", "a", 1025),
+        LeaseRequest("n1", "a", 1, busy_s=float("nan")),
+        LeaseRequest("n1", "a", 1, waited_s=-1.0),
+        LeaseRequest("n1", "a", 1, key="k" * 101),
+        LeaseRequest("n1", "b", 1),
+        LeaseRequest("stranger", "a", 1),
+    ],
+)
+def test_lease_requests_that_make_no_sense_are_refused(flow: Ledger, request_: LeaseRequest) -> None:
+    with pytest.raises(Refused):
+        flow.lease(request_)
+    assert flow.status()["units"]["leased"] == 0
+
+
+# ---- two policies
+
+
+def test_each_policy_has_its_own_share_and_its_own_pace(database: str, clock: Clock) -> None:
+    """The planner is two steps ahead; the verifier's trainer is dead for a while, and nothing of its loses its turn."""
+    flow = ledger(database, clock, both=True)
+    joined(flow)
+    flow.register(planner(num_groups=2))
+    flow.register(planner(num_groups=4, policy="verifier"))
+    leases = lease(flow, 8)
+    for each in leases:
+        flow.push(Push("n1", each.unit, 1, pack_group(group(each.task, verifier=0))))
+    assert batch(flow, 1) == [1, 2]
+    clock.now += 121
+    flow.progress(Progress("planner", 1, 1))
+    assert batch(flow, 2) == [3, 4]
+    assert flow.status()["policies"]["verifier"]["state"] == "silent"
+    assert batch(flow, 1, "verifier") == [1, 2, 3, 4]
+    flow.progress(Progress("verifier", 1, 1))
+    assert batch(flow, 2, "verifier") == [5, 6, 7, 8]
+    assert flow.audit().problems == ()
+
+
+def test_what_a_slow_trainer_cannot_use_is_counted_as_surplus(database: str, clock: Clock) -> None:
+    flow = ledger(database, clock, both=True)
+    joined(flow)
+    flow.register(planner(num_groups=2, max_staleness=1))
+    flow.register(planner(num_groups=1, max_staleness=1, policy="verifier"))
+    for step in (1, 2):
+        for each in lease(flow, 2):
+            flow.push(Push("n1", each.unit, 1, pack_group(group(each.task, version=0, verifier=0))))
+        assert len(batch(flow, step)) == 2
+    flow.progress(Progress("planner", 2, 0))
+    lease(flow, 1)
+    groups = flow.status()["policies"]["verifier"]["groups"]
+    assert {state: groups[state]["num"] for state in groups} == {"fresh": 2, "surplus": 2}
+    assert batch(flow, 1, "verifier") == [3]
+    assert flow.audit().problems == ()
+
+
+# ---- the curator as a fold
+
+
+class Recorder:
+    """Admits every other task, and remembers what it observed."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def admits(self, task_id: str, kind: str, draw: float) -> bool:
+        return draw < 0.5
+
+    def observe(self, outcome: Outcome) -> None:
+        self.seen.append(outcome.unit)
+
+    def on_version(self, version: int) -> None:
+        self.seen.append(f"v{version}")
+
+
+def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: str) -> None:
+    made: list[Recorder] = []
+
+    def make_rules() -> Rules:
+        made.append(Recorder())
+        return Rules(made[-1], AllGroups(), EarliestDeadline())
+
+    flow = ledger(database, Clock(), make_rules)
+    joined(flow)
+    flow.register(planner())
+    for step in (1, 2):
+        for each in lease(flow, 8):
+            push(flow, each, version=step - 1)
+        batch(flow, step)
+        flow.progress(Progress("planner", step, 0))
+    lease(flow, 4)
+    decided = flow.decisions()
+    assert [each.position for each in decided] == list(range(len(decided)))
+    assert all(each.is_admitted == (each.draw < 0.5) for each in decided)
+    assert {each.is_admitted for each in decided} == {True, False}
+    assert [each.num_events for each in decided] == sorted(each.num_events for each in decided)
+    assert len({each.num_events for each in decided}) == 3
+    events = flow.events()
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    expected = [event.outcome.unit if event.outcome else f"v{event.version}" for event in events[: decided[-1].num_events]]
+    assert max((each.seen for each in made), key=len) == expected
+    flow.close()
+    flow = ledger(database, Clock(), make_rules)
+    lease(flow, 1)
+    joined(flow, "n2")
+    flow.lease(LeaseRequest("n2", "a", 1))
+    assert flow.audit().problems == ()
+
+
+def test_a_failed_transaction_leaves_no_trace_in_the_curator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Recorder] = []
+
+    def make_rules() -> Rules:
+        made.append(Recorder())
+        return Rules(made[-1], AllGroups(), EarliestDeadline())
+
+    flow = ledger(tmp_path / "l.db", Clock(), make_rules)
+    joined(flow)
+    flow.register(planner())
+    for each in lease(flow, 4):
+        push(flow, each)
+    with monkeypatch.context() as patch:
+        patch.setattr(flow, "_grant", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lease(flow, 1)
+    assert made[-1].seen == [], "it was made anew"
+    lease(flow, 1)
+    assert made[-1].seen == [1, 2, 3, 4]
+
+
+def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database: str) -> None:
+    class Nobody(Recorder):
+        def admits(self, task_id: str, kind: str, draw: float) -> bool:
+            return False
+
+    flow = ledger(database, Clock(), lambda: Rules(Nobody(), AllGroups(), EarliestDeadline()))
+    joined(flow)
+    flow.register(planner())
+    answer = flow.lease(LeaseRequest("n1", "a", 2))
+    assert (answer.leases, answer.reason) == ((), "curated")
+    assert answer.retry_after_s > 0
+    assert len(flow.decisions()) == 1002
+    assert flow.audit().problems == ()
+
+
+def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
+    answer = flow.join(Join("n9", "a"))
+    assert (answer.group_size, answer.lease_s, answer.run) == (2, 60.0, flow.run)
+    assert "group_size = 2" in answer.config
+    assert answer.policies["planner"].layout == LAYOUT
+    with pytest.raises(Refused, match="protocol 99"):
+        flow.join(Join("n9", "a", protocol=99))
+    assert options().rollout.group_size == 2

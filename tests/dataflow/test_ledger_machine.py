@@ -1,0 +1,227 @@
+"""Any interleaving of what nodes and trainers may ask, late, repeated or reordered, against a model of what must hold."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from groups import Clock, group, ledger, planner
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from flowtrain.dataflow.codec import pack_group, unpack_group
+from flowtrain.dataflow.contract import Batch, BatchRequest, Join, Lease, LeaseRequest, Progress, Push, Refused, Release, Renewal
+from flowtrain.dataflow.ledger import Ledger
+
+NODES = ("n1", "n2", "n3")
+POLICIES = ("planner", "verifier")
+STALENESS = {"planner": 1, "verifier": 2}
+NUM_GROUPS = {"planner": 2, "verifier": 3}
+LEASE_S = 60.0
+
+
+class Trainer:
+    """What one knows of itself; a crash takes it back to its checkpoint."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.checkpoint = 0
+        self.batches: dict[int, Batch] = {}
+        """By step: each must stay as it was first answered."""
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    make_database: Callable[[], str]
+    replay_share = 0.0
+
+    @initialize()
+    def begin(self) -> None:
+        self.clock = Clock()
+        self.database = self.make_database()
+        self.flow = self.opened()
+        self.lives = dict.fromkeys(NODES, "life-0")
+        self.leases: dict[tuple[int, int], tuple[str, str, Lease]] = {}
+        """Every lease ever granted, by unit and attempt, with its node and life."""
+        self.asked: dict[tuple[str, str, str], tuple[Lease, ...]] = {}
+        self.committed: dict[int, float] = {}
+        """Units whose first push was taken, with a reward that tells that push from others."""
+        self.keys = itertools.count()
+        self.rewards = itertools.count()
+        self.trainers = {policy: Trainer() for policy in POLICIES}
+        for node in NODES:
+            self.flow.join(Join(node, "life-0"))
+        for policy in POLICIES:
+            self.register(policy)
+
+    def opened(self) -> Ledger:
+        return ledger(self.database, self.clock, both=True, lease_s=LEASE_S, max_attempts=3, replay_share=self.replay_share)
+
+    def register(self, policy: str) -> None:
+        step = self.trainers[policy].checkpoint
+        assert self.flow.register(planner(NUM_GROUPS[policy], STALENESS[policy], step, policy)).step >= step
+
+    # ---- nodes
+
+    @rule(node=st.sampled_from(NODES), num=st.integers(1, 6))
+    def lease(self, node: str, num: int) -> None:
+        key = f"key-{next(self.keys)}"
+        answer = self.flow.lease(LeaseRequest(node, self.lives[node], num, key=key)).leases
+        for each in answer:
+            assert (each.unit, each.attempt) not in self.leases, "leased twice"
+            assert each.unit not in self.committed
+            self.leases[each.unit, each.attempt] = (node, self.lives[node], each)
+        if answer:
+            self.asked[node, self.lives[node], key] = answer
+
+    @rule(data=st.data())
+    def lease_again(self, data: st.DataObject) -> None:
+        if mine := [(asked, answer) for asked, answer in self.asked.items() if self.lives[asked[0]] == asked[1]]:
+            (node, life, key), answer = data.draw(st.sampled_from(mine))
+            assert self.flow.lease(LeaseRequest(node, life, 6, key=key)).leases == answer
+
+    @rule(data=st.data())
+    def push(self, data: st.DataObject) -> None:
+        """Of any lease ever granted: in time, late, again, after the unit went to others."""
+        if not self.leases:
+            return
+        node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
+        policies = self.flow.status()["policies"]
+        versions = {policy: data.draw(st.integers(0, policies[policy]["version"])) for policy in POLICIES}
+        num_tokens = data.draw(st.sampled_from([0, 3, 300]))
+        reward = float(next(self.rewards))
+        mine = group(lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"])
+        request = Push(node, lease.unit, lease.attempt, pack_group(mine))
+        status = self.flow.push(request).status
+        assert status == ("duplicate" if lease.unit in self.committed else "committed")
+        self.committed.setdefault(lease.unit, reward)
+        assert self.flow.push(request).status == "duplicate"
+
+    @rule(data=st.data(), node=st.sampled_from(NODES))
+    def renew(self, data: st.DataObject, node: str) -> None:
+        if units := [unit for unit, (owner, _, _) in sorted(self.leases.items()) if owner == node]:
+            some = data.draw(st.lists(st.sampled_from(units), min_size=1, unique=True))
+            lost = self.flow.renew(Renewal(node, self.lives[node], tuple(some))).lost
+            newest = {unit: max(n for u, n in self.leases if u == unit) for unit, _ in some}
+            assert {unit for unit, n in some if unit in self.committed or n < newest[unit]} <= set(lost)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.leases:
+            unit = data.draw(st.sampled_from(sorted(self.leases)))
+            self.flow.release(Release(self.leases[unit][0], (unit,), "ended"))
+
+    @rule(node=st.sampled_from(NODES))
+    def node_dies_and_comes_back(self, node: str) -> None:
+        self.lives[node] = f"life-{next(self.keys)}"
+        self.flow.join(Join(node, self.lives[node]))
+        assert self.flow.status()["nodes"][node]["num_leased"] == 0
+
+    @rule(node=st.sampled_from(NODES))
+    def join_arrives_late(self, node: str) -> None:
+        self.flow.join(Join(node, "life-0"))
+
+    @rule(seconds=st.sampled_from([1.0, 31.0, 61.0, 130.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    # ---- trainers
+
+    @rule(policy=st.sampled_from(POLICIES), is_checkpoint=st.booleans())
+    def train(self, policy: str, is_checkpoint: bool) -> None:
+        trainer = self.trainers[policy]
+        step = trainer.step + 1
+        answer = self.flow.batch(BatchRequest(policy, step))
+        if answer.num_missing:
+            assert not answer.groups and step not in trainer.batches
+            return
+        assert trainer.batches.setdefault(step, answer) == answer, "a batch came again as another one"
+        self.check(policy, step, answer)
+        trainer.step = step
+        if is_checkpoint:
+            trainer.checkpoint = step
+        self.flow.progress(Progress(policy, step, trainer.checkpoint))
+
+    def check(self, policy: str, step: int, answer: Batch) -> None:
+        """The bound holds for every token; what is served was committed, and is what the first push brought."""
+        assert [each.place for each in answer.groups] == list(range(NUM_GROUPS[policy]))
+        for each in answer.groups:
+            rollouts = unpack_group(each.payload).trajectories
+            assert {rollout.reward for rollout in rollouts} == {self.committed[each.unit]}
+            turns = [turn for rollout in rollouts for turn in rollout.turns]
+            spans = [s for t in turns for s in (t.spans if policy == "planner" else t.verifier_call.spans if t.verifier_call else ())]
+            assert all(0 <= step - 1 - span.version <= STALENESS[policy] for span in spans)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def trainer_crashes_and_resumes(self, policy: str) -> None:
+        self.trainers[policy].step = self.trainers[policy].checkpoint
+        self.register(policy)
+
+    @rule(policy=st.sampled_from(POLICIES), back=st.integers(1, 3))
+    def progress_arrives_late(self, policy: str, back: int) -> None:
+        trainer = self.trainers[policy]
+        step = max(0, trainer.step - back)
+        self.flow.progress(Progress(policy, step, min(step, trainer.checkpoint)))
+
+    @rule(policy=st.sampled_from(POLICIES), ahead=st.integers(2, 4))
+    def a_step_is_left_out(self, policy: str, ahead: int) -> None:
+        step = self.flow.status()["policies"][policy]["step"] + ahead
+        with pytest.raises(Refused):
+            self.flow.batch(BatchRequest(policy, step))
+
+    @rule()
+    def service_restarts(self) -> None:
+        self.flow.close()
+        self.flow = self.opened()
+
+    # ---- what must hold after each of them
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        if not hasattr(self, "flow"):
+            return
+        audit = self.flow.audit()
+        assert audit.problems == ()
+        assert audit.counts.get("committed", 0) == len(self.committed)
+        units = self.flow.status()["units"]
+        assert sum(units.values()) == len({unit for unit, _ in self.leases}), "a unit was lost, or made by nobody's request"
+        for policy, trainer in self.trainers.items():
+            fresh = [each.unit for batch in trainer.batches.values() for each in batch.groups if not each.is_replay]
+            assert len(fresh) == len(set(fresh)), "served twice"
+            served = audit.counts.get(f"{policy}.served", 0)
+            assert served == len(fresh)
+            assert sum(n for name, n in audit.counts.items() if name.startswith(policy)) == len(self.committed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "flow"):
+            self.flow.close()
+
+
+def run(make_database: Callable[[], str], replay_share: float, num_examples: int) -> None:
+    kind = type("Machine", (LedgerMachine,), {"make_database": staticmethod(make_database), "replay_share": replay_share})
+    checks: list[Any] = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    # derandomize: the same interleavings in every run of the tests.
+    run_state_machine_as_test(
+        kind,
+        settings=settings(max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=checks),
+    )
+
+
+@pytest.mark.parametrize("replay_share", [0.0, 0.5])
+def test_any_interleaving_adds_up_on_sqlite(tmp_path: Path, replay_share: float) -> None:
+    run(lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"), replay_share, num_examples=60)
+
+
+def test_any_interleaving_adds_up_on_postgres(postgres_server: Any) -> None:
+    numbers = itertools.count()
+
+    def make_database() -> str:
+        name = f"machine_{next(numbers)}"
+        postgres_server.execute(f"CREATE DATABASE {name}")
+        return postgres_server.url(name)
+
+    run(make_database, 0.5, num_examples=15)
