@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,11 +18,14 @@ from flowtrain import serving
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import Batch, BatchRequest, Dataflow, Refused, Unavailable
 from flowtrain.dataflow.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PREFIX, RUN_HEADER, SLOWEST, Problem
+from flowtrain.types import UserError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
+
+_log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_AT_WORK = 64
@@ -65,7 +69,8 @@ class Service:
             rejected = error
         except Refused as error:
             rejected = _Rejected(422, str(error))
-        except Unavailable as error:
+        except (Unavailable, UserError) as error:  # UserError: what is the matter with the database, say, until somebody mends it
+            _log.warning("%s", error)
             rejected = _Rejected(503, str(error))
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.ledger.schema import check_version, meta_row
+from flowtrain.dataflow.ledger.sql import Transaction, connect
+from flowtrain.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,19 @@ _FINDS = {
     "a group that is still needed is gone": "SELECT s.unit AS at FROM shares s JOIN policies p ON p.name = s.policy LEFT JOIN payloads d"
     " ON d.unit = s.unit WHERE d.unit IS NULL AND (s.state = 'fresh' OR (s.state = 'served' AND s.step > p.checkpoint))",
 }
+
+
+def audit_database(database: str | Path) -> Audit:
+    """Of a ledger that may be in use. UserError where there is none."""
+    found = connect(database)
+    if "://" not in str(database) and not Path(database).is_file():
+        raise UserError(f"there is no database {database}")
+    with found.read() as transaction:
+        meta = meta_row(transaction)
+        if meta is None:
+            raise UserError(f"{found.name} is no ledger")
+        check_version(found.name, meta.version)
+        return audited(transaction)
 
 
 def audited(transaction: Transaction) -> Audit:

@@ -55,6 +55,9 @@ class Reports(LedgerBase):
             "SELECT state, num_tokens, count(*) AS num FROM shares WHERE policy = ? GROUP BY state, num_tokens ORDER BY num_tokens",
             policy.name,
         )
+        trained = transaction.one(
+            "SELECT coalesce(sum(num_groups), 0) AS num FROM batches WHERE policy = ? AND made_s >= ?", policy.name, now - _RECENT_S
+        )
         newest = transaction.one("SELECT stats FROM batches WHERE policy = ? AND step = ?", policy.name, policy.newest)
         return {
             "state": "done" if policy.is_done else "live" if self._is_live(policy, now) else "silent",
@@ -63,6 +66,7 @@ class Reports(LedgerBase):
             "checkpoint": policy.checkpoint,
             "num_groups": policy.num_groups,
             "max_staleness": policy.max_staleness,
+            "groups_per_s": float(trained.num) / _RECENT_S,
             "seen_s_ago": now - policy.seen_s,
             "busy_s": policy.busy_s,
             "waited_s": policy.waited_s,

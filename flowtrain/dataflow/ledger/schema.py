@@ -65,16 +65,13 @@ def prepare(database: Database, fixed: str) -> Any:
     `fixed` are the options that may not change while a run goes on, as TOML. UserError when the database has other ones, or another schema.
     """
     with database.write() as transaction:
-        found = _meta(transaction)
+        found = meta_row(transaction)
         if found is None:
             for statement in TABLES.split(";"):
                 transaction.run(statement)
             transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
-            found = _meta(transaction)
-    if found.version != VERSION:
-        raise UserError(
-            f"{database.name} is a ledger with schema {found.version}, this flowtrain has {VERSION}: use the one it was made with"
-        )
+            found = meta_row(transaction)
+    check_version(database.name, found.version)
     if found.fixed != fixed:
         old, new = found.fixed.splitlines(), fixed.splitlines()
         changed = next((f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b), "options were added or removed")
@@ -84,7 +81,12 @@ def prepare(database: Database, fixed: str) -> Any:
     return found
 
 
-def _meta(transaction: Transaction) -> Any:
+def check_version(name: str, version: int) -> None:
+    if version != VERSION:
+        raise UserError(f"{name} is a ledger with schema {version}, this flowtrain has {VERSION}: use the one it was made with")
+
+
+def meta_row(transaction: Transaction) -> Any:
     """None where nobody has made the tables; of two that begin at once, one waits here for the other."""
     if transaction.lock("meta"):
         transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)

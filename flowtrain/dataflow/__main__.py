@@ -1,0 +1,151 @@
+"""The dataflow between rollout nodes and trainers: serve it, look at it, check it.
+
+Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is the token for it.
+Exit codes: 0 all is well, 1 the audit found something or nobody answers, 2 the command was not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from flowtrain import serving
+from flowtrain.config import Config
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.dataflow.service import Service
+from flowtrain.dataflow.show import status_text
+from flowtrain.options import parse
+from flowtrain.types import UserError
+
+_COMMAND = "python -m flowtrain.dataflow"
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options, rest = _parser().parse_known_args(arguments)
+    try:
+        code: int = options.run(options, rest)
+        return code
+    except (Refused, Unavailable) as error:
+        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        return 1
+    except UserError as error:
+        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger import open_ledger
+
+    ledger = open_ledger(_config(rest), options.database)
+    what = f"run {ledger.run}"
+    serving.serve(what, lambda token: Service(ledger, ledger.run, token), options.host, options.port)
+    return 0
+
+
+def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _nothing_else(rest)
+    with Client(options.url, os.environ.get(serving.TOKEN_VARIABLE, ""), wait_s=options.wait) as client:
+        if options.json:
+            print(json.dumps(client.status(), indent=1))
+            return 0
+        while True:
+            text = status_text(client.status())
+            if not sys.stdout.isatty():
+                print(text, end="")
+                return 0
+            print(f"{_CLEAR}{text}\n(every {options.every:g} s; Ctrl-C ends)", flush=True)
+            time.sleep(options.every)
+
+
+def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger import audit_database
+
+    _nothing_else(rest)
+    audit = audit_database(options.database)
+    if options.json:
+        print(json.dumps({"problems": audit.problems, "counts": audit.counts}, indent=1))
+    else:
+        print(", ".join(f"{num:,} {name}" for name, num in audit.counts.items()) or "nothing has happened yet")
+        print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
+    return 1 if audit.problems else 0
+
+
+def _config(words: Sequence[str]) -> Config:
+    config = parse(words)
+    assert config is not None, "--help has been answered"
+    return config
+
+
+def _nothing_else(rest: Sequence[str]) -> None:
+    if rest:
+        raise UserError(f"{rest[0]!r} is nothing that this command knows; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = (__doc__ or "").strip().splitlines()
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,audit}")
+
+    example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
+    server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
+    server.usage = f"{_COMMAND} serve --database DATABASE [--host HOST] [--port PORT] [--config FILE.toml] [--section.key VALUE ...]"
+    server.epilog = f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its --help; [dataflow] is read here."
+    _add_database(server, "made where there is none; several services may have one on PostgreSQL")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP")
+    server.add_argument("--port", type=_port, default=8400, help="0: any free one (default: 8400)")
+
+    status = _add(
+        commands, "status", _status, "rates, buffers, staleness, nodes; a table that goes on in a terminal", "status http://host:8400"
+    )
+    status.add_argument("url", metavar="URL", help="of the service")
+    status.add_argument("--json", action="store_true", help="print a record for programs, once")
+    status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
+    status.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)")
+
+    audit = _add(commands, "audit", _audit, "check that nothing was lost and nothing trained twice", "audit --database runs/a/flow.sqlite")
+    _add_database(audit, "it may be in use")
+    audit.add_argument("--json", action="store_true", help="print a record for programs")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object, what: str, example: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=f"{what}.", epilog=f"example: {_COMMAND} {example}", allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_database(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--database", required=True, help=f"path of an SQLite file, or postgresql://user@host/name; {what}")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""`Dataflow.status` as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowtrain.report.tables import aligned
+
+_LEFT_OUT = ("stale", "filtered", "surplus", "empty")
+"""Why a group is not trained, as the ledger has it: too old, by the filter, beyond what a step needs, without a token to train."""
+
+
+def status_text(status: Mapping[str, Any]) -> str:
+    units, tasks = status["units"], status["tasks"]
+    head = [
+        f"run {status['run']}: {status['groups_per_s']:.2f} groups/s produced, {status['tokens_per_s']:,.0f} tokens/s sampled",
+        f"units: {', '.join(f'{units[state]:,} {state}' for state in units)}"
+        f"; {tasks['admitted']:,} of {tasks['asked']:,} prompts were admitted",
+    ]
+    if lost := status["lost_leases"]:
+        head.append(f"leases that ended without a group: {', '.join(f'{num:,} {_text(why)}' for why, num in lost.items())}")
+    parts = ["\n".join(head) + "\n", _policies(status["policies"]), _groups(status["policies"]), _nodes(status["nodes"])]
+    return "\n".join(part for part in parts if part)
+
+
+def _policies(policies: Mapping[str, Any]) -> str:
+    if not policies:
+        return "no trainer has registered a policy yet\n"
+    rows: list[tuple[str, ...]] = [
+        ("policy", "trainer", "version", "step", "checkpoint", "groups/s", "staleness", "oldest", "bound", "idle", "seen")
+    ]
+    for name, policy in policies.items():
+        batch = policy["batch"]
+        ages = [f"{batch['staleness_mean']:.1f}", f"{batch['staleness_max']:g}"] if batch else ["-", "-"]
+        counts = [str(policy[key]) for key in ("version", "step", "checkpoint")]
+        last = [*ages, str(policy["max_staleness"]), _idle(policy), _ago(policy["seen_s_ago"])]
+        rows.append((_text(name), policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *last))
+    return aligned(rows)
+
+
+def _groups(policies: Mapping[str, Any]) -> str:
+    """By policy and state: how many, how long, and the lengths as a row of 2^n tokens."""
+    rows: list[tuple[str, ...]] = [("groups of", "state", "groups", "tokens each", "by length")]
+    for name, policy in policies.items():
+        for state in ("fresh", "served", *_LEFT_OUT):
+            if found := policy["groups"].get(state):
+                lengths = " ".join(f"{low}:{num}" for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0])))
+                rows.append((_text(name), state, f"{found['num']:,}", f"{found['tokens_mean']:,.0f}", lengths))
+    return aligned(rows) if len(rows) > 1 else ""
+
+
+def _nodes(nodes: Mapping[str, Any]) -> str:
+    if not nodes:
+        return "no node has joined yet\n"
+    rows: list[tuple[str, ...]] = [("node", "seen", "leases", "groups", "groups/s", "idle", "weights")]
+    for name, node in nodes.items():
+        versions = ", ".join(f"{_text(policy)} {version}" for policy, version in node["versions"].items()) or "-"
+        counts = [str(node["num_leased"]), f"{node['num_groups']:,}", f"{node['groups_per_s']:.2f}"]
+        rows.append((_text(name), _ago(node["seen_s_ago"]), *counts, _idle(node), versions))
+    return aligned(rows)
+
+
+def _idle(who: Mapping[str, float]) -> str:
+    """The share of the time that was waited."""
+    total = who["busy_s"] + who["waited_s"]
+    return f"{who['waited_s'] / total:.0%}" if total else "-"
+
+
+def _ago(seconds: float) -> str:
+    for unit, num in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * num:
+            return f"{seconds / num:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _text(name: str) -> str:
+    """A node may send any name; a terminal must not take it for a command."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -1,0 +1,202 @@
+"""Whatever the peer does, every call of the client ends by its deadline, with the answer or with the error that says why."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from flowtrain.dataflow import client as client_module
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.contract import BatchRequest, Refused, Unavailable
+from flowtrain.types import UserError
+
+pytest.register_assert_rewrite("peers")
+import peers  # noqa: E402
+from peers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply  # noqa: E402
+
+METHODS = tuple(REQUESTS)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No proxy between us and ourselves; pauses that suit a peer on loopback."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.02)
+    yield
+
+
+def ask(client: Client, method: str) -> Any:
+    call = getattr(client, method)
+    return call() if REQUESTS[method] is None else call(REQUESTS[method])
+
+
+def outcome(client: Client, method: str) -> tuple[Any, float]:
+    """The answer or the error, and how many seconds it took."""
+    began = time.monotonic()
+    try:
+        found = ask(client, method)
+    except (Refused, Unavailable) as error:
+        found = error
+    return found, time.monotonic() - began
+
+
+def all_at_once(client: Client) -> list[tuple[Any, float]]:
+    with ThreadPoolExecutor(len(METHODS)) as threads:
+        return list(threads.map(lambda method: outcome(client, method), METHODS))
+
+
+# ---- the fault matrix: every method against every peer
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_peer_that_does_not_get_better(kind: str) -> None:
+    answer, words = PASSING[kind]
+    with peer(answer) as (url, seen), Client(url, wait_s=0.4, attempt_s=0.15) as client:
+        for method, (found, seconds) in zip(METHODS, all_at_once(client), strict=True):
+            assert isinstance(found, Unavailable) and 0.3 < seconds < 1.5, (method, found, seconds)
+            with pytest.raises(Unavailable, match=rf"{url} did not answer {method} within 0.4 s: .*({words})"):
+                raise found
+        assert len(seen) > len(METHODS), "it was asked again"
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_peer_that_gets_better(kind: str) -> None:
+    for method in ("lease", "push", "status"):
+        with peer(PASSING[kind][0], PASSING[kind][0], honest) as (url, seen), Client(url, wait_s=20.0, attempt_s=0.1) as client:
+            assert ask(client, method) == ANSWERS[method] and len(seen) == 3
+
+
+@pytest.mark.parametrize("kind", REFUSING)
+def test_a_peer_that_refuses_is_asked_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_MAX_BYTES", 1 << 20)
+    answer, words = REFUSING[kind]
+    with peer(answer) as (url, seen), Client(url, "secret-token", wait_s=20.0) as client:
+        for method, (found, seconds) in zip(METHODS, all_at_once(client), strict=True):
+            assert isinstance(found, Refused) and seconds < 10, (method, found)
+            with pytest.raises(Refused, match=words):
+                raise found
+            assert "secret-token" not in str(found)
+        assert len(seen) == len(METHODS)
+
+
+def test_a_dead_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}", wait_s=0.3) as client:
+        for found, seconds in all_at_once(client):
+            assert isinstance(found, Unavailable) and "ConnectError" in str(found) and seconds < 1.5
+
+
+def test_a_peer_whose_queue_is_full_never_connects() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        filling = [socket.socket() for _ in range(4)]
+        for each in filling:
+            each.setblocking(False)
+            each.connect_ex(listener.getsockname())
+        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", wait_s=0.3, attempt_s=0.1) as client:
+            found, seconds = outcome(client, "status")
+        assert isinstance(found, Unavailable) and seconds < 1.5
+        for each in filling:
+            each.close()
+
+
+# ---- answers and requests
+
+
+def test_every_method_is_answered_with_its_record() -> None:
+    with peer(honest) as (url, seen), Client(url + "/", "tok", wait_s=20.0) as client:
+        assert {method: ask(client, method) for method in METHODS} == ANSWERS
+    assert [request.splitlines()[0] for request in seen] == [f"POST /v1/{method} HTTP/1.1" for method in METHODS]
+    assert all("authorization: bearer tok\r\n" in request.lower() for request in seen)
+
+
+def test_the_run_goes_along_once_it_is_known() -> None:
+    with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
+        for method in ("status", "join", "lease", "join", "register"):
+            ask(client, method)
+    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == [False, False, True, False, False]
+
+
+def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.3)
+    for header, least_s, most_s in (
+        ("1", 0.3),
+        ("99999", 0.3),
+        ("0", 0),
+        ("Fri, 20 Nov 2026 00:00:00 GMT", 0),
+        ("-1", 0),
+    ):
+        with peer(problem(429, "later", f"Retry-After: {header}"), honest) as (url, _), Client(url, wait_s=20.0) as client:
+            found, seconds = outcome(client, "status")
+            assert found == ANSWERS["status"] and least_s <= seconds < 10, (header, seconds)
+
+
+def test_the_time_to_wait_for_a_batch_is_no_failure() -> None:
+    def late(connection: socket.socket, method: str) -> None:
+        time.sleep(0.3)
+        honest(connection, method)
+
+    with peer(late) as (url, seen), Client(url, wait_s=20.0, attempt_s=0.1) as client:
+        assert client.batch(BatchRequest("planner", 8, wait_s=5.0)) == ANSWERS["batch"]
+        assert len(seen) == 1
+
+
+def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 10.0)
+    pauses = [client_module._pause(attempt) for attempt in (0, 3, 6, 12, 100_000)]
+    assert all(low <= pause <= 3 * low for low, pause in zip((0.05, 0.4, 3.2, 5.0, 5.0), pauses, strict=True))
+    assert len({client_module._pause(3) for _ in range(20)}) > 10
+
+
+def test_the_log_tells_that_the_service_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with peer(*[reply(500)] * 8, honest) as (url, _), Client(url, wait_s=20.0) as client, caplog.at_level(logging.WARNING):
+        ask(client, "status")
+        assert [record.getMessage() for record in caplog.records] == [f"{url}: HTTP 500: ''; status is asked again for up to 20 s"]
+
+
+# ---- using it
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://u:p@host", "http://host/?a=b", "http://h h"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(UserError, match="url must be"):
+        Client(url)
+
+
+def test_a_token_that_fits_into_no_header() -> None:
+    with pytest.raises(UserError, match="token must be") as caught:
+        Client("http://host", "two words")
+    assert "two words" not in str(caught.value)
+
+
+def test_closing_ends_the_calls_that_wait() -> None:
+    with peer(peers.silent) as (url, seen):
+        client = Client(url, wait_s=100.0)
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(outcome(client, "lease"))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while len(seen) < 3:
+            time.sleep(0.005)
+        client.close()
+        for thread in threads:
+            thread.join(10)
+        assert len(found) == 3 and all(isinstance(error, Unavailable) for error, _ in found)
+        with pytest.raises(Unavailable):
+            client.status()
+
+
+def test_threads_share_a_client() -> None:
+    with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client, ThreadPoolExecutor(16) as threads:
+        jobs = [method for method in METHODS for _ in range(8)]
+        assert list(threads.map(lambda method: ask(client, method), jobs)) == [ANSWERS[method] for method in jobs]
+        assert len(seen) == len(jobs)
