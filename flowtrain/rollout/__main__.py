@@ -27,7 +27,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from flowtrain.config import Config
 from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Dataflow, Join, Joined, Refused, Unavailable
+from flowtrain.dataflow.contract import Dataflow, Join, Refused, Unavailable
 from flowtrain.options import check_allowed, parse_over
 from flowtrain.rollout.engine import EngineError
 from flowtrain.rollout.follow import Follower, PoliciesChanged
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     token = os.environ.get(TOKEN_VARIABLE, "")
     given = dict(map(_store, options.store))
     with Client(options.dataflow, token) as client:
-        config = parse_over(_join(client, options.name, {})[1].config, words)
+        config = parse_over(_join(client, options.name, {}).joined.config, words)
     check(config)
     with Client(options.dataflow, token, config.dataflow.wait_s) as client:
         while True:
@@ -83,11 +83,11 @@ def _live(client: Dataflow, config: Config, given: Mapping[str, str], token: str
     """Until it is stopped, or the policies are others."""
     locations = _wait_for_trainers(client, config, given, options.name)
     with make_sampler(config, locations, token) as sampler:
-        life, joined = _join(client, options.name, sampler.layouts)
+        member = _join(client, options.name, sampler.layouts)
         follower = Follower(sampler.engines, sampler.stores, sampler.layouts, config.dataflow.wait_s)
-        follower.hear(joined.policies)
+        follower.hear(member.joined.policies)
         limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, options.units)
-        node = Node(client, Membership(options.name, life, joined), sampler.rollout, follower, limits)
+        node = Node(client, member, sampler.rollout, follower, limits)
         try:
             num_pushed = asyncio.run(_until_signalled(node))
         finally:
@@ -99,7 +99,7 @@ def _live(client: Dataflow, config: Config, given: Mapping[str, str], token: str
 def _wait_for_trainers(client: Dataflow, config: Config, given: Mapping[str, str], name: str) -> dict[str, str]:
     """Where the weights are, once a trainer has said so or the command line does."""
     began = time.monotonic()
-    while not (locations := store_of(_join(client, name, {})[1].policies, given, config.policy_names)):
+    while not (locations := store_of(_join(client, name, {}).joined.policies, given, config.policy_names)):
         waited_s = time.monotonic() - began
         if waited_s > config.dataflow.wait_s:
             raise UserError(f"no trainer has registered within dataflow.wait_s={config.dataflow.wait_s:g} seconds")
@@ -109,10 +109,10 @@ def _wait_for_trainers(client: Dataflow, config: Config, given: Mapping[str, str
     return locations
 
 
-def _join(client: Dataflow, name: str, layouts: Mapping[str, str]) -> tuple[str, Joined]:
-    """(life, answer); a life of its own each time, for a dataflow keeps what a life has said first."""
-    life = uuid.uuid4().hex
-    return life, client.join(Join(name, life, layouts))
+def _join(client: Dataflow, name: str, layouts: Mapping[str, str]) -> Membership:
+    """With a life of its own each time, for a dataflow keeps what a life has said first."""
+    request = Join(name, uuid.uuid4().hex, layouts)
+    return Membership(request, client.join(request))
 
 
 async def _until_signalled(node: Node) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Dataflow, Done, Joined, Lease, LeaseRequest, Push, Pushed, Refused, Release, Renewal
+from flowtrain.dataflow.contract import Dataflow, Done, Join, Joined, Lease, LeaseRequest, Push, Pushed, Refused, Release, Renewal
 from flowtrain.rollout.board import Board
 from flowtrain.rollout.engine import EngineError
 from flowtrain.rollout.follow import Follower
@@ -53,9 +53,16 @@ Rollout = Callable[[Task, int], Awaitable[Trajectory]]
 class Membership:
     """A node as the dataflow knows it."""
 
-    node: str
-    life: str
+    request: Join
     joined: Joined
+
+    @property
+    def node(self) -> str:
+        return self.request.node
+
+    @property
+    def life(self) -> str:
+        return self.request.life
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,7 @@ class Node:
         size, num_rollouts, num_held = self._member.joined.group_size, self._num_rollouts, len(self._units)
         most = max(1, self._limits.max_in_flight // size)
         free = (self._limits.max_in_flight - num_rollouts) // size if num_rollouts else most
-        wanted = min(free, 2 * most - num_held, _MAX_LEASES)
+        wanted = min(free, min(2 * most, _MAX_LEASES) - num_held)
         return min(wanted, self._limits.num_units - self._num_pushed - num_held) if self._limits.num_units else wanted
 
     async def _for_a_place(self) -> None:
@@ -226,10 +233,12 @@ class Node:
         self._place.set()
 
     async def _renew(self) -> None:
-        """Also with nothing to renew: it brings news of the policies."""
+        """With nothing to renew it still asks for news of the policies."""
         while True:
             await asyncio.sleep(self._member.joined.lease_s / 3)
-            held = dict(self._units)
+            if not (held := dict(self._units)):
+                self._follower.hear((await self._ask(self._dataflow.join, self._member.request)).policies)
+                continue
             answer = await self._ask(self._dataflow.renew, Renewal(self._member.node, self._member.life, tuple(held)))
             self._follower.hear(answer.policies)
             for key, unit in held.items():
