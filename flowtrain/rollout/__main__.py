@@ -1,6 +1,6 @@
 """A rollout node: makes rollouts for the trainers behind a dataflow, for as long as it is let.
 
-    python -m flowtrain.rollout --dataflow http://trainer:8470
+    python -m flowtrain.rollout --dataflow http://trainer:8400
 
 It gets the options of the run from the dataflow, leases tasks, rolls each of them out in the flow on the engine of this machine, scores the
 answers and hands the groups in; new weights are loaded while rollouts go on. Start as many nodes as there are machines or GPUs, and stop

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Dataflow, Done, Join, Joined, Lease, LeaseRequest, Push, Pushed, Refused, Release, Renewal
+from flowtrain.dataflow.contract import Dataflow, Join, Joined, Lease, LeaseRequest, Leases, Push, Pushed, Refused, Release, Renewal
 from flowtrain.rollout.board import Board
 from flowtrain.rollout.engine import EngineError
 from flowtrain.rollout.follow import Follower
@@ -103,6 +103,7 @@ class Node:
         self._to_push: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self._idle = asyncio.Semaphore(limits.max_in_flight)
         self._num_pushed, self._num_failures = 0, 0
+        self._asked_for: asyncio.Future[Leases] | None = None
         self._place, self._end = asyncio.Event(), asyncio.Event()
         self._waiting = ""
         self._clock = _BusyClock()
@@ -143,11 +144,13 @@ class Node:
                     continue
                 member, seconds = self._member, self._clock.read()
                 request = LeaseRequest(member.node, member.life, num, self._follower.versions, *seconds, key=uuid.uuid4().hex)
-                answer = await self._ask(self._dataflow.lease, request)
-                self._follower.hear(answer.policies)
+                self._asked_for = asyncio.ensure_future(self._ask(self._dataflow.lease, request))
+                answer = await asyncio.shield(self._asked_for)  # or leases would come that nobody knows to give back
+                self._asked_for = None
                 for lease in answer.leases:
                     unit = self._units[_key(lease)] = _Unit(lease, member.joined.group_size)
                     unit.task = rollouts.create_task(self._make(unit))
+                self._follower.hear(answer.policies)
                 if len(answer.leases) == num:
                     continue
                 if answer.reason == "done" and not self._units:
@@ -259,18 +262,25 @@ class Node:
     async def _leave(self, reason: str) -> None:
         """Push what is done and give the rest back, as far as the dataflow answers in time."""
         made = [unit for unit in self._units.values() if unit.payload]
-        left = tuple(key for key, unit in self._units.items() if not unit.payload)
-        words: list[Awaitable[Pushed | Done]] = [self._ask(self._dataflow.push, self._as_push(unit)) for unit in made]
-        if left:
-            words.append(self._ask(self._dataflow.release, Release(self._member.node, left, reason)))
+        words: list[Awaitable[object]] = [self._ask(self._dataflow.push, self._as_push(unit)) for unit in made]
         try:
             async with asyncio.timeout(_LAST_S):
-                answers = await asyncio.gather(*words, return_exceptions=True)
-            self._num_pushed += sum(isinstance(answer, Pushed) for answer in answers)
-            for error in (answer for answer in answers if isinstance(answer, BaseException)):
-                _log.error("a group or lease could not be handed over: %s", error)
+                answers = await asyncio.gather(self._release(reason), *words, return_exceptions=True)
         except TimeoutError:
-            _log.error("%d groups and %d leases could not be handed over: no answer", len(made), len(left))
+            _log.error("%d units could not be handed over: no answer", len(self._units))
+            return
+        self._num_pushed += sum(isinstance(answer, Pushed) for answer in answers)
+        for error in (answer for answer in answers if isinstance(answer, Exception)):
+            _log.error("a unit could not be handed over: %s", error)
+
+    async def _release(self, reason: str) -> None:
+        """What is not made, and what was asked for and came too late."""
+        left = [key for key, unit in self._units.items() if not unit.payload]
+        if self._asked_for is not None:
+            await asyncio.wait({self._asked_for})
+            left += [] if self._asked_for.exception() else map(_key, self._asked_for.result().leases)
+        if left:
+            await self._ask(self._dataflow.release, Release(self._member.node, tuple(left), reason))
 
     async def _ask(self, call: Callable[[_Q], _A], request: _Q) -> _A:
         began = time.monotonic()

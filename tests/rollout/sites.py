@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,11 @@ class Trainer:
         self.layout = models.layout_digest(self._model, tokenizer, torch.float32)
         self._rng = torch.Generator().manual_seed(0)
 
-    def register(self, num_groups: int = 2, max_staleness: int = 8) -> None:
+    def register(self, num_groups: int = 2, max_staleness: int = 8) -> Register:
         self.publish(0)
-        self._ledger.register(Register(self.policy, self.layout, str(self.store.root), num_groups, max_staleness))
+        request = Register(self.policy, self.layout, str(self.store.root), num_groups, max_staleness)
+        self._ledger.register(request)
+        return request
 
     def publish(self, version: int) -> None:
         """A step that changes a few words."""
@@ -93,9 +96,9 @@ class Trainer:
 class Site:
     """A ledger and its service, which can go away and come back at the same port."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.database = config, folder / "ledger.sqlite"
-        self.ledger = open_ledger(config, self.database)
+    def __init__(self, config: Config, ledger: Ledger, answers: Any) -> None:
+        """`answers`: the ledger, or what stands before it."""
+        self.config, self.ledger, self.answers = config, ledger, answers
         self._server: uvicorn.Server | None = None
         self.port = 0
         self.start()
@@ -108,7 +111,7 @@ class Site:
         return Client(self.url, TOKEN, wait_s)
 
     def start(self) -> None:
-        self._server, listener = serving.make_server(Service(self.ledger, self.ledger.run, TOKEN), port=self.port)
+        self._server, listener = serving.make_server(Service(self.answers, self.ledger.run, TOKEN), port=self.port)
         self.port = listener.getsockname()[1]
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[listener]), daemon=True)
         self._thread.start()
@@ -122,10 +125,23 @@ class Site:
 
 
 @contextmanager
-def site(config: Config, folder: Path) -> Iterator[Site]:
-    made = Site(config, folder)
+def site(config: Config, folder: Path, ledger: Ledger | None = None, answers: Any = None) -> Iterator[Site]:
+    ledger = ledger or open_ledger(config, folder / "ledger.sqlite")
+    made = Site(config, ledger, answers or ledger)
     try:
         yield made
     finally:
         made.stop()
-        made.ledger.close()
+        ledger.close()
+
+
+def once(process: Any) -> Any:
+    """A `cli_runs.Process` whose exit code can be asked for again and again."""
+    code: list[int] = []
+
+    def poll() -> int | None:
+        if not code and (found := process.poll()) is not None:
+            code.append(found)
+        return code[0] if code else None
+
+    return replace(process, poll=poll)
