@@ -33,7 +33,7 @@ from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.tools.base_generator import GuessGenerator
 from flowtrain.agents.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.agents.tools.sandbox.host import Backend, ProcessSandbox
-from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.rollout.collect import collect
 from flowtrain.seeds import derive_seed
 from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, ToolResult, Verdict
@@ -111,10 +111,10 @@ class Simulated:
     def measure(self, memory: Memory) -> int:
         return 0
 
-    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
         key = memory.entries[-1].sub_goal
         await asyncio.sleep(self.latencies.chat_s(key, "verdict"))
-        return Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE, ""
+        return Verification(Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE)
 
     async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
         await asyncio.sleep(self.latencies.chat_s(memory.entries[-1].sub_goal, "answer"))

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from bench.measure import extra_bytes, median_ratio, print_table, time_in_turn, write_json
 from bench.step_rivals import Transformers, Trl
-from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
-from flowtrain.agents.planner import Planner
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.algorithms import flow_grpo, screen
 from flowtrain.config import Config
 from flowtrain.job import Job
@@ -136,23 +136,23 @@ def agentflow_samples(num_turns: int, scale: float, group_size: int = 8) -> list
 
 def scripted_samples(job: Job) -> list[Sample]:
     """The turns of 16 questions x 8 rollouts by the scripted expert, with made-up rewards so that no group is dropped."""
-    planner = ScriptedPlanner(job.make_planner(job.make_torch_engine(WeightStore(Path("unused"))), 1.0), 0.2, job.tokenizer.eos_token_id)
+    flow = job.make_flow(job.make_no_engines(), job.config.agent.max_turns)
+    assert isinstance(flow.planner, PolicyPlanner)
     order = random.Random(0)
-    groups = _rollouts(job, planner)
+    groups = _rollouts(job, replace(flow, planner=ScriptedPlanner(flow.planner, 0.2, job.tokenizer.eos_token_id)))
     return _samples([replace(g, trajectories=tuple(replace(t, reward=order.random()) for t in g.trajectories)) for g in groups], job)
 
 
 def recorded_samples(job: Job, place: Path) -> list[Sample]:
     """Of 16 questions x 8 rollouts by the planner, with the sampler's log-probs and the rewards that they got."""
     store = WeightStore(place / "weights")
-    engine = job.make_torch_engine(store)
+    engines = job.make_policy_engines({"planner": store})
     job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
-    engine.load(0)
-    return _samples(_rollouts(job, job.make_planner(engine, job.config.rollout.temperature)), job)
+    engines["planner"].load(0)
+    return _samples(_rollouts(job, job.make_flow(engines, job.config.agent.max_turns)), job)
 
 
-def _rollouts(job: Job, planner: Planner) -> list[Group]:
-    flow = make_flow(job.config, planner, job.tools, job.config.agent.max_turns)
+def _rollouts(job: Job, flow: Flow) -> list[Group]:
     return score(collect(flow, job.tasks.train[:16], group_size=8, seed=0))
 
 

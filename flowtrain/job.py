@@ -18,35 +18,31 @@ from typing import Any
 import torch
 from flowkernels import LossSpec
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import recipe, report
-from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
+from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools, make_verifier
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.agents.tools import Tool
 from flowtrain.config import Config
 from flowtrain.options import to_toml
+from flowtrain.policies import PolicyModel, make_engine
 from flowtrain.report.run_dir import writing
 from flowtrain.rewards import Judge, VerdictCache, score
 from flowtrain.rollout.chat_engines import ChatEngines, make_chat_engines
-from flowtrain.rollout.engine import Engine
-from flowtrain.rollout.requests import stop_ids
-from flowtrain.rollout.torch_engine import TorchEngine
-from flowtrain.rollout.vllm_engine import VllmEngine
-from flowtrain.rollout.vllm_process import VllmModel, cpu_environment, gpu_environment
+from flowtrain.rollout.engine import Engine, NoEngine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks import sub_goals
-from flowtrain.tasks.sets import TaskSet, task_set
+from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.memory import MemoryPlan, plan_memory
 from flowtrain.training.model import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
-from flowtrain.types import Group, Trajectory, UserError
-from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.types import Group, PolicyName, Trajectory, UserError
+from flowtrain.weights import Publisher, PublishOptions, Source, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +54,46 @@ class Job:
     tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    """fp32 master weights on the CPU, not sharded yet."""
+    """Of the policy that is trained: fp32 master weights on the CPU, not sharded yet."""
+    policies: Mapping[PolicyName, PolicyModel]
+    """All that sample in the flow, by name."""
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
     prompt: PlannerPrompt
 
     @classmethod
-    def prepare(cls, config: Config, world: World, fictional: bool = False) -> Job:
-        """Load and check everything; writes nothing. `fictional`: the questions are about made-up entities."""
+    def prepare(cls, config: Config, world: World, fictional: bool = False, scripted: bool = False) -> Job:
+        """Load and check everything; writes nothing.
+
+        `fictional`: the questions are about made-up entities. `scripted`: no policy is asked anything, so that those which are not trained
+        need no model; their scripts write in the tokens of the one that is.
+        """
         _set_threads(config.run.threads)
         tasks = task_set(config, fictional)
         _check_scorers(tasks)
         _check_algorithm(config, tasks)
         tokenizer, model = _policy(config, tasks)
-        with ExitStack() as cleanup:  # frees what has started when a later part cannot
-            chats = make_chat_engines(config, tokenizer, world.device)
-            cleanup.callback(chats.close)
-            tools = make_tools(config, tasks, chats.roles.get("tools"))
-            _check_tools(config, tools)
-            prompt = make_prompt(config, tools, tokenizer)
-            cleanup.pop_all()
-        return cls(config, world, tasks, tokenizer, model, chats, tools, prompt)
+        trained = PolicyModel.of("model.path", config.model.path, tokenizer, model)
+        policies = {
+            name: trained if scripted or name == config.train.policy else PolicyModel.load(*config.path_of(name))
+            for name in config.policy_names
+        }
+        return cls(config, world, tasks, tokenizer, model, policies, *_modules(config, world, tasks, policies["planner"].tokenizer))
+
+    @classmethod
+    def to_sample(cls, config: Config, world: World) -> Job:
+        """For who is given tasks and weights, so that neither is loaded; only a new tokenizer has to be made of the tasks."""
+        if config.model.path == "tiny":
+            job = cls.prepare(config, world)
+            job.model.to("meta")
+            return job
+        _set_threads(config.run.threads)
+        tasks = without_tasks(config)
+        policies = {name: PolicyModel.load(*config.path_of(name)) for name in config.policy_names}
+        trained = policies[config.train.policy]
+        modules = _modules(config, world, tasks, policies["planner"].tokenizer)
+        return cls(config, world, tasks, trained.tokenizer, trained.without_weights(), policies, *modules)
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
         """Create the folder of the run, or open it when it is to be resumed; every rank gets the same. `facts` are for the manifest."""
@@ -103,57 +117,41 @@ class Job:
             on_gpu=self.world.device.type == "cuda",
         )
         copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
-        engine = copy_bytes if samples and config.rollout.engine == "torch" else 0
-        return MemoryPlan({**plan.parts, "published": copy_bytes // num_trainers, "engine": engine})
+        engines = sum(policy.num_parameters() for policy in self.policies.values()) * spec.dtype.itemsize
+        in_process = samples and config.rollout.engine == "torch"
+        return MemoryPlan({**plan.parts, "published": copy_bytes // num_trainers, "engine": engines if in_process else 0})
 
-    def make_engine(self, store: WeightStore) -> Engine:
-        """A second copy of the model that samples; its weights come from the store by version."""
-        engine = self._make_vllm_engine(store) if self.config.rollout.engine == "vllm" else self.make_torch_engine(store)
-        self.chats.bind(engine)
-        return engine
+    def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
+        """What samples from each policy of the flow, by its name: its weights come from its store by version.
 
-    def make_torch_engine(self, store: WeightStore) -> TorchEngine:
-        """The engine of this process."""
-        dtype = getattr(torch, self.config.model.dtype)
-        # A copy, because from_config writes the attention it was asked for into the config it was given.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(self.model.config), dtype=dtype, attn_implementation="sdpa")
-        model.generation_config = self.model.generation_config
-        rollout, weights = self.config.rollout, self.config.weights
-        model = model.to(self.world.device)
-        return TorchEngine(model, self.tokenizer, store, max_batch_size=rollout.max_batch_size, scrub_every=weights.scrub_every)
+        A policy without a store is frozen: its weights are those at its path.
+        """
+        engines: dict[str, Engine] = {}
+        with ExitStack() as cleanup:  # closes what has started when another cannot
+            for name, policy in self.policies.items():
+                engines[name] = make_engine(self.config, policy, self.world.device, stores.get(name))
+                cleanup.callback(engines[name].close)
+            cleanup.pop_all()
+        self.chats.bind(engines["planner"])
+        return engines
 
-    def _make_vllm_engine(self, store: WeightStore) -> VllmEngine:
-        options, device = self.config.vllm, self.world.device
-        shape = copy.deepcopy(self.model.config)
-        shape.architectures = [type(self.model).__name__]
-        positions = int(shape.max_position_embeddings)
-        if options.max_model_len > positions:
-            raise UserError(f"vllm.max_model_len={options.max_model_len} must be at most the model's {positions} positions")
-        is_cpu = device.type == "cpu"
-        if is_cpu and options.sleep:
-            raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
-        model = VllmModel(
-            shape,
-            self.config.model.dtype,
-            options.max_model_len or positions,
-            stop_ids(self.model.generation_config, self.tokenizer),
-            str(store.root.resolve()),
-            self.config.weights.scrub_every,
-            is_cpu,
-            cpu_environment(torch.get_num_threads()) if is_cpu else gpu_environment(device.index or 0),
-        )
-        return VllmEngine(model, self.tokenizer, options)
+    def make_no_engines(self) -> dict[str, Engine]:
+        """In their place where nothing is sampled."""
+        return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
     def make_publisher(self, store: WeightStore, trainers: World) -> Publisher:
         """Publishes the policy in the dtype that engines sample with; of those that train it."""
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
         return Publisher(store, PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()), trainers)
 
-    def make_planner(self, engine: Engine, temperature: float) -> PolicyPlanner:
-        return make_planner(self.config, engine, self.tokenizer, self.prompt, temperature)
-
-    def make_flow(self, planner: Planner, max_turns: int) -> Flow:
-        return make_flow(self.config, planner, self.tools, max_turns, self.chats.roles)
+    def make_flow(self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None) -> Flow:
+        """On the engines of `make_policy_engines`. `temperature`: of all policies; None: each has its own."""
+        config, policies, tools = self.config, self.policies, self.tools
+        planner = make_planner(config, engines["planner"], policies["planner"].tokenizer, self.prompt, temperature)
+        verifier = None
+        if "verifier" in policies:
+            verifier = make_verifier(config, engines["verifier"], policies["verifier"].tokenizer, tools, temperature)
+        return make_flow(config, planner, tools, max_turns, self.chats.roles, verifier)
 
     def make_judge(self) -> Judge | None:
         """None where `roles.judge` says so."""
@@ -166,7 +164,8 @@ class Job:
             frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
             reference = models.shard(frozen, trainers, replace(spec, recompute=False))
         model = models.shard(self.model, trainers, spec)
-        return Trainer(model, trainers, loss, optim, self.config.rollout.temperature, reference, recipe.future_ratio(self.config))
+        _, temperature = self.config.sampling_of(self.config.train.policy)
+        return Trainer(model, trainers, loss, optim, temperature, reference, recipe.future_ratio(self.config))
 
     def _shard_spec(self) -> ShardSpec:
         train = self.config.train
@@ -176,6 +175,20 @@ class Job:
         for tool in self.tools.values():
             tool.close()
         self.chats.close()
+
+
+def _modules(
+    config: Config, world: World, tasks: TaskSet, tokenizer: PreTrainedTokenizerFast
+) -> tuple[ChatEngines, dict[str, Tool], PlannerPrompt]:
+    """Around the policies. `tokenizer`: the planner's."""
+    with ExitStack() as cleanup:  # frees what has started when a later part cannot
+        chats = make_chat_engines(config, tokenizer, world.device)
+        cleanup.callback(chats.close)
+        tools = make_tools(config, tasks, chats.roles.get("tools"))
+        _check_tools(config, tools)
+        prompt = make_prompt(config, tools, tokenizer)
+        cleanup.pop_all()
+    return chats, tools, prompt
 
 
 @contextmanager
@@ -229,16 +242,17 @@ def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, Pr
     if config.model.path != "tiny":
         return models.load_tokenizer(config.model.path), models.load_model(config.model.path, torch.float32)
     tiny = config.tiny
-    tokenizer = models.new_tokenizer(_texts(tasks), tiny.vocab_size)
+    closing = "Tool Name: Base_Generator" if config.train.policy == "planner" else "Conclusion: STOP\nConclusion: CONTINUE"
+    tokenizer = models.new_tokenizer(_texts(tasks, closing), tiny.vocab_size)
     torch.manual_seed(derive_seed(config.run.seed, "new model"))
     return tokenizer, models.new_model(tokenizer, tiny.hidden_size, tiny.num_layers, tiny.num_heads, tiny.max_positions)
 
 
-def _texts(tasks: TaskSet) -> list[str]:
+def _texts(tasks: TaskSet, closing: str) -> list[str]:
     """What a new tokenizer learns from: prompts and answers of training tasks."""
     texts = []
     for task in tasks.train[:5000]:
         actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)
         results = "\n".join(f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan)
-        texts.append(f"Question: {task.question}\n{results}\n{actions}\nTool Name: Base_Generator")
+        texts.append(f"Question: {task.question}\n{results}\n{actions}\n{closing}")
     return texts

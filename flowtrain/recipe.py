@@ -30,16 +30,16 @@ def optim_spec(config: Config) -> OptimSpec:
 
 def algorithm(config: Config) -> Callable[[Sequence[Group], int], Advantages]:
     """(scored groups, number of groups over all ranks) -> what is trained."""
-    num_minibatches = config.train.num_minibatches
+    num_minibatches, policy = config.train.num_minibatches, config.train.policy
     if config.algorithm.name == "appo":
         return lambda groups, num_groups: appo(groups, num_minibatches, num_groups, trains_branches=config.appo.rule == "arpo")
     if config.algorithm.name == "infoflow":
         options = config.infoflow
         splits = options.hint_group == "split"
         return lambda groups, num_groups: infoflow(
-            groups, options.sub_goal_weight, splits, config.algorithm.mode, num_minibatches, num_groups
+            groups, options.sub_goal_weight, splits, config.algorithm.mode, num_minibatches, num_groups, policy
         )
-    return lambda groups, num_groups: flow_grpo(groups, config.algorithm.mode, num_minibatches, num_groups)
+    return lambda groups, num_groups: flow_grpo(groups, config.algorithm.mode, num_minibatches, num_groups, policy)
 
 
 def hints(config: Config, step: int) -> Hints | None:

@@ -1,7 +1,7 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate them. The flow, the tools, the scorer,
-the packing and the trainer are those of `train.py`; only the loss is -log p.
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them. The
+flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is -log p.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from flowkernels import LossSpec
 
 from flowtrain import report
-from flowtrain.agents.expert import ScriptedPlanner
-from flowtrain.agents.planner import Planner, PolicyPlanner
+from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.verifier import PolicyVerifier
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
 from flowtrain.job import Job, saving
 from flowtrain.rewards import score
+from flowtrain.rollout.chat_engines import POLICY
 from flowtrain.rollout.collect import collect
-from flowtrain.rollout.engine import Engine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample, Task, Trajectory, Turn, UserError
+from flowtrain.types import Call, Sample, Task, Trajectory, UserError, calls_of
 from flowtrain.weights import WeightStore
 
 
@@ -41,7 +44,7 @@ def rft(config: Config) -> int:
         cleanup.callback(world.leave)
         if config.rft.batch_size % world.size:
             raise UserError(f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} ranks that torchrun started")
-        job = Job.prepare(config, world, fictional=config.rft.fictional)
+        job = Job.prepare(config, world, fictional=config.rft.fictional, scripted=not _samples(config))
         cleanup.callback(job.close)
         return _run(job, Interrupt(), cleanup)
 
@@ -49,16 +52,20 @@ def rft(config: Config) -> int:
 def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     config, world, rft = job.config, job.world, job.config.rft
     store = WeightStore(Path(config.run.dir) / "weights")
-    # The scripted expert samples nothing.
-    engine = job.make_engine(store) if _samples(config) else job.make_torch_engine(store)
-    cleanup.callback(engine.close)
-    expert = _expert(job, job.make_planner(engine, config.rollout.temperature))
+    engines = job.make_policy_engines({config.train.policy: store}) if _samples(config) else job.make_no_engines()
+    for engine in engines.values():
+        cleanup.callback(engine.close)
+    flow = _expert(job, job.make_flow(engines, config.agent.max_turns))
     run_dir = job.open_run_dir()
     started = time.monotonic()
-    _sync_engine(job, store, engine)
-    demonstrations = _demonstrate(job, expert)
+    if _samples(config):  # through the store, as in training
+        with saving(store.root):
+            job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
+        engines[config.train.policy].load(0)
+    demonstrations = _demonstrate(job, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
-    samples = [_sample(turn, rft.prompt_weight) for t in kept for turn in t.turns if turn.response_ids]
+    calls = [call for t in kept for turn in t.turns if (call := calls_of(turn, config.train.policy)) is not None]
+    samples = [_sample(call, rft.prompt_weight) for call in calls if call.response_ids]
     num_kept, num_rewarded, num_samples = world.sum([len(kept), sum(t.reward or 0 for t in demonstrations), len(samples)])
     if world.max([not samples])[0]:
         raise UserError(
@@ -79,34 +86,30 @@ def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     return INTERRUPTED if interrupt.requested else 0
 
 
-def _expert(job: Job, policy: PolicyPlanner) -> Planner:
-    """Who demonstrates."""
+def _expert(job: Job, flow: Flow) -> Flow:
+    """Who demonstrates: the policies, or scripts in their place."""
     config = job.config
     if config.rft.expert == "policy":
-        return policy
+        return flow
     unplanned = next((task for task in job.tasks.train if not task.plan), None)
     if unplanned is not None:
         raise UserError(f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has none, so use 'policy'")
-    return ScriptedPlanner(policy, config.rft.expert_error, job.tokenizer.eos_token_id)
+    ends = {name: policy.tokenizer.eos_token_id for name, policy in job.policies.items()}
+    assert isinstance(flow.planner, PolicyPlanner)
+    flow = replace(flow, planner=ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"]))
+    if isinstance(flow.verifier, PolicyVerifier):
+        flow = replace(flow, verifier=ScriptedVerifier(flow.verifier, config.rft.early_stop, ends["verifier"]))
+    return flow
 
 
 def _samples(config: Config) -> bool:
-    """Whether anyone asks the policy: the expert, or a role."""
-    return config.rft.expert == "policy" or "policy" in config.roles.model_dump().values()
+    """Whether anyone asks a policy: the expert, or a role."""
+    return config.rft.expert == "policy" or POLICY in config.roles.model_dump().values()
 
 
-def _sync_engine(job: Job, store: WeightStore, engine: Engine) -> None:
-    """Give the engine the policy's weights, through the store as in training."""
-    if _samples(job.config):
-        with saving(store.root):
-            job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
-        engine.load(0)
-
-
-def _demonstrate(job: Job, expert: Planner) -> list[Trajectory]:
+def _demonstrate(job: Job, flow: Flow) -> list[Trajectory]:
     """This rank's share of scored rollouts."""
     config, world = job.config, job.world
-    flow = job.make_flow(expert, config.agent.max_turns)
     tasks = _balanced(job.tasks, config)
     groups = collect(
         flow,
@@ -153,9 +156,9 @@ def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interr
     return step
 
 
-def _sample(turn: Turn, prompt_weight: float) -> Sample:
-    """One turn to imitate. With a prompt weight, every token but the first is a target."""
-    prompt, response = turn.prompt_ids, turn.response_ids
+def _sample(call: Call, prompt_weight: float) -> Sample:
+    """One call to imitate. With a prompt weight, every token but the first is a target."""
+    prompt, response = call.prompt_ids, call.response_ids
     weights = (1.0,) * len(response)
     if prompt_weight:
         weights = (prompt_weight,) * (len(prompt) - 1) + weights

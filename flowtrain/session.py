@@ -21,6 +21,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
 from flowtrain.config import Config
 from flowtrain.evals import Evaluation, RolloutStats, evaluate
+from flowtrain.evals.verdicts import verdict_metrics
 from flowtrain.job import Job, resume_point
 from flowtrain.learner import Learner
 from flowtrain.memory import check_memory
@@ -28,7 +29,7 @@ from flowtrain.placement import Placement
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
 from flowtrain.rewards import Judge
-from flowtrain.rollout.engine import Engine, EngineError, NoEngine
+from flowtrain.rollout.engine import Engine, EngineError
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
@@ -103,14 +104,17 @@ class Session:
         self._check_memory()
         self._cleanup.callback(self._job.close)
         store = WeightStore(Path(config.run.dir) / "weights")
-        self._engine = self._make_engine(store)
-        self._cleanup.callback(self._engine.close)
-        self._flow = self._make_flow(config.rollout.temperature, config.agent.max_turns)
+        self._engines = self._make_engines(store)
+        for engine in self._engines.values():
+            self._cleanup.callback(engine.close)
+        self._engine = self._engines[config.train.policy]
+        self._flow = self._job.make_flow(self._engines, config.agent.max_turns)
         self.judge = self._job.make_judge()
         self._memory_plan = self._job.memory_plan(self._placement.trainers.size, not self._placement.is_split)
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
-            report.atomic_write_text(self._run_dir.tokenizer, self._job.tokenizer.backend_tokenizer.to_str())
+            planner = self._job.policies["planner"].tokenizer
+            report.atomic_write_text(self._run_dir.tokenizer, planner.backend_tokenizer.to_str())
         self.algorithm = recipe.algorithm(config)
         self._learner = self._make_learner(store)
         self._resume()
@@ -125,10 +129,11 @@ class Session:
             total = torch.cuda.get_device_properties(device).total_memory
             check_memory(self._config, self._job.model.num_parameters(), trainers.size, total)
 
-    def _make_engine(self, store: WeightStore) -> Engine:
+    def _make_engines(self, store: WeightStore) -> dict[str, Engine]:
+        """The trained policy has its weights from the store; the other one, if there is one, is frozen."""
         if self._placement.samplers.is_member:
-            return self._job.make_engine(store)
-        return NoEngine(int(self._job.model.config.max_position_embeddings))
+            return self._job.make_policy_engines({self._config.train.policy: store})
+        return self._job.make_no_engines()
 
     def _make_learner(self, store: WeightStore) -> Learner | None:
         """None on a rank that only samples."""
@@ -251,15 +256,16 @@ class Session:
         evaluation = {}
         if config.eval.every and step % config.eval.every == 0:
             with clock("eval"):
-                held_out = self._evaluate(MAIN_SPLIT, config.rollout.temperature, step)
+                held_out = self._evaluate(MAIN_SPLIT, step)
             evaluation = {"eval_reward": held_out.stats.reward_mean}
             self._log_held_out(step, held_out.trajectories)
         scores = self._placement.gather_scores({} if self._learner is None else self._learner.trainer.own_scores())
-        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, scores))
-        head = {"step": step, "version": step, **rollouts.metrics(), **evaluation, "num_groups_dropped": num_dropped, **left_out}
+        self._trajectories.log(step, step - 1, annotate(groups, batch.samples, scores, config.train.policy))
+        verdicts = verdict_metrics(trajectories, config, self.world) if "verifier" in config.policy_names else {}
+        head = {"step": step, "version": step, **rollouts.metrics(), **verdicts, **evaluation}
         seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
         speed = {"peak_memory_gb": peak_bytes / 1e9, **self._speed(stats, seconds["train_s"])}
-        self._write({**head, **stats, **speed, **self._weights_metrics, **chats, **seconds})
+        self._write({**head, "num_groups_dropped": num_dropped, **left_out, **stats, **speed, **self._weights_metrics, **chats, **seconds})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
@@ -291,13 +297,10 @@ class Session:
         print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
         print(f"to look at it: python -m flowtrain.view {path}")
 
-    def _make_flow(self, temperature: float, max_turns: int) -> Flow:
-        return self._job.make_flow(self._job.make_planner(self._engine, temperature), max_turns)
-
-    def _evaluate(self, split: str, temperature: float, step: int) -> Evaluation:
+    def _evaluate(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
         """One rollout of each held-out task; at a given step always with the same random numbers."""
         config = self._config
-        flow = self._make_flow(temperature, config.agent.eval_max_turns)
+        flow = self._job.make_flow(self._engines, config.agent.eval_max_turns, temperature)
         seed = derive_seed(config.run.seed, "eval", step)
         tasks, ranks = self._job.tasks.held_out[split], (self.world, config.rollout.max_in_flight, self.judge, self._placement.samplers)
         return evaluate(flow, tasks, seed, config.agent.tools, *ranks)
@@ -319,9 +322,9 @@ class Session:
 
     def _evaluate_all(self) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
         """Every held-out split, sampled and greedy; and the sampled rollouts of the main one."""
-        config, splits = self._config, self._job.tasks.held_out
-        sampled = {split: self._evaluate(split, config.rollout.temperature, -1) for split in splits}
-        greedy = {split: self._evaluate(split, 0.0, -1) for split in splits}
+        splits = self._job.tasks.held_out
+        sampled = {split: self._evaluate(split, -1) for split in splits}
+        greedy = {split: self._evaluate(split, -1, temperature=0.0) for split in splits}
         main = sampled[MAIN_SPLIT]
         result = {
             "eval_reward": main.stats.reward_mean,

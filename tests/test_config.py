@@ -414,7 +414,7 @@ def test_the_records_refuse_unknown_keys_too() -> None:
 def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
-    runs_anywhere = path.stem in ("quickstart", "appo", "infoflow", "gameof24")
+    runs_anywhere = path.stem in ("quickstart", "appo", "infoflow", "gameof24", "verifier")
     assert config.rollout.engine == ("torch" if runs_anywhere else "vllm")
 
 

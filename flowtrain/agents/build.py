@@ -12,10 +12,11 @@ from flowtrain.agents.generator import RuleGenerator, last_expression, last_resu
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.prompts import ChatTokenizer, CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.tools import Tool, registry
-from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
+from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
+from flowtrain.agents.verifier import PolicyVerifier, RuleVerifier, Verifier, any_result_enough, facts_enough, gameof24_enough
 from flowtrain.rollout.chat import ChatEngine
 from flowtrain.rollout.engine import Engine
-from flowtrain.types import UserError
+from flowtrain.types import PolicyName, UserError
 
 if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
@@ -36,32 +37,65 @@ def make_tools(config: cfg.Config, tasks: TaskSet, chat: ChatEngine | None = Non
 def make_prompt(config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTokenizer) -> PlannerPrompt:
     if config.agent.prompt == "compact":
         return CompactPrompt()
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"model.path={config.model.path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'"
-        )
+    _check_template(config, "planner", tokenizer)
     return FullPrompt(list(tools.values()), tokenizer, config.agent.prompt_order)
 
 
-def make_planner(config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float) -> PolicyPlanner:
+def make_verifier(
+    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, tools: Mapping[str, Tool], temperature: float | None = None
+) -> PolicyVerifier:
+    """Where it is a policy of its own. `temperature`: None: as the config says."""
+    max_new_tokens, own = config.sampling_of("verifier")
+    temperature = own if temperature is None else temperature
+    if max_new_tokens >= engine.max_tokens:
+        raise UserError(f"policies.verifier.max_new_tokens={max_new_tokens} must be below the model's {engine.max_tokens} positions")
+    prompt: VerdictPrompt = CompactVerdictPrompt()
+    if config.agent.prompt == "full":
+        _check_template(config, "verifier", tokenizer)
+        prompt = FullVerdictPrompt(roles.tools_text(tools), tokenizer)
+    return PolicyVerifier(engine, tokenizer, prompt, max_new_tokens, temperature, config.rollout.request_timeout_s)
+
+
+def _check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
+    if not tokenizer.chat_template:
+        key, path = config.path_of(policy)
+        raise UserError(f"{key}={path!r} has no chat template, which agent.prompt='full' needs; use agent.prompt='compact'")
+
+
+def make_planner(
+    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, prompt: PlannerPrompt, temperature: float | None = None
+) -> PolicyPlanner:
+    """`temperature`: None: as the config says."""
     rollout = config.rollout
+    temperature = rollout.temperature if temperature is None else temperature
     if rollout.max_new_tokens >= engine.max_tokens:
         raise UserError(f"rollout.max_new_tokens={rollout.max_new_tokens} must be below the model's {engine.max_tokens} positions")
     limits = rollout.max_new_tokens, temperature, rollout.request_timeout_s
     return PolicyPlanner(engine, tokenizer, prompt, config.agent.tools, *limits, rollout.top_k, rollout.top_p)
 
 
+def rule_verifier(config: cfg.Config) -> RuleVerifier:
+    """What the family of the tasks goes by."""
+    return RuleVerifier(_RULES[config.tasks.name][0])
+
+
 def make_flow(
-    config: cfg.Config, planner: Planner, tools: Mapping[str, Tool], max_turns: int, chats: Mapping[str, ChatEngine] | None = None
+    config: cfg.Config,
+    planner: Planner,
+    tools: Mapping[str, Tool],
+    max_turns: int,
+    chats: Mapping[str, ChatEngine] | None = None,
+    verifier: Verifier | None = None,
 ) -> Flow:
-    """`chats`: the engine of every role that has one."""
+    """`chats`: the engine of every role that has one; `verifier`: where that is a policy of its own."""
     agent, chats = config.agent, chats or {}
+    assert (verifier is not None) == ("verifier" in config.policy_names), "a verifier of its own is made before the flow"
     assert not (unfilled := roles.unfilled(config.roles, chats)), f"no engine for {unfilled}"
-    is_enough, extract = _RULES[config.tasks.name]
+    _, extract = _RULES[config.tasks.name]
     return Flow(
         planner,
         roles.make_executor(agent, tools, chats),
-        roles.make_verifier(RuleVerifier(is_enough), tools, chats),
+        verifier or roles.make_verifier(rule_verifier(config), tools, chats),
         roles.make_generator(RuleGenerator(extract), chats),
         FlowLimits(max_turns, agent.rollout_timeout_s, agent.module_timeout_s, agent.memory_tokens),
         roles.make_analyst(agent, tools, chats),

@@ -1,4 +1,4 @@
-"""The scripted expert that warms a planner up: it knows each task's plan and errs on purpose."""
+"""The scripted experts that warm policies up: they know each task's plan and err on purpose."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Opening, Plan, PolicyPlanner
+from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, Completion, FinishReason, PlanStep, Task
+from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,23 @@ class ScriptedPlanner:
         raise AssertionError("nobody branches from an expert")
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedVerifier:
+    """Says STOP once the memory has done all of `task.plan`; with probability `early_stop` at once. Otherwise as `ScriptedPlanner`."""
+
+    like: PolicyVerifier
+    early_stop: float
+    end_id: int
+
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+        stops = random.Random(seed).random() < self.early_stop or not steps_left(task, memory)
+        verdict = Verdict.STOP if stops else Verdict.CONTINUE
+        text = self.like.prompt.write(verdict)
+        ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
+        call = Call(self.like.encode(task.question, memory), ids, (0.0,) * len(ids), (), FinishReason.STOP, text=text)
+        return Verification(verdict, self.like.prompt.prefix + text, call)
+
+
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:
     if task.scorer == "gameof24":
         return Action("", "", random_expression(task.answers, rng), step.tool_name)
@@ -49,9 +67,15 @@ def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:
 
 
 def next_step(task: Task, memory: Memory) -> PlanStep:
-    """The first step of the plan that the memory has not done yet, in order; the last one when all are done."""
-    remaining = list(task.plan)
+    """The first step of the plan that the memory has not done yet; the last one when all are done."""
+    left = steps_left(task, memory)
+    return left[0] if left else task.plan[-1]
+
+
+def steps_left(task: Task, memory: Memory) -> list[PlanStep]:
+    """What the memory has not done of the plan yet, in order."""
+    left = list(task.plan)
     for entry in memory.entries:
-        if len(remaining) > 1 and (entry.sub_goal, entry.tool_name) == (remaining[0].sub_goal, remaining[0].tool_name):
-            remaining.pop(0)
-    return remaining[0]
+        if left and (entry.sub_goal, entry.tool_name) == (left[0].sub_goal, left[0].tool_name):
+            left.pop(0)
+    return left

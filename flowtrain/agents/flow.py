@@ -4,6 +4,8 @@
 question --> analyst --> planner --> executor --> tool --> verifier --> generator --> answer
                         ^ (trained)                        |  CONTINUE
                         +------------- memory <------------+
+
+The verifier can be a policy of its own, and be trained too.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class Flow:
         """Bring the rollout to where it leaves the other one."""
         rollout.memory = Memory(analysis=start.root.analysis)
         for turn in start.turns():
-            rollout.memory = rollout.memory.add(_entry(turn.action, turn.command, turn.result))
+            rollout.memory = rollout.memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
             rollout.turns.append(turn)
         rollout.shown, rollout.opening = self._shown(rollout.memory), start.opening()
 
@@ -170,10 +172,10 @@ class Flow:
             seed, left_now_s = derive_seed(rollout.seed, index, "executor"), max(0.0, left_s - plan_s)
             command, result = await self.executor.execute(task.question, plan.action, seed, left_now_s)
         result, retrieved = await self._refined(rollout, plan.action, result, max(0.0, left_s - (time.monotonic() - started)))
-        memory = rollout.memory.add(_entry(plan.action, command, result))
+        memory = rollout.memory.add(MemoryEntry.of(plan.action, command, result))
         shown = self._shown(memory)
         seed, left_now_s = derive_seed(rollout.seed, index, "verifier"), max(0.0, left_s - (time.monotonic() - started))
-        verdict, verdict_text = await self.verifier.verify(task.question, shown, seed, min(self.limits.module_timeout_s, left_now_s))
+        verified = await self.verifier.verify(task, shown, seed, min(self.limits.module_timeout_s, left_now_s))
         done = plan.completion
         turn = Turn(
             prompt_ids=plan.prompt_ids,
@@ -185,17 +187,18 @@ class Flow:
             action=plan.action,
             command=command,
             result=result,
-            verdict=verdict,
+            verdict=verified.verdict,
             seconds=time.monotonic() - started,
-            verdict_text=verdict_text,
+            verdict_text=verified.text,
             plan_s=plan_s,
             response_kept=done.kept,
             prompt_text=plan.prompt_text,
             retrieved=retrieved,
+            verifier_call=verified.call,
         )
         rollout.memory, rollout.shown = memory, shown
         rollout.turns.append(turn)
-        return verdict
+        return verified.verdict
 
     def _hint(self, rollout: _Rollout) -> None:
         """One hint per rollout at most; it stays in sight."""
@@ -223,9 +226,3 @@ def _role(name: str) -> Iterator[None]:
         yield
     except EngineError as error:
         raise _RoleFailed(f"{name}: {error}") from error
-
-
-def _entry(action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
-    if action is None:
-        return MemoryEntry("None", "None", command, result.text)
-    return MemoryEntry(action.tool_name, action.sub_goal, command, result.text)

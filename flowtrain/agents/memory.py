@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flowtrain.agents.tools.base import shorten
+from flowtrain.types import Action, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,13 @@ class MemoryEntry:
     command: str
     result: str
     """Output of the tool, or "Error: ..."."""
+
+    @classmethod
+    def of(cls, action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
+        """Of a turn, whose action is None when it was malformed."""
+        if action is None:
+            return cls("None", "None", command, result.text)
+        return cls(action.tool_name, action.sub_goal, command, result.text)
 
     @property
     def is_error(self) -> bool:

@@ -1,4 +1,4 @@
-"""The planner, pi_theta(a^t | q, K, M^t): the only trained module."""
+"""The planner, pi_theta(a^t | q, K, M^t)."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ class CompactPrompt:
         return "\n".join(filter(None, [f"Question: {question}", self.steps(memory), self.prefix]))
 
     def steps(self, memory: Memory) -> str:
-        steps = [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
-        return "\n".join([*steps, *hint_lines(memory)])
+        return "\n".join([*compact_steps(memory), *hint_lines(memory)])
 
     def write(self, action: Action) -> str:
         return f" {action.sub_goal}\nTool Name: {action.tool_name}"
@@ -85,6 +84,10 @@ class FullPrompt:
     def write(self, action: Action) -> str:
         fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)
         return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
+
+
+def compact_steps(memory: Memory) -> list[str]:
+    return [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
 
 
 def hint_lines(memory: Memory) -> list[str]:

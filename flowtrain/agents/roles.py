@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from flowtrain import config as cfg
-from flowtrain.agents import analyst, executor, generator, prompts, refiner, verifier
+from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
 from flowtrain.agents.analyst import Analyst, LLMAnalyst
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.generator import Generator, LLMGenerator
@@ -20,8 +20,8 @@ Chats = Mapping[str, ChatEngine]
 """The engine of every role that has one."""
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles that a flow is made of, beside the planner."""
-NO_ENGINE = ("none", "rules")
-"""What `[roles]` says where no language model is asked."""
+NO_ENGINE = ("none", "rules", cfg.OWN)
+"""What `[roles]` says where no chat engine is asked."""
 
 
 def make_analyst(agent: cfg.Agent, tools: Mapping[str, Tool], chats: Chats) -> Analyst | None:
@@ -64,7 +64,7 @@ def prompt_hashes() -> dict[str, str]:
         **{f"planner/{order}": template for order, template in prompts.TEMPLATES.items()},
         "analyst": analyst.PROMPT,
         "executor": executor.PROMPT,
-        "verifier": verifier.PROMPT,
+        "verifier": verdicts.PROMPT,
         "generator": generator.PROMPT,
         "refiner": refiner.PROMPT,
     }

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.prompts import analysis_text, memory_json
+from flowtrain.agents.planner import PromptTooLong
+from flowtrain.agents.prompts import ChatTokenizer
+from flowtrain.agents.verdicts import VerdictPrompt, parse_verdict, read_verdict, verdict_message
 from flowtrain.rollout.chat import ChatEngine
-from flowtrain.rollout.engine import EngineError
-from flowtrain.types import Verdict
+from flowtrain.rollout.engine import Engine, EngineError
+from flowtrain.types import Call, Sampling, Task, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A verdict and how it came about."""
+
+    verdict: Verdict
+    text: str = ""
+    """In which it was given; "" where a rule decided."""
+    call: Call | None = None
+    """What a policy read and sampled for it."""
 
 
 class Verifier(Protocol):
-    """Reads the question and the memory, whose last entry is this turn's; knows no answers. `seed` is this turn's."""
+    """Reads the question and the memory, whose last entry is this turn's; nothing else of the task. `seed` is this turn's."""
 
-    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
-        """The verdict, and the text in which it was given: "" where a rule decided."""
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +39,12 @@ class RuleVerifier:
 
     is_enough: Callable[[str, Memory], bool]
 
-    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+        return Verification(self.verdict(task.question, memory))
+
+    def verdict(self, question: str, memory: Memory) -> Verdict:
         is_enough = not memory.entries[-1].is_error and self.is_enough(question, memory)
-        return Verdict.STOP if is_enough else Verdict.CONTINUE, ""
+        return Verdict.STOP if is_enough else Verdict.CONTINUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +55,40 @@ class LLMVerifier:
     tools: str
     """The toolset as prompts show it."""
 
-    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
-        prompt = PROMPT.format(question=question, analysis=analysis_text(memory), tools=self.tools, memory=memory_json(memory))
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+        prompt = verdict_message(task.question, memory, self.tools)
         try:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         except EngineError as error:
-            return Verdict.CONTINUE, f"the verifier failed: {error}"
-        return parse_verdict(reply), reply
+            return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
+        return Verification(parse_verdict(reply), reply)
 
 
-_CONCLUSION = re.compile(r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE)
-"""Not the form that was asked for, word for word: "Conclusion: STOP or CONTINUE"."""
+@dataclass(frozen=True, slots=True)
+class PolicyVerifier:
+    """A policy of its own behind an engine: tokens in, tokens out, as the planner. A malformed verdict is taken for CONTINUE."""
 
+    engine: Engine
+    tokenizer: ChatTokenizer
+    prompt: VerdictPrompt
+    max_new_tokens: int
+    temperature: float
+    request_timeout_s: float
 
-def parse_verdict(reply: str) -> Verdict:
-    """The last "Conclusion: STOP" or "Conclusion: CONTINUE"; or the field "stop_signal" of a JSON object; else CONTINUE.
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+        """Raises PromptTooLong."""
+        prompt_ids = self.encode(task.question, memory)
+        if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
+            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
+        sampling = Sampling(self.max_new_tokens, self.temperature, seed=seed, deadline_s=min(self.request_timeout_s, deadline_s))
+        done = await self.engine.generate(prompt_ids, sampling)
+        text = self.tokenizer.decode(done.ids, skip_special_tokens=True)
+        call = Call(prompt_ids, done.ids, done.logprobs, done.spans, done.finish_reason, done.kept, text)
+        reply = self.prompt.prefix + text
+        return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
 
-    The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text, "do not stop yet" included.
-    """
-    try:
-        match json.loads(reply):
-            case {"stop_signal": bool(stops)}:
-                return Verdict.STOP if stops else Verdict.CONTINUE
-    except (ValueError, RecursionError):
-        pass
-    conclusions = _CONCLUSION.findall(reply)
-    return Verdict(conclusions[-1].upper()) if conclusions else Verdict.CONTINUE
+    def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False))
 
 
 def facts_enough(question: str, memory: Memory) -> bool:
@@ -101,26 +123,3 @@ def _is_24(text: str) -> bool:
         return abs(float(text) - 24) < 1e-6
     except ValueError:
         return False
-
-
-PROMPT = """You check whether a question can be answered with what a team has found so far.
-
-Question: {question}
-{analysis}
-Tools that the team could still use:
-{tools}
-
-Steps so far:
-{memory}
-
-Judge what the results say, not what they were meant to say. Check in this order:
-1. Completeness: is every part of the question covered by a result?
-2. Consistency: do the results contradict each other or the question?
-3. Verification: is a result an error, a guess, or in need of a check by another tool?
-4. Ambiguity: is anything left open that one more step could settle?
-
-Give your reasons briefly. Then end with exactly one of these two lines:
-Conclusion: STOP
-Conclusion: CONTINUE
-
-STOP when the answer can be written now; CONTINUE when another step is needed."""

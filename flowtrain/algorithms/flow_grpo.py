@@ -14,13 +14,17 @@ from statistics import fmean, pstdev, stdev
 from typing import Literal
 
 from flowtrain.algorithms.advantages import Advantages
-from flowtrain.types import Group, Sample, Trajectory, Turn
+from flowtrain.types import Call, Group, PolicyName, Sample, Trajectory, calls_of
 
 _EPS = 1e-6
 
 
 def flow_grpo(
-    groups: Sequence[Group], mode: Literal["paper", "released"] = "paper", num_minibatches: int = 1, num_groups: int | None = None
+    groups: Sequence[Group],
+    mode: Literal["paper", "released"] = "paper",
+    num_minibatches: int = 1,
+    num_groups: int | None = None,
+    policy: PolicyName = "planner",
 ) -> Advantages:
     """Advantages and token weights of scored groups.
 
@@ -30,6 +34,7 @@ def flow_grpo(
         num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index alone, so it is the same for any
             number of ranks.
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
+        policy: whose calls are trained, one per turn.
 
     The weights are not divided by the size of the batch: the trainer divides by their sum over all ranks, which is the number of kept
     groups in mode "paper" and of tokens in mode "released". Turns without tokens (the deadline struck first) are counted and not trained;
@@ -45,40 +50,40 @@ def flow_grpo(
             continue
         minibatch = group.index * num_minibatches // num_groups
         members = [member for member, trajectory in enumerate(group.trajectories) if not trajectory.error]
-        for member, trajectory, advantage in zip(members, group.finished, _advantages(group, rewards, mode), strict=True):
-            num_trained = len(_trained_turns(trajectory))
-            num_empty += len(trajectory.turns) - num_trained
-            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(num_trained, 1))
+        for member, trajectory, advantage in zip(members, group.finished, _advantages(group, rewards, mode, policy), strict=True):
+            calls = _trained_calls(trajectory, policy)
+            num_empty += len(trajectory.turns) - len(calls)
+            scale = 1.0 if mode == "released" else 1.0 / (len(rewards) * max(len(calls), 1))
             samples += [
-                replace(_sample(turn, advantage, scale, mode, minibatch), origin=(group.index, member, number))
-                for number, turn in enumerate(trajectory.turns)
-                if turn.response_ids
+                replace(_sample(call, advantage, scale, mode, minibatch), origin=(group.index, member, turn)) for turn, call in calls
             ]
     return Advantages(tuple(samples), num_dropped, {"empty": num_empty})
 
 
-def _advantages(group: Group, rewards: Sequence[float], mode: str) -> list[float]:
+def _advantages(group: Group, rewards: Sequence[float], mode: str, policy: PolicyName) -> list[float]:
     """One per trajectory: (R - mean) / (std + 1e-6), over trajectories or over turn samples."""
     if not all(map(math.isfinite, rewards)):
         return [math.nan] * len(rewards)
     if mode == "paper":
         mean, std = fmean(rewards), pstdev(rewards)
     else:
-        per_turn = [r for t, r in zip(group.finished, rewards, strict=True) for _ in _trained_turns(t)]
+        per_turn = [r for t, r in zip(group.finished, rewards, strict=True) for _ in _trained_calls(t, policy)]
         # A single sample has no spread: the released code then keeps the reward itself.
         mean, std = (fmean(per_turn), stdev(per_turn)) if len(per_turn) > 1 else (0.0, 1.0)
     return [(reward - mean) / (std + _EPS) for reward in rewards]
 
 
-def _sample(turn: Turn, advantage: float, scale: float, mode: str, minibatch: int) -> Sample:
-    num_tokens = len(turn.response_ids)
+def _sample(call: Call, advantage: float, scale: float, mode: str, minibatch: int) -> Sample:
+    num_tokens = len(call.response_ids)
     weight = scale if mode == "released" else scale / num_tokens
     advantages, weights = (advantage,) * num_tokens, (weight,) * num_tokens
-    return Sample(turn.prompt_ids, turn.response_ids, turn.response_logprobs, advantages, weights, minibatch, kept=turn.response_kept)
+    return Sample(call.prompt_ids, call.response_ids, call.logprobs, advantages, weights, minibatch, kept=call.kept)
 
 
-def _trained_turns(trajectory: Trajectory) -> list[Turn]:
-    return [turn for turn in trajectory.turns if turn.response_ids]
+def _trained_calls(trajectory: Trajectory, policy: PolicyName) -> list[tuple[int, Call]]:
+    """With the numbers of their turns."""
+    calls = enumerate(calls_of(turn, policy) for turn in trajectory.turns)
+    return [(turn, call) for turn, call in calls if call is not None and call.response_ids]
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flowtrain.algorithms.advantages import Advantages
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.types import Group, Sample, Trajectory
+from flowtrain.types import Group, PolicyName, Sample, Trajectory
 
 
 def infoflow(
@@ -24,6 +24,7 @@ def infoflow(
     mode: Literal["paper", "released"] = "paper",
     num_minibatches: int = 1,
     num_groups: int | None = None,
+    policy: PolicyName = "planner",
 ) -> Advantages:
     """`flow_grpo` of R.
 
@@ -38,7 +39,7 @@ def infoflow(
     for group in map(partial(_rewarded, weight=sub_goal_weight), groups):
         for members in _by_hint(group) if splits_hinted else [range(len(group.trajectories))]:
             part = replace(group, trajectories=tuple(group.trajectories[member] for member in members))
-            out = flow_grpo([part], mode, num_minibatches, num_groups)
+            out = flow_grpo([part], mode, num_minibatches, num_groups, policy)
             samples += [_placed(sample, members) for sample in out.samples]
             num_dropped += out.num_dropped
             num_excluded.update(out.num_excluded)

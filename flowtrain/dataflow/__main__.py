@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from flowtrain import serving
 from flowtrain.config import Config
+from flowtrain.dataflow import local_pool
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
@@ -66,6 +67,11 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             time.sleep(options.every)
 
 
+def _pool(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _nothing_else(rest)
+    return local_pool.run(options)
+
+
 def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import audit_database
 
@@ -93,7 +99,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
     parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,audit}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit}")
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
     server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
@@ -110,6 +116,15 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
     status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
     status.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)")
+
+    pool = _add(
+        commands,
+        "pool",
+        _pool,
+        "start and end nodes on this machine, as many as it takes",
+        "pool --url http://host:8400 --max 8 -- COMMAND",
+    )
+    local_pool.add_arguments(pool)
 
     audit = _add(commands, "audit", _audit, "check that nothing was lost and nothing trained twice", "audit --database runs/a/flow.sqlite")
     _add_database(audit, "it may be in use")

@@ -6,16 +6,15 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowtrain.agents.build import make_flow, make_tools
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.planner import Planner
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.agents.roles import prompt_hashes, tools_text
 from flowtrain.agents.tools import Tool
-from flowtrain.config import Config
+from flowtrain.config import OWN, Config
 from flowtrain.evals.chat_planner import ChatPlanner, PlainText
 from flowtrain.job import Job, make_judge, saving
 from flowtrain.rewards import Judge
@@ -64,15 +63,19 @@ def _with_policy(
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
     store = WeightStore(scratch)
-    engine = job.make_engine(store)
-    cleanup.callback(engine.close)
+    engines = job.make_policy_engines({config.train.policy: store})
+    for engine in engines.values():
+        cleanup.callback(engine.close)
     with saving(scratch):
         job.make_publisher(store, world).publish(named_weights(job.model), 0)
-    engine.load(0)
+    engines[config.train.policy].load(0)
     policy = f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, temperature {temperature:g}"
-    flows = _flows(config, benchmarks, job.make_planner(engine, temperature), job.tools, job.chats)
-    pins = _pins({POLICY: policy, **_names(job.chats)}, job.tools)
-    return System(flows, job.make_judge(), pins, job.tokenizer.decode, job.tokenizer.backend_tokenizer.to_str())
+    turns = config.agent.eval_max_turns
+    flows = {name: replace(job, config=_rules_of(config, name)).make_flow(engines, turns, temperature) for name in benchmarks}
+    frozen = {f"policies.{name}": model.path for name, model in job.policies.items() if name != config.train.policy}
+    pins = _pins({POLICY: policy, **frozen, **_names(job.chats)}, job.tools)
+    tokenizer = job.policies["planner"].tokenizer
+    return System(flows, job.make_judge(), pins, tokenizer.decode, tokenizer.backend_tokenizer.to_str())
 
 
 def _without_policy(
@@ -83,8 +86,9 @@ def _without_policy(
         raise UserError(
             f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds {', '.join(config.engines) or 'nothing'}"
         )
-    if asked := [role for role, name in config.roles.model_dump().items() if name == POLICY]:
-        raise UserError(f"--planner {planner!r}: roles.{asked[0]}={POLICY!r} would need the policy too; give that role another engine")
+    for role, name in config.roles:
+        if name in (POLICY, OWN):
+            raise UserError(f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give that role another engine")
     chats = make_chat_engines(config, PlainText(), world.device, planner)
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"))
@@ -92,12 +96,9 @@ def _without_policy(
         cleanup.callback(tool.close)
     prompt = FullPrompt(list(tools.values()), PlainText(), config.agent.prompt_order)
     frozen = ChatPlanner(chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s)
-    flows = _flows(config, benchmarks, frozen, tools, chats)
+    turns = config.agent.eval_max_turns
+    flows = {name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles) for name in benchmarks}
     return System(flows, make_judge(config, chats), _pins(_names(chats), tools), None, "")
-
-
-def _flows(config: Config, benchmarks: Sequence[str], planner: Planner, tools: Mapping[str, Tool], chats: ChatEngines) -> dict[str, Flow]:
-    return {name: make_flow(_rules_of(config, name), planner, tools, config.agent.eval_max_turns, chats.roles) for name in benchmarks}
 
 
 def _rules_of(config: Config, benchmark: str) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text, writing
-from flowtrain.types import Action, Group, Trajectory, Turn, TurnTraining, UserError
+from flowtrain.types import Action, Call, Group, Trajectory, Turn, TurnTraining, UserError
 
 
 class MetricsLog:
@@ -136,6 +136,19 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         "tool_s": round(turn.result.seconds, 3),
+        **({} if turn.verifier_call is None else {"verifier": _call_record(turn.verifier_call)}),
+    }
+
+
+def _call_record(call: Call) -> dict[str, Any]:
+    """Without the prompt, whose words are the turn's."""
+    return {
+        "spans": [[span.start, span.end, span.version] for span in call.spans],
+        "finish_reason": call.finish_reason.value,
+        "num_prompt_tokens": len(call.prompt_ids),
+        "response_ids": list(call.response_ids),
+        "response_logprobs": [round(logprob, 5) for logprob in call.logprobs],
+        "training": None if call.training is None else _training_record(call.training),
     }
 
 

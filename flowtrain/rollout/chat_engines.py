@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 POLICY = "policy"
+"""The planner as it stands."""
 _WITHOUT_POLICY = ("judge",)
 """Roles that the model in training may not have."""
 
@@ -52,7 +53,7 @@ class ChatEngines:
 
 
 def make_chat_engines(config: Config, tokenizer: ChatTokenizer, device: torch.device, planner: str = "") -> ChatEngines:
-    """Start what the roles name, and a frozen `planner` if one is named. `tokenizer` is the policy's, frozen models compute on `device`.
+    """Start what the roles name, and a frozen `planner` if one is named. `tokenizer` is the planner's, frozen models compute on `device`.
 
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key, no model, no chat template.
     """
@@ -83,10 +84,11 @@ def _check(config: Config, named: Mapping[str, str]) -> None:
 
 def _policy(config: Config, tokenizer: ChatTokenizer) -> TokenChat:
     """The policy as it stands, at temperature 0; its engine is bound later."""
+    key, path = config.path_of("planner")
     if not tokenizer.chat_template:
-        raise UserError(f"model.path={config.model.path!r} has no chat template, which a role that is done by the policy needs")
+        raise UserError(f"{key}={path!r} has no chat template, which a role that is done by the policy needs")
     rollout = config.rollout
-    options = Chat(model=config.model.path, max_tokens=rollout.max_new_tokens, timeout_s=rollout.request_timeout_s)
+    options = Chat(model=path, max_tokens=rollout.max_new_tokens, timeout_s=rollout.request_timeout_s)
     return TokenChat(POLICY, options, tokenizer)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowtrain.training.tree import Row
-from flowtrain.types import Group, Sample, Trajectory, Turn, TurnTraining
+from flowtrain.types import Group, PolicyName, Sample, Trajectory, Turn, TurnTraining
 
 Origin = tuple[int, int, int]
 """(group index, trajectory, turn), as in `Sample.origin`."""
@@ -50,8 +50,13 @@ class TokenScores:
         return found
 
 
-def annotate(groups: Sequence[Group], samples: Sequence[Sample], logprobs: Mapping[Origin, tuple[float, ...]]) -> list[Group]:
-    """The groups with `training` of every turn that was trained."""
+def annotate(
+    groups: Sequence[Group],
+    samples: Sequence[Sample],
+    logprobs: Mapping[Origin, tuple[float, ...]],
+    policy: PolicyName = "planner",
+) -> list[Group]:
+    """The groups with `training` of every turn in which `policy` was trained; the verifier's stands in its call."""
     trained = {
         sample.origin: TurnTraining(fmean(sample.advantages), sample.minibatch, logprobs[sample.origin])
         for sample in samples
@@ -59,7 +64,12 @@ def annotate(groups: Sequence[Group], samples: Sequence[Sample], logprobs: Mappi
     }
 
     def turn_of(turn: Turn, origin: Origin) -> Turn:
-        return replace(turn, training=trained[origin]) if origin in trained else turn
+        if origin not in trained:
+            return turn
+        if policy == "planner":
+            return replace(turn, training=trained[origin])
+        assert turn.verifier_call is not None, "what was trained was sampled"
+        return replace(turn, verifier_call=replace(turn.verifier_call, training=trained[origin]))
 
     def trajectory_of(trajectory: Trajectory, group: int, member: int) -> Trajectory:
         turns = tuple(turn_of(turn, (group, member, number)) for number, turn in enumerate(trajectory.turns))

@@ -16,7 +16,7 @@ from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Opening, Plan, PromptTooLong
 from flowtrain.agents.tools import Tool, ToolCard
-from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.types import Action, BranchPoint, Completion, FinishReason, KeptTokens, Task, Trajectory, Turn, Verdict, VersionSpan
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))
@@ -345,9 +345,9 @@ class NotingModule:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, float]] = []
 
-    async def verify(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[Verdict, str]:
+    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
         self.told.append(("verify", seed, deadline_s))
-        return Verdict.CONTINUE, "so far so good"
+        return Verification(Verdict.CONTINUE, "so far so good")
 
     async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
         self.told.append(("answer", seed, deadline_s))

@@ -429,5 +429,5 @@ def test_results_are_data() -> None:
     assert FullPrompt([Wiki()], CharTokenizer()).render(odd, memory).count("{0} {{x}}") == 5
     with llm_flow({}) as (flow, server, _):
         asyncio.run(flow.generator.answer(odd, memory, 0, 5.0))
-        asyncio.run(flow.verifier.verify(odd, memory, 0, 5.0))
+        asyncio.run(flow.verifier.verify(Task("t", odd, ("a",)), memory, 0, 5.0))
     assert [prompt.count("{0} {{x}}") for prompt in server.prompts] == [5, 5]

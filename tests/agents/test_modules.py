@@ -87,9 +87,9 @@ def test_24_from_other_numbers_is_not_enough(expression: str, enough: bool) -> N
 
 def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     async def verdict(result: str) -> Verdict:
-        verdict, text = await RuleVerifier(any_result_enough).verify("q", memory(("Search", "fine"), ("Search", result)), 0, 1.0)
-        assert text == "", "a rule gives no reasons"
-        return verdict
+        done = await RuleVerifier(any_result_enough).verify(SUM, memory(("Search", "fine"), ("Search", result)), 0, 1.0)
+        assert (done.text, done.call) == ("", None), "a rule gives no reasons"
+        return done.verdict
 
     assert asyncio.run(verdict("Error: no passage matches")) is Verdict.CONTINUE
     assert asyncio.run(verdict("Errors: none")) is Verdict.STOP

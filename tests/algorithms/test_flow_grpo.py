@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowtrain.algorithms import flow_grpo
-from flowtrain.types import FinishReason, Group, KeptTokens, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import Call, FinishReason, Group, KeptTokens, Sample, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
 TRAJECTORIES = st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -47,6 +47,53 @@ def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
     turns = [replace(turn((1, 3)), response_kept=each) for each in kept]
     out = flow_grpo([Group(0, (trajectory(1, *turns[:2]), trajectory(0, turns[2])))])
     assert [sample.kept for sample in out.samples] == kept
+
+
+# --- another policy ---
+
+
+def judged(planner: Sequence[int], verifier: Sequence[int] | None) -> Turn:
+    """A turn with tokens of both policies; None: the verifier sampled nothing."""
+    call = None if verifier is None else Call((8, 8), tuple(verifier), (-2.0,) * len(verifier), (), FinishReason.STOP, KEPT_SETS)
+    return replace(turn(planner), verifier_call=call)
+
+
+KEPT_SETS = KeptTokens.of([(5,)])
+
+
+def test_the_verifiers_calls_are_its_samples() -> None:
+    """Rewards 1 and 0: A = +-1. Weight of a token: 1 / (G T_i len), where T_i counts turns in which the verifier sampled something."""
+    group = Group(3, (trajectory(1, judged((1, 2), (5, 6)), judged((3,), (7,))), trajectory(0, judged((4,), (9,)), judged((4,), ()))))
+    out = flow_grpo([group], num_groups=4, policy="verifier")
+    a = 0.5 / 0.500001
+    assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == [
+        ((8, 8), (5, 6), (-2.0, -2.0)),
+        ((8, 8), (7,), (-2.0,)),
+        ((8, 8), (9,), (-2.0,)),
+    ]
+    assert [s.advantages[0] for s in out.samples] == approx([a, a, -a])
+    assert [s.weights[0] for s in out.samples] == approx([1 / 8, 1 / 4, 1 / 2])
+    assert [s.origin for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
+    assert all(s.kept is KEPT_SETS for s in out.samples)
+    assert out.num_excluded == {"empty": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_policy_is_trained_as_if_the_other_had_said_something_else(mode: Literal["paper", "released"]) -> None:
+    """So the gradient of the other's tokens is exactly zero."""
+
+    def groups(planner: int, verifier: int) -> list[Group]:
+        turns = [judged(range(planner + n), range(verifier + n)) for n in range(3)]
+        return [Group(0, (trajectory(1, *turns), trajectory(0, turns[0])))]
+
+    assert flow_grpo(groups(1, 3), mode, policy="verifier") == flow_grpo(groups(9, 3), mode, policy="verifier")
+    assert flow_grpo(groups(2, 1), mode) == flow_grpo(groups(2, 7), mode)
+    assert flow_grpo(groups(1, 3), mode, policy="verifier") != flow_grpo(groups(1, 4), mode, policy="verifier")
+
+
+def test_a_verifier_that_is_no_policy_has_no_samples() -> None:
+    out = flow_grpo([Group(0, (trajectory(1, judged((1,), None)), trajectory(0, judged((2,), None))))], policy="verifier")
+    assert out.samples == () and out.num_excluded == {"empty": 2}
 
 
 # --- advantages and weights ---------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flowtrain.algorithms import flow_grpo, infoflow
-from flowtrain.types import FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
 TURN = Turn((7,), (1, 2), (-1.0, -1.0), (), FinishReason.STOP, "", None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
@@ -53,3 +54,11 @@ def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
     out = infoflow([Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))], splits_hinted=True)
     assert (len(out.samples), out.num_dropped) == (2, 1)
     assert infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_dropped == 0, "an empty half is none"
+
+
+def test_it_credits_the_verifiers_calls_too() -> None:
+    call = Call((9,), (4, 5, 6), (-1.0,) * 3, (), FinishReason.STOP)
+    rollouts = [replace(rollout(0, share), turns=(replace(TURN, verifier_call=call),)) for share in (0, 1)]
+    samples = infoflow([Group(0, tuple(rollouts))], policy="verifier").samples
+    assert [sample.response_ids for sample in samples] == [(4, 5, 6)] * 2
+    assert [sample.advantages[0] for sample in samples] == pytest.approx([-1, 1], rel=1e-4)

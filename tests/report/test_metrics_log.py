@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import Group, ToolResult, Trajectory, TurnTraining, UserError
+from flowtrain.types import Call, FinishReason, Group, ToolResult, Trajectory, TurnTraining, UserError, VersionSpan
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -274,6 +274,25 @@ def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Tra
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
     assert record["turns"][0]["training"] == {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
+
+
+def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(tmp_path: Path, trajectory: Trajectory) -> None:
+    call = Call(
+        (1, 2, 3), (4, 5), (-0.123456, -1.0), (VersionSpan(0, 2, 9),), FinishReason.STOP, training=TurnTraining(0.5, 0, (-0.2, -1.0))
+    )
+    turns = (trajectory.turns[0], dataclasses.replace(trajectory.turns[0], verifier_call=call))
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
+    rule, policy = read(log.path)[0]["turns"]
+    assert "verifier" not in rule and policy["training"] is None
+    assert policy["verifier"] == {
+        "spans": [[0, 2, 9]],
+        "finish_reason": "stop",
+        "num_prompt_tokens": 3,
+        "response_ids": [4, 5],
+        "response_logprobs": [-0.12346, -1.0],
+        "training": {"advantage": 0.5, "minibatch": 0, "logprobs": [-0.2, -1.0]},
+    }
 
 
 def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: Trajectory) -> None:

@@ -14,7 +14,7 @@ from flowtrain.algorithms import flow_grpo
 from flowtrain.training.scores import annotate
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack, pack_rows
-from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import Call, FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, TurnTraining, Verdict
 
 MakeTrainer = Callable[..., Trainer]
 MakeSamples = Callable[..., list[Sample]]
@@ -102,3 +102,21 @@ def test_every_trained_turn_gets_its_own(tiny_path: str, make_trainer: MakeTrain
                 truth = plain_logprobs(tiny_path, Sample(turn.prompt_ids, turn.response_ids, (), (), ()))
                 distance = max(abs(a - b) for a, b in zip(turn.training.logprobs, truth, strict=True))
                 assert distance < 1e-5 if group.index == 0 else distance > 1e-3
+
+
+def test_scores_of_the_verifier_stand_in_its_calls() -> None:
+    def turn(number: int) -> Turn:
+        call = Call((5,), (6, 7), (-1.0, -1.0), (), FinishReason.STOP)
+        facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
+        return Turn((1,), (2,), (-2.0,), (), *facts, verifier_call=call if number else None)
+
+    trajectories = tuple(Trajectory(Task("t", "", ()), (turn(0), turn(1)), "", 0.0, 0, reward=reward) for reward in (1.0, 0.0))
+    groups = [Group(4, trajectories)]
+    batch = flow_grpo(groups, num_groups=8, policy="verifier")
+    scores = {sample.origin: (-0.5, -0.25) for sample in batch.samples if sample.origin is not None}
+    (annotated,) = annotate(groups, batch.samples, scores, "verifier")
+    for trajectory, sign in zip(annotated.trajectories, (1, -1), strict=True):
+        first, second = trajectory.turns
+        assert first == turn(0) and second.training is None, "none of it is the planner's"
+        assert second.verifier_call is not None and second.verifier_call.training is not None
+        assert second.verifier_call.training == TurnTraining(pytest.approx(sign * 1.0, rel=1e-4), 0, (-0.5, -0.25))

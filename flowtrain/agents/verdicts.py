@@ -1,0 +1,108 @@
+"""What a verifier reads and writes: the prompts, and the verdict in a reply."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Protocol
+
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.prompts import ChatTokenizer, analysis_text, compact_steps, memory_json
+from flowtrain.types import Verdict
+
+
+class VerdictPrompt(Protocol):
+    """Renders a prompt; `prefix` is the part of the reply that the prompt has already written."""
+
+    prefix: str
+
+    def render(self, question: str, memory: Memory) -> str: ...
+
+    def write(self, verdict: Verdict) -> str:
+        """The reply that states `verdict`, without the prefix; what a scripted expert says."""
+
+
+class CompactVerdictPrompt:
+    """For a tiny verifier. Example:
+
+    Question: What is the area of Chad plus the area of Mali?
+    1. Search | area of Chad | The area of Chad is 1284.
+    Conclusion:
+    """
+
+    prefix = "Conclusion:"
+
+    def render(self, question: str, memory: Memory) -> str:
+        return "\n".join([f"Question: {question}", *compact_steps(memory), self.prefix])
+
+    def write(self, verdict: Verdict) -> str:
+        return f" {verdict.value}"
+
+
+class FullVerdictPrompt:
+    """That of the verifiers that are not trained, through the chat template."""
+
+    prefix = ""
+
+    def __init__(self, tools: str, tokenizer: ChatTokenizer) -> None:
+        """`tools`: the toolset as prompts show it."""
+        self._tools, self._tokenizer = tools, tokenizer
+
+    def render(self, question: str, memory: Memory) -> str:
+        conversation = [{"role": "user", "content": verdict_message(question, memory, self._tools)}]
+        return self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+
+    def write(self, verdict: Verdict) -> str:
+        return f"Conclusion: {verdict.value}"
+
+
+def verdict_message(question: str, memory: Memory, tools: str) -> str:
+    return PROMPT.format(question=question, analysis=analysis_text(memory), tools=tools, memory=memory_json(memory))
+
+
+def read_verdict(reply: str) -> Verdict | None:
+    """The verdict of a policy, whose last line must be the very words that were asked for; None where it is malformed."""
+    last = reply.strip().rpartition("\n")[2].strip()
+    return next((verdict for verdict in Verdict if last == f"Conclusion: {verdict.value}"), None)
+
+
+_CONCLUSION = re.compile(r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE)
+"""Not the form that was asked for, word for word: "Conclusion: STOP or CONTINUE"."""
+
+
+def parse_verdict(reply: str) -> Verdict:
+    """The last "Conclusion: STOP" or "Conclusion: CONTINUE"; or the field "stop_signal" of a JSON object; else CONTINUE.
+
+    The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text, "do not stop yet" included.
+    """
+    try:
+        match json.loads(reply):
+            case {"stop_signal": bool(stops)}:
+                return Verdict.STOP if stops else Verdict.CONTINUE
+    except (ValueError, RecursionError):
+        pass
+    conclusions = _CONCLUSION.findall(reply)
+    return Verdict(conclusions[-1].upper()) if conclusions else Verdict.CONTINUE
+
+
+PROMPT = """You check whether a question can be answered with what a team has found so far.
+
+Question: {question}
+{analysis}
+Tools that the team could still use:
+{tools}
+
+Steps so far:
+{memory}
+
+Judge what the results say, not what they were meant to say. Check in this order:
+1. Completeness: is every part of the question covered by a result?
+2. Consistency: do the results contradict each other or the question?
+3. Verification: is a result an error, a guess, or in need of a check by another tool?
+4. Ambiguity: is anything left open that one more step could settle?
+
+Give your reasons briefly. Then end with exactly one of these two lines:
+Conclusion: STOP
+Conclusion: CONTINUE
+
+STOP when the answer can be written now; CONTINUE when another step is needed."""

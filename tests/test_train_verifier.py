@@ -1,0 +1,122 @@
+"""The commands with a verifier that is a policy: two warm-ups, and either policy trained beside the other one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+pytest.register_assert_rewrite("cli_runs")
+from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read  # noqa: E402
+
+pytest_plugins = ("cli_runs",)
+
+OWN = ("--roles.verifier", "own", "--policies.verifier.max_new_tokens", "12", "--train.num_steps", "2")
+POLICIES = ("planner", "verifier")
+OTHER = {"planner": "verifier", "verifier": "planner"}
+
+
+@pytest.fixture(scope="session")
+def warm_verifier(place: Path, server: Server) -> Path:
+    argv = (*SMALL, *RFT, "--roles.verifier", "own", "--train.policy", "verifier", "--run.dir", place / "warm_verifier")
+    code, lines, out = server.run("rft", *argv)
+    assert (code, lines) == (0, []) and "kept 300" in out
+    return place / "warm_verifier" / "model"
+
+
+@pytest.fixture(scope="session")
+def models(warm: Path, warm_verifier: Path) -> dict[str, Path]:
+    """The warm model of each policy."""
+    return {"planner": warm / "model", "verifier": warm_verifier}
+
+
+def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tuple[object, ...]:
+    frozen = (f"--policies.{OTHER[policy]}.path", models[OTHER[policy]])
+    return (*words, *OWN, "--train.policy", policy, "--model.path", models[policy], *frozen)
+
+
+@pytest.fixture(scope="session", params=POLICIES)
+def run(request: pytest.FixtureRequest, place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]) -> Path:
+    """The folder of a run that trained one of them."""
+    path = place / f"only_{request.param}"
+    code, lines, _ = server.run("train", *options(request.param, models, words), "--run.dir", path, before=NO_PICTURE)
+    assert (code, lines) == (0, [])
+    return path
+
+
+def test_the_warm_up_imitates_the_scripts_verdicts(warm_verifier: Path, warm: Path) -> None:
+    steps = read(warm_verifier.parent / "metrics.jsonl")
+    assert steps[-1]["loss"] < steps[0]["loss"] / 2
+    ours, theirs = ((path / "tokenizer.json").read_text() for path in (warm_verifier, warm / "model"))
+    assert ours != theirs, "it has words of its own"
+
+
+def test_one_policy_is_trained_and_the_other_stays(run: Path) -> None:
+    policy = run.name.removeprefix("only_")
+    records, num_trained = read(run / "trajectories.jsonl"), 0
+    assert len(records) == 2 * 32
+    for record in records:
+        for turn in record["turns"]:
+            calls = {"planner": turn, "verifier": turn["verifier"]}
+            for name, call in calls.items():
+                assert call["spans"] == [[0, len(call["response_ids"]), record["step"] - 1 if name == policy else 0]]
+            assert calls[OTHER[policy]]["training"] is None
+            assert turn["verdict_text"].startswith("Conclusion:") and len(calls["verifier"]["response_ids"]) <= 12
+            if (training := calls[policy]["training"]) is not None:
+                assert len(training["logprobs"]) == len(calls[policy]["response_ids"])
+                num_trained += len(training["logprobs"])
+    _, *steps = read(run / "metrics.jsonl")
+    assert num_trained == sum(step["num_tokens"] for step in steps) > 0
+    for step in steps:
+        assert step["logprob_mismatch"] < 1e-4, "the trainer's model is the one that sampled"
+        assert 0 <= step["verifier/malformed_share"] < 0.5 and 0 < step["verifier/stop_share"] < 1
+        assert "verifier/agreement_share" not in step, "questions from a file have no rule"
+
+
+def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, Path]) -> None:
+    policy = run.name.removeprefix("only_")
+    saved = run / "checkpoints" / "step_00000002"
+    assert (saved / "tokenizer.json").read_text() == (models[policy] / "tokenizer.json").read_text()
+    before, after = load_file(models[policy] / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
+    assert (run / "weights" / "HEAD").read_text() == "2\n"
+    planner = json.loads((models["planner"] / "tokenizer.json").read_text())
+    assert json.loads((run / "tokenizer.json").read_text())["model"] == planner["model"], "the ids in the logs are the planner's"
+
+
+def test_a_run_with_two_policies_is_resumed_exactly(place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]) -> None:
+    argv = (*options("verifier", models, words), "--checkpoint.every", "1", "--train.num_steps")
+    code, lines, _ = server.run("train", *argv, "6", "--run.dir", place / "whole", before=NO_PICTURE)
+    assert (code, lines) == (0, [])
+    code, lines, _ = server.run("train", *argv, "3", "--run.dir", place / "halves", before=NO_PICTURE)
+    assert (code, lines) == (0, [])
+    server.resume(place / "halves", *argv, "6")
+    check_same_run(place / "halves", place / "whole")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--roles.verifier", "own"), "policies.verifier.path must be the folder or hub name of a model: this policy is not trained here"),
+        (("--roles.verifier", "own", "--policies.verifier.path", "no/such"), "policies.verifier.path='no/such' holds no tokenizer"),
+        (("--roles.verifier", "own", "--train.policy", "verifier"), "policies.planner.path must be"),
+        (("--train.policy", "verifier"), "needs roles.verifier='own'"),
+    ],
+)
+def test_a_policy_without_a_model_is_refused_before_the_run(
+    argv: tuple[str, ...], line: str, place: Path, server: Server, words: tuple[str, ...]
+) -> None:
+    code, lines, _ = server.run("train", *words, *argv, "--run.dir", place / "never")
+    assert code == 2 and len(lines) == 1 and line in lines[0]
+    assert not (place / "never").exists()
+
+
+def test_a_reply_that_fills_the_model_is_refused_before_the_run(
+    place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
+) -> None:
+    argv = (*options("planner", models, words), "--policies.verifier.max_new_tokens", "256", "--run.dir", place / "never")
+    code, lines, _ = server.run("train", *argv)
+    assert code == 2 and "policies.verifier.max_new_tokens=256 must be below the model's 256 positions" in lines[0]
+    assert not (place / "never").exists()
