@@ -162,7 +162,8 @@ def advised_row(first: int, train_s: float, num_steps: int) -> dict[str, Any]:
         trainer = Trainer(world, opened, NUM_GROUPS, MAX_STALENESS, train_s, num_steps)
         nodes = Nodes(world, lambda name: Node(world, opened, Site(name), MAX_STALENESS, trainer.look))
         nodes.resize(first)
-        controller = Controller(nodes, smallest=1, largest=4 * len(SITES))
+        processes: Any = nodes  # it wants them to be real ones
+        controller = Controller(processes, smallest=1, largest=4 * len(SITES))
 
         def look() -> None:
             controller.look(opened.status())

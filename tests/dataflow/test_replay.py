@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from groups import joined, lease, ledger, options, planner, push
 
+from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest, Progress
-from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.dataflow.rules.replay import replay
+from flowtrain.options import parse
 
 RULES = {
     "curator": "greso",
@@ -23,7 +25,7 @@ RULES = {
     "selector_options": {"weights": {"odd": 3.0}},
     "replay_share": 0.25,
 }
-NUM_STEPS = 12
+NUM_STEPS = 8
 
 
 def trained(flow: Ledger, num_steps: int = NUM_STEPS) -> Ledger:
@@ -149,6 +151,27 @@ def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
     flow = ledger(tmp_path / "ledger.db")
     assert (found := replay(flow)).differences == () and found.num_prompts == found.num_batches == 0
     flow.close()
+
+
+def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "ledger.db")
+    words = ["--rollout.group_size", "2", "--tasks.num_train", "40", "--dataflow.filter", "mixed"]
+    config = parse(words)
+    assert config is not None
+    flow = trained(open_ledger(config, path), 3)
+    flow.close()
+    command = ["replay", "--database", path]
+    assert main([*command, *words]) == 0
+    assert capsys.readouterr().out.endswith("3 batches decided about\nevery decision comes out as it was\n")
+    assert main([*command, *words[:-1], "all"]) == 1
+    assert "differs: group of unit " in capsys.readouterr().out
+    assert main([*command, *words, "--run.seed", "5"]) == 2
+    assert "run.seed" in capsys.readouterr().err
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM places WHERE step = 2")
+    assert main([*command, *words]) == 1
+    assert capsys.readouterr().out.startswith("problem: ")
+    assert main(["replay", "--database", str(tmp_path / "none.db"), *words]) == 2 and not (tmp_path / "none.db").exists()
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest: Path) -> None:
