@@ -25,13 +25,13 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
-from flowtrain.dataflow.local_pool import Controller
 
 from bench import dataflow_service
 from bench.measure import print_table, write_json
 from bench.simulated_pool import Node, Nodes, Site, Trainer, World, collect_s, course, rollout_seeds, staleness
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.local_pool import Controller
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Task

@@ -68,7 +68,7 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     assert found.differences == ()
     assert found.num_batches == NUM_STEPS and found.num_groups > 4 * NUM_STEPS and found.num_prompts > found.num_groups
     assert {"served", "stale", "filtered"} <= states, "the run has nothing to show"
-    assert sum(len(batch.again) for batch in flow.history().batches) > NUM_STEPS // 2
+    assert sum(len(batch.again) for batch in flow.history().batches) > 2
     assert replay(flow) == found
     flow.close()
 
