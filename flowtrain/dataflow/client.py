@@ -143,6 +143,8 @@ class Client:
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Attempts until one succeeds, is refused, or the time is up."""
         body, problem = b"" if request is None else pack(request), "it is silent"
+        if len(body) > METHODS[name].max_bytes:
+            raise Refused(f"{name}: a request of {len(body)} bytes, the service takes {METHODS[name].max_bytes}")
         limit_s = self._attempt_s + len(body) / SLOWEST + min(getattr(request, "wait_s", 0.0), MAX_WAIT_S)
         try:
             async with self._call(), asyncio.timeout(deadline - time.monotonic()):

@@ -22,7 +22,11 @@ _ARRAY = 1
 
 
 def pack(message: object) -> bytes:
-    return _ENCODER.encode(message)
+    """Raises Refused for a number that no message can hold."""
+    try:
+        return _ENCODER.encode(message)
+    except OverflowError as error:
+        raise Refused(f"malformed {type(message).__name__}: numbers have 64 bits") from error
 
 
 def unpack(data: bytes, kind: type[T]) -> T:

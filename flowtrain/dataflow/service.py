@@ -131,7 +131,8 @@ class Service:
 async def _read(request: Request, max_bytes: int) -> bytes:
     from starlette.requests import ClientDisconnect
 
-    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes")
+    close = {"Connection": "close"}  # the rest of the body is on its way
+    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes", close)
     # The number is one, and not long: the server has seen to that.
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
@@ -144,7 +145,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                     raise too_long
                 patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
     except TimeoutError:
-        raise _Rejected(408, f"the request came slower than {SLOWEST >> 10} KiB per second") from None
+        raise _Rejected(408, f"the request came slower than {SLOWEST >> 10} KiB per second", close) from None
     except ClientDisconnect:
         raise _Rejected(400, "the request was cut") from None
     return bytes(data)

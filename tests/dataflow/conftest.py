@@ -1,4 +1,4 @@
-"""Databases for the tests: an SQLite file, or a database of a PostgreSQL server that the tests start for themselves."""
+"""For the tests: an SQLite file, or a database of a PostgreSQL server that they start for themselves; and a service before a ledger."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from http_servers import running
+
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.service import Service
+from flowtrain.dataflow.wire import METHODS
 
 _INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 
@@ -82,3 +88,35 @@ def postgres(postgres_server: PostgresServer, request: pytest.FixtureRequest) ->
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Path or URL of an empty database."""
     return str(tmp_path / "ledger.db") if request.param == "sqlite" else request.getfixturevalue("postgres")
+
+
+class Front:
+    """A service over HTTP for one ledger after the other."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self.client: Client | None = None
+
+    async def __call__(self, *arguments: Any) -> None:
+        assert self._service is not None
+        await self._service(*arguments)
+
+    def serve(self, ledger: Any) -> Any:
+        """Is asked through HTTP what the contract has, and by itself the rest."""
+        self._service = Service(ledger, ledger.run, "token")
+        return _Served(self.client, ledger)
+
+
+class _Served:
+    def __init__(self, client: Any, ledger: Any) -> None:
+        self._client, self._ledger = client, ledger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client if name in METHODS else self._ledger, name)
+
+
+@pytest.fixture(scope="session")
+def front() -> Iterator[Front]:
+    front = Front()
+    with running(front) as url, Client(url, "token", wait_s=20.0) as front.client:
+        yield front

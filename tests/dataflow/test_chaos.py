@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.contract import Refused
 from flowtrain.dataflow.service import Service
 
 for name in ("faulty_proxy", "fleet", "groups"):
@@ -62,19 +67,94 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
     assert shares["served"] == sum(map(len, notes.batches.values())), "and what was served is what was trained"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_through_a_faulty_network(seed: int, tmp_path: Path) -> None:
-    ledger = groups.ledger(tmp_path / "flow.sqlite", lease_s=0.2)
-    rng, is_over, notes = random.Random(seed), threading.Event(), Notes()
-    with running(Service(ledger, ledger.run, TOKEN)) as url, faulty(url, seed) as (front, counts):
-        clients = [Client(front, TOKEN, wait_s=60.0, attempt_s=5.0) for _ in range(4)]
-        nodes = [Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set) for at, flow in enumerate(clients[1:])]
-        Actor(run_trainer, clients[0], notes, rng, NUM_STEPS).ended()
+class FaultyCalls:
+    """What a client is before the services of one database: each request reaches any of them, now or later, once or more often or not
+    at all, and is asked again until it is answered. Now and then a service begins anew."""
+
+    def __init__(self, make_ledger: Callable[[], Any], ledgers: list[Any], rng: random.Random) -> None:
+        self._make, self._ledgers, self._random = make_ledger, ledgers, rng
+        self._late: list[Callable[[], Any]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._ask, name)
+
+    def _ask(self, name: str, request: Any) -> Any:
+        while True:
+            answer = [self._once(name, request) for _ in range(self._random.choice([0, 1, 1, 1, 1, 2]))]
+            if self._random.random() < 0.1:
+                self._late.append(partial(self._once, name, request))
+            if self._late and self._random.random() < 0.1:
+                with contextlib.suppress(Refused):  # it was answered long ago
+                    self._late.pop(self._random.randrange(len(self._late)))()
+            if answer and self._random.random() < 0.9:
+                return answer[-1]
+
+    def _once(self, name: str, request: Any) -> Any:
+        if self._random.random() < 0.02:
+            self._ledgers[self._random.randrange(len(self._ledgers))] = self._make()
+        if name == "batch":
+            request = replace(request, wait_s=0.0)
+        return getattr(self._random.choice(self._ledgers), name)(request)
+
+
+def faulty_calls(database: str | Path, seed: int) -> None:
+    """Three nodes and a trainer over two services, whose answers get lost."""
+    opened: list[Any] = []
+
+    def make() -> Any:
+        opened.append(groups.ledger(database, lease_s=0.1, max_attempts=1000))
+        return opened[-1]
+
+    rng, is_over, notes, ledgers = random.Random(seed), threading.Event(), Notes(), [make(), make()]
+    flows = [FaultyCalls(make, ledgers, random.Random(rng.random())) for _ in range(4)]
+    nodes = [Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set) for at, flow in enumerate(flows[1:])]
+    try:
+        Actor(run_trainer, flows[0], notes, rng, NUM_STEPS).ended()
+    finally:
         is_over.set()
+    for node in nodes:
+        node.ended()
+    check_ledger(opened[0], notes)
+    for ledger in opened:
+        ledger.close()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_services_of_one_sqlite_file(first: int, tmp_path: Path) -> None:
+    for seed in range(first, first + 10):
+        faulty_calls(tmp_path / f"{seed}.sqlite", seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_services_of_one_postgresql_server(seed: int, postgres: str) -> None:
+    faulty_calls(postgres, 1000 + seed)
+
+
+def through_a_faulty_network(database: str | Path, seed: int) -> None:
+    ledger = groups.ledger(database, lease_s=0.2, max_attempts=1000)
+    rng, is_over, notes = random.Random(seed), threading.Event(), Notes()
+    with (
+        running(Service(ledger, ledger.run, TOKEN)) as url,
+        faulty(url, seed) as (front, counts),
+        Client(front, TOKEN, wait_s=60.0, attempt_s=5.0) as flow,
+    ):
+        nodes = [Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set) for at in range(3)]
+        try:
+            Actor(run_trainer, flow, notes, rng, NUM_STEPS).ended()
+        finally:
+            is_over.set()
         for node in nodes:
             node.ended()
-        for client in clients:
-            client.close()
-    assert len(counts) > 4
+    assert len(counts) > 4, "faults of many kinds"
     check_ledger(ledger, notes)
     ledger.close()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_through_a_faulty_network(seed: int, tmp_path: Path) -> None:
+    through_a_faulty_network(tmp_path / "flow.sqlite", seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_through_a_faulty_network_on_postgresql(seed: int, postgres: str) -> None:
+    through_a_faulty_network(postgres, 1000 + seed)

@@ -14,7 +14,7 @@ import pytest
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import BatchRequest, Refused, Unavailable
+from flowtrain.dataflow.contract import BatchRequest, Push, Refused, Unavailable
 from flowtrain.types import UserError
 
 pytest.register_assert_rewrite("peers")
@@ -127,7 +127,7 @@ def test_the_run_goes_along_once_it_is_known() -> None:
 
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.3)
-    for header, least_s, most_s in (
+    for header, least_s in (
         ("1", 0.3),
         ("99999", 0.3),
         ("0", 0),
@@ -147,6 +147,13 @@ def test_the_time_to_wait_for_a_batch_is_no_failure() -> None:
     with peer(late) as (url, seen), Client(url, wait_s=20.0, attempt_s=0.1) as client:
         assert client.batch(BatchRequest("planner", 8, wait_s=5.0)) == ANSWERS["batch"]
         assert len(seen) == 1
+
+
+def test_what_the_service_would_not_take_is_not_sent() -> None:
+    with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
+        with pytest.raises(Refused, match=r"push: a request of 671\d{5} bytes, the service takes 67108864"):
+            client.push(Push("n1", 1, 1, bytes(64 << 20)))
+        assert not seen
 
 
 def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:

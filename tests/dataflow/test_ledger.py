@@ -1,4 +1,4 @@
-"""What the ledger answers, one rule after the other, on both databases."""
+"""What the ledger answers, one rule after the other, on both databases, by itself and through a service."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def flow(database: str, clock: Clock) -> Iterator[Ledger]:
-    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined."""
+@pytest.fixture(params=["direct", "service"])
+def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined. Asked itself, or through a service."""
     flow = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
+    if request.param == "service":
+        flow = request.getfixturevalue("front").serve(flow)
     joined(flow)
     flow.register(planner())
     yield flow
@@ -128,6 +130,10 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
     assert flow.status()["units"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released: no engine": 1}
+    joined(flow, "n3")
+    (given_back,) = lease(flow, 1, "n3")
+    flow.release(Release("n3", ((given_back.unit, 1),)))
+    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), "sent before, arrived after"
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
@@ -203,7 +209,7 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
 @pytest.mark.parametrize(("node", "unit", "attempt"), [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))])
 def test_who_was_not_leased_a_unit_does_not_push_it(flow: Ledger, node: str, unit: int, attempt: int) -> None:
     (each,) = lease(flow)
-    with pytest.raises(Refused, match="was not leased to|64 bits"):
+    with pytest.raises(Refused, match=r"was not leased to|64 bits"):
         flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
     with pytest.raises(Refused, match="malformed group"):
         flow.push(Push("n1", each.unit, 1, b"nonsense"))
@@ -389,6 +395,22 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger,
     assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(range(1, 13))
     with pytest.raises(Refused, match="its checkpoint is of step 1"):
         again.batch(BatchRequest("planner", 1))
+
+
+def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -> None:
+    first = replace(planner(), life="t1")
+    flow.register(first)
+    for each in lease(flow, 8):
+        push(flow, each)
+    batch(flow, 1)
+    trained(flow, 1)
+    batch(flow, 2)
+    trained(flow, 2)
+    assert flow.register(first).step == 2
+    assert flow.status()["policies"]["planner"]["version"] == 2
+    assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
+    assert flow.register(replace(first, life="t2")).step == 2
+    assert flow.status()["policies"]["planner"]["version"] == 0, "it has crashed and goes on from step 0"
 
 
 def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:

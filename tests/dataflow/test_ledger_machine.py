@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ POLICIES = ("planner", "verifier")
 STALENESS = {"planner": 1, "verifier": 2}
 NUM_GROUPS = {"planner": 2, "verifier": 3}
 LEASE_S = 60.0
+_SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 
 class Trainer:
@@ -33,6 +35,7 @@ class Trainer:
         self.checkpoint = 0
         self.batches: dict[int, Batch] = {}
         """By step: each must stay as it was first answered."""
+        self.registered = planner()
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -62,8 +65,9 @@ class LedgerMachine(RuleBasedStateMachine):
         return ledger(self.database, self.clock, both=True, lease_s=LEASE_S, max_attempts=3, replay_share=self.replay_share)
 
     def register(self, policy: str) -> None:
-        step = self.trainers[policy].checkpoint
-        assert self.flow.register(planner(NUM_GROUPS[policy], STALENESS[policy], step, policy)).step >= step
+        trainer = self.trainers[policy]
+        trainer.registered = replace(planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy), life=str(next(self.keys)))
+        assert self.flow.register(trainer.registered).step >= trainer.checkpoint
 
     # ---- nodes
 
@@ -77,6 +81,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.leases[each.unit, each.attempt] = (node, self.lives[node], each)
         if answer:
             self.asked[node, self.lives[node], key] = answer
+
+    @rule(node=st.sampled_from(NODES))
+    def work(self, node: str) -> None:
+        """As a node does where nothing goes wrong."""
+        self.lease(node, 6)
+        policies = self.flow.status()["policies"]
+        for (unit, _), (owner, life, lease) in list(self.leases.items()):
+            if owner == node and life == self.lives[node] and unit not in self.committed:
+                self.pushed(node, lease, {policy: policies[policy]["version"] for policy in POLICIES}, 3)
 
     @rule(data=st.data())
     def lease_again(self, data: st.DataObject) -> None:
@@ -92,7 +105,9 @@ class LedgerMachine(RuleBasedStateMachine):
         node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
         policies = self.flow.status()["policies"]
         versions = {policy: data.draw(st.integers(0, policies[policy]["version"])) for policy in POLICIES}
-        num_tokens = data.draw(st.sampled_from([0, 3, 300]))
+        self.pushed(node, lease, versions, data.draw(st.sampled_from([0, 3, 300])))
+
+    def pushed(self, node: str, lease: Lease, versions: dict[str, int], num_tokens: int) -> None:
         reward = float(next(self.rewards))
         mine = group(lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"])
         request = Push(node, lease.unit, lease.attempt, pack_group(mine))
@@ -161,6 +176,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.trainers[policy].step = self.trainers[policy].checkpoint
         self.register(policy)
 
+    @rule(policy=st.sampled_from(POLICIES))
+    def registration_arrives_late(self, policy: str) -> None:
+        before = self.flow.status()["policies"][policy]
+        self.flow.register(self.trainers[policy].registered)
+        assert self.flow.status()["policies"][policy] == before
+
     @rule(policy=st.sampled_from(POLICIES), back=st.integers(1, 3))
     def progress_arrives_late(self, policy: str, back: int) -> None:
         trainer = self.trainers[policy]
@@ -203,11 +224,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
 def run(make_database: Callable[[], str], replay_share: float, num_examples: int) -> None:
     kind = type("Machine", (LedgerMachine,), {"make_database": staticmethod(make_database), "replay_share": replay_share})
-    checks: list[Any] = [HealthCheck.too_slow, HealthCheck.data_too_large]
     # derandomize: the same interleavings in every run of the tests.
     run_state_machine_as_test(
         kind,
-        settings=settings(max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=checks),
+        settings=settings(max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=_SLOW),
     )
 
 

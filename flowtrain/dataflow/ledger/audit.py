@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowtrain.dataflow.ledger.schema import check_version, meta_row
+from flowtrain.dataflow.ledger.schema import ledger_row
 from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.types import UserError
 
@@ -42,6 +43,7 @@ _FINDS = {
     " + (SELECT count(*) FROM bumps) OR num_events < (SELECT coalesce(max(event), 0) FROM groups)"
     " OR num_events < (SELECT coalesce(max(event), 0) FROM bumps)",
     "two events have one number": "SELECT g.event AS at FROM groups g JOIN bumps b ON b.event = g.event",
+    "a group has no share": "SELECT g.unit AS at FROM groups g LEFT JOIN shares s ON s.unit = g.unit WHERE s.unit IS NULL",
     "a share has no group": "SELECT s.unit AS at FROM shares s LEFT JOIN groups g ON g.unit = s.unit WHERE g.unit IS NULL",
     "a share has no known state": "SELECT unit AS at FROM shares"
     " WHERE state NOT IN ('fresh', 'served', 'stale', 'filtered', 'surplus', 'empty') OR (state = 'fresh') <> (step IS NULL)",
@@ -69,14 +71,10 @@ _FINDS = {
 
 def audit_database(database: str | Path) -> Audit:
     """Of a ledger that may be in use. UserError where there is none."""
-    found = connect(database)
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
-    with found.read() as transaction:
-        meta = meta_row(transaction)
-        if meta is None:
-            raise UserError(f"{found.name} is no ledger")
-        check_version(found.name, meta.version)
+    with closing(connect(database)) as found, found.read() as transaction:
+        ledger_row(transaction, found.name)
         return audited(transaction)
 
 

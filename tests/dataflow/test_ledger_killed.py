@@ -1,0 +1,152 @@
+"""kill -9 of nodes and trainer at random statements, and of the database: the ledger adds up, and batches come again as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from groups import group, joined, lease, ledger, planner, push
+
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
+from flowtrain.dataflow.ledger import Ledger
+
+HERE = Path(__file__).parent
+NUM_STEPS = 8
+
+
+def crowd(databases: list[str], on_death: Callable[[int], None] = lambda number: None) -> list[dict[str, Any]]:
+    """What each run of `crowd.py` says in the end; `on_death` hears of the deaths, which are numbered through."""
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    command = [sys.executable, str(HERE / "crowd.py"), *databases]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        guard = threading.Timer(200, process.kill)
+        guard.start()
+        assert process.stdout is not None and process.stderr is not None
+        ends, num_deaths = [], 0
+        for line in process.stdout:
+            if line == "died\n":
+                num_deaths += 1
+                on_death(num_deaths)
+            else:
+                ends.append(json.loads(line))
+        errors = process.stderr.read()
+        guard.cancel()
+    assert process.returncode == 0, errors
+    return ends
+
+
+def check(database: str, end: dict[str, Any]) -> None:
+    """Every step was trained, each time with the same groups, and no group by two steps."""
+    batches: dict[int, list[int]] = {}
+    for step, units in end["log"]:
+        assert batches.setdefault(step, units) == units, f"step {step} had other groups after a crash"
+    assert sorted(batches) == list(range(1, NUM_STEPS + 1))
+    served = [unit for units in batches.values() for unit in units]
+    assert len(served) == len(set(served)) == 3 * NUM_STEPS
+    flow = ledger(database, lease_s=0.5, max_attempts=1000)
+    audit = flow.audit()
+    assert audit.problems == ()
+    assert audit.counts["planner.served"] == len(served)
+    units = flow.status()["units"]
+    assert units["failed"] == 0
+    assert sum(n for name, n in audit.counts.items() if name.startswith("planner.")) == units["committed"]
+    flow.close()
+
+
+def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: Path) -> None:
+    databases = [str(tmp_path / f"{number}.db") for number in range(12)]
+    ends = crowd(databases)
+    for database, end in zip(databases, ends, strict=True):
+        check(database, end)
+    assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
+
+
+def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgres(postgres_server: Any) -> None:
+    databases = [f"killed_{number}" for number in range(4)]
+    for name in databases:
+        postgres_server.execute(f"CREATE DATABASE {name}")
+    urls = [postgres_server.url(name) for name in databases]
+
+    def restart(number: int) -> None:
+        if number % 30 == 20:
+            postgres_server.restart()
+
+    ends = crowd(urls, restart)
+    for url, end in zip(urls, ends, strict=True):
+        check(url, end)
+    assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
+
+
+def test_the_next_request_after_a_restart_of_the_server_is_answered(postgres: str, postgres_server: Any) -> None:
+    flow = ledger(postgres)
+    joined(flow)
+    flow.register(planner())
+    (each,) = lease(flow)
+    postgres_server.restart()
+    with pytest.raises(Unavailable, match="did not answer"):
+        push(flow, each)
+    assert push(flow, each) == "committed"
+    assert flow.audit().problems == ()
+
+
+@pytest.mark.parametrize("num_ledgers", [1, 2])
+def test_many_threads_at_once(database: str, num_ledgers: int) -> None:
+    """Six nodes over one or two services; every push is sent twice at the same time."""
+    flows = [ledger(database, max_waiting=1000) for _ in range(num_ledgers)]
+    flows[0].register(planner(num_groups=4, max_staleness=100))
+    steps: list[list[int]] = []
+
+    def node(number: int) -> int:
+        flow = flows[number % num_ledgers]
+        name, num_committed = f"n{number}", 0
+        joined(flow, name)
+        with ThreadPoolExecutor(2) as twice:
+            for turn in range(8):
+                for each in flow.lease(LeaseRequest(name, "a", 2, key=str(turn))).leases:
+                    request = Push(name, each.unit, each.attempt, pack_group(group(each.task)))
+                    answers = sorted(answer.status for answer in twice.map(flow.push, [request, request]))
+                    assert answers == ["committed", "duplicate"]
+                    num_committed += 1
+        return num_committed
+
+    def trainer(flow: Ledger) -> None:
+        for step in range(1, 6 * 16 // 4 + 1):
+            answer = flow.batch(BatchRequest("planner", step, wait_s=30))
+            steps.append([served.unit for served in answer.groups])
+            flow.progress(Progress("planner", step, step))
+
+    with ThreadPoolExecutor(7) as pool:
+        training = pool.submit(trainer, flows[-1])
+        assert sum(pool.map(node, range(6))) == 6 * 16
+        training.result(timeout=60)
+    assert sorted(unit for step in steps for unit in step) == list(range(1, 97))
+    audit = flows[0].audit()
+    assert audit.problems == ()
+    assert (audit.counts["committed"], audit.counts["planner.served"]) == (96, 96)
+    assert [event.number for event in flows[0].events()] == list(range(1, 96 + 24 + 1))
+    for flow in flows:
+        flow.close()
+
+
+def test_a_batch_waits_for_what_it_lacks(database: str) -> None:
+    flow = ledger(database)
+    joined(flow)
+    flow.register(planner(num_groups=2))
+    first, second = lease(flow, 2)
+    push(flow, first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(flow.batch, BatchRequest("planner", 1, wait_s=30))
+        push(flow, second)
+        assert [served.unit for served in waiting.result(timeout=20).groups] == [1, 2]
+    assert flow.batch(BatchRequest("planner", 2, wait_s=0.01)).num_missing == 2

@@ -1,0 +1,199 @@
+"""Databases that cannot be used: one line for a person that names the database and the cure, and nothing half done."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from groups import TASKS, Clock, joined, lease, ledger, options, planner, push
+
+from flowtrain.config import Config
+from flowtrain.dataflow.contract import BatchRequest, Progress, Refused, Release
+from flowtrain.dataflow.ledger import Ledger, open_ledger
+from flowtrain.dataflow.ledger.audit import audited
+from flowtrain.dataflow.ledger.sql import Database, connect
+from flowtrain.tasks import TaskCursor
+from flowtrain.types import UserError
+
+
+def statement(database: str, text: str) -> None:
+    with connect(database).write() as transaction:
+        transaction.run(text)
+
+
+def test_another_schema_is_refused_by_name(database: str) -> None:
+    ledger(database).close()
+    statement(database, "UPDATE meta SET version = 7")
+    with pytest.raises(UserError, match=r"is a ledger with schema 7, this flowtrain has 1") as refusal:
+        ledger(database)
+    assert database.partition("?")[0] in str(refusal.value)
+
+
+def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
+    statement(database, "CREATE TABLE meta (name TEXT)")
+    with pytest.raises(UserError, match="is no ledger: name another database"):
+        ledger(database)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "why"),
+    [
+        ("run", "seed", 1, r"'run.seed = 0' is 'run.seed = 1' now"),
+        ("rollout", "group_size", 4, r"rollout.group_size = 2"),
+        ("tasks", "num_train", 77, r"tasks.num_train"),
+        ("dataflow", "curator", "greso", r"dataflow.curator = \"all\""),
+    ],
+)
+def test_what_units_are_may_not_change_while_a_run_goes_on(database: str, section: str, key: str, value: object, why: str) -> None:
+    ledger(database).close()
+    changed = options().model_dump()
+    changed[section][key] = value
+    with pytest.raises(UserError, match=why):
+        Ledger(database, Config.model_validate(changed), TaskCursor(TASKS, 0))
+
+
+def test_other_options_may_change(database: str) -> None:
+    first = ledger(database, lease_s=60)
+    second = ledger(database, lease_s=30, max_staleness=9)
+    assert first.run == second.run
+
+
+def _limited(flow: Ledger, pragma: str) -> None:
+    """For the connection that the next request of this thread uses."""
+    database: Database = flow._database
+    with database.read() as transaction:
+        transaction.run(f"PRAGMA {pragma}")
+
+
+@pytest.mark.parametrize(
+    ("pragma", "why"),
+    [("max_page_count = 1", "database or disk is full; free some space"), ("query_only = 1", "readonly database; make it writable")],
+)
+def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent_again(tmp_path: Path, pragma: str, why: str) -> None:
+    path = tmp_path / "ledger.db"
+    flow = ledger(path)
+    joined(flow)
+    flow.register(planner())
+    (each,) = lease(flow)
+    _limited(flow, pragma)
+    with pytest.raises(UserError, match=why) as refusal:
+        push(flow, each, num_tokens=20000)
+    assert str(path) in str(refusal.value)
+    assert flow.audit().problems == ()
+    assert flow.status()["units"]["committed"] == 0
+    assert push(flow, each, num_tokens=20000) == "committed"
+
+
+def test_a_server_that_is_read_only_is_named(postgres: str) -> None:
+    flow = ledger(postgres)
+    joined(flow)
+    flow.register(planner())
+    (each,) = lease(flow)
+    flow.close()
+    name = postgres.split("/")[3].partition("?")[0]
+    statement(postgres, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    with pytest.raises(UserError, match="read-only transaction") as refusal:
+        push(flow, each)
+    assert postgres.partition("?")[0] in str(refusal.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere/l.db: unable to open database file; check that its folder exists"):
+        ledger(tmp_path / "nowhere" / "l.db")
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "l.db").write_text("a text of some length, which is not how a database begins" * 20)
+    with pytest.raises(UserError, match="file is not a database; name another file"):
+        ledger(tmp_path / "l.db")
+
+
+@pytest.mark.parametrize("url", ["mysql://host/flow", "http://host"])
+def test_databases_of_another_kind(url: str) -> None:
+    with pytest.raises(UserError, match="must be a path or start with postgresql://"):
+        ledger(url)
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot reach the database") as refusal:
+        ledger(f"postgresql://me:secret@/flow?host={tmp_path}")
+    assert "secret" not in str(refusal.value)
+    assert f"postgresql://me@/flow?host={tmp_path}" in str(refusal.value)
+
+
+def test_a_database_that_is_not_there(postgres: str) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        ledger(postgres.replace("test_", "missing_"))
+
+
+def test_text_that_the_database_does_not_take_is_the_sender_s_fault(database: str) -> None:
+    flow = ledger(database)
+    joined(flow)
+    flow.register(planner())
+    (each,) = lease(flow)
+    try:
+        flow.release(Release("n1", ((each.unit, 1),), "nul \0 inside"))
+    except Refused:
+        flow.release(Release("n1", ((each.unit, 1),), "plain"))
+    assert flow.status()["units"]["waiting"] == 1
+
+
+def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
+    """Damage by hand; each is found and named with where it is."""
+    damages = {
+        "DELETE FROM groups WHERE unit = 2": "a committed unit has no group (2)",
+        "DELETE FROM units WHERE id = 3": "units are not numbered without gaps",
+        "UPDATE units SET state = 'lost' WHERE id = 9": "a unit has no known state (9)",
+        "UPDATE units SET attempt = 2 WHERE id = 9": "a unit does not have as many leases as attempts (9)",
+        "UPDATE shares SET state = 'fresh', step = NULL WHERE unit = 1": "a share is in a batch and was not served (1)",
+        "DELETE FROM places WHERE unit = 4": "a served share is not in the batch of its step once (4)",
+        "UPDATE shares SET min_version = -2 WHERE unit = 1": "a batch has a group that is too old, or too new (1)",
+        "DELETE FROM payloads WHERE unit = 6": "a group that is still needed is gone (6)",
+        "DELETE FROM decisions WHERE position = 0": "a unit's task was not admitted (1)",
+        "UPDATE groups SET event = 99 WHERE unit = 1": "events are not numbered without gaps",
+        "DELETE FROM shares WHERE unit = 5": "a group has no share (5)",
+        "DELETE FROM batches": "a group has no batch (1)",
+    }
+    flow = ledger(database, Clock())
+    joined(flow)
+    flow.register(planner())
+    leases = lease(flow, 8)
+    for each in leases[:6]:
+        push(flow, each)
+    push(flow, leases[6], num_tokens=0)
+    flow.batch(BatchRequest("planner", 1))
+    flow.progress(Progress("planner", 1, 0))
+    lease(flow, 1)
+    assert flow.audit().problems == ()
+    for damage, problem in damages.items():
+        with pytest.raises(_Undo), flow._database.write() as transaction:
+            transaction.run(damage)
+            found = audited(transaction).problems
+            raise _Undo
+        assert any(problem in each for each in found), f"{damage}: {found}"
+    assert flow.audit().problems == ()
+
+
+class _Undo(Exception):
+    pass
+
+
+def test_the_tables_themselves_refuse_a_second_group_and_a_second_serving(tmp_path: Path) -> None:
+    flow = ledger(tmp_path / "l.db")
+    with flow._database.write() as transaction:
+        transaction.run("INSERT INTO groups VALUES (1, 'n1', 1, 0, '[]', 0, NULL)")
+        transaction.run("INSERT INTO places VALUES ('planner', 1, 0, 1, 0)")
+    for second in ("INSERT INTO groups VALUES (1, 'n2', 2, 0, '[]', 0, NULL)", "INSERT INTO places VALUES ('planner', 2, 0, 1, 0)"):
+        with pytest.raises(sqlite3.IntegrityError), flow._database.write() as transaction:
+            transaction.run(second)
+
+
+def test_open_ledger_takes_tasks_and_rules_from_the_config(tmp_path: Path) -> None:
+    config = options(curator="curriculum", filter="mixed", selector="arrival")
+    flow = open_ledger(config, tmp_path / "l.db")
+    joined(flow)
+    flow.register(planner())
+    assert lease(flow, 1)[0].task.id
+    with pytest.raises(UserError, match="no curator 'nobody'"):
+        open_ledger(options(curator="nobody"), tmp_path / "m.db")
