@@ -115,7 +115,8 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
-    assert len(lease(flow, 1, "n1", "b")) == 1
+    (held,) = lease(flow, 1, "n1", "b")
+    assert flow.renew(Renewal("n1", "a", ((held.unit, held.attempt),))).lost == (held.unit,)
     assert flow.renew(Renewal("n1", "a", ((first[0].unit, 1),))).lost == (first[0].unit,)
     assert push(flow, first[0]) == "committed", "what the old life has done is not thrown away"
 
@@ -628,6 +629,25 @@ def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database
     assert answer.retry_after_s > 0
     assert len(flow.decisions()) == 1002
     assert flow.audit().problems == ()
+
+
+def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: Clock) -> None:
+    joined(flow, "n2")
+    for each in lease(flow, 3):
+        push(flow, each, num_tokens=100)
+    clock.now += 61
+    flow.progress(Progress("planner", 0, 0))
+    lease(flow, 1)
+    for each in lease(flow, 1, "n2"):
+        push(flow, each, node="n2", num_tokens=300)
+    status = flow.status()
+    assert {name: (node["num_groups"], node["num_leased"], node["groups_per_s"]) for name, node in status["nodes"].items()} == {
+        "n1": (3, 1, 0.0),
+        "n2": (1, 0, 1 / 60),
+    }
+    assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
+    assert status["policies"]["planner"]["groups"] == {"fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}}
+    assert status["tasks"] == {"asked": 5, "admitted": 5}
 
 
 def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
