@@ -5,6 +5,8 @@ rest is in earnest: leases are renewed and given back, groups are pushed until a
 """
 
 import argparse
+import contextlib
+import http.client
 import math
 import os
 import random
@@ -34,8 +36,8 @@ class Service:
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code not in (408, 425, 429):
                     raise SystemExit(f"{method}: {msgspec.msgpack.decode(error.read())['error']}") from None
-            except OSError:
-                pass
+            except (OSError, http.client.HTTPException):
+                pass  # it is away, or was cut
             time.sleep(random.uniform(0.2, 1.0))
 
 
@@ -44,21 +46,13 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     rng, begun = random.Random(seed), time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
     turn = {
-        "prompt_ids": list(task["question"].encode()), "response_ids": ids, "response_logprobs": [-math.log(len(WORDS))] * len(ids),
-        "spans": [{"start": 0, "end": len(ids), "version": version}], "finish_reason": "stop", "seconds": time.monotonic() - begun,
+        "prompt_ids": list(task["question"].encode()), "response_ids": ids, "response_logprobs": [-math.log(len(WORDS))] * 4,
+        "spans": [{"start": 0, "end": 4, "version": version}], "finish_reason": "stop", "seconds": time.monotonic() - begun,
         "response_text": "".join(WORDS[i] for i in ids), "action": None, "command": "", "result": {"output": ""}, "verdict": "STOP",
     }  # fmt: skip
-    answer = WORDS[ids[-1]]
-    reward = float(answer in task["answers"])
-    return {
-        "task": task,
-        "turns": [turn],
-        "answer": answer,
-        "seconds": turn["seconds"],
-        "seed": seed,
-        "reward": reward,
-        "scored_by": "exact",
-    }
+    answer = turn["response_text"][-5:]
+    score = {"reward": float(answer in task["answers"]), "scored_by": "exact"}
+    return {"task": task, "turns": [turn], "answer": answer, "seconds": turn["seconds"], "seed": seed, **score}
 
 
 def work(service: Service, name: str, num_units: int, at_once: int) -> None:
@@ -81,7 +75,7 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
                 if held and time.monotonic() > renew_at:
                     units, renew_at = [(u, lease["attempt"]) for u, lease in held.items()], time.monotonic() + joined["lease_s"] / 3
                     for unit in service.ask("renew", **me, units=units)["lost"]:
-                        del held[unit]
+                        held.pop(unit, None)
             if got["reason"] == "done":
                 return
             time.sleep(got["retry_after_s"])
@@ -97,7 +91,5 @@ if __name__ == "__main__":
     parser.add_argument("--units", type=int, default=1 << 30, help="groups to push (default: no end)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         work(Service(options.url), options.name, options.units, at_once=4)
-    except KeyboardInterrupt:
-        pass

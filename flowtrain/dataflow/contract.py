@@ -156,6 +156,8 @@ class Register:
     """Versions that any trained token may be older than the weights that a step trains."""
     step: int = 0
     """Of the checkpoint that training goes on from. Batches up to it are consumed for good; later ones come again as they were."""
+    life: str = ""
+    """Random, of this process: what comes twice or late from one life takes nothing back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,138 +10,59 @@ them as you like (Ctrl-C or SIGTERM: leases go back at once; once more: ends har
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 import os
 import re
 import signal
 import socket
 import sys
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
-from tqdm.contrib.logging import logging_redirect_tqdm
-
-from flowtrain.config import Config
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Dataflow, Join, Refused, Unavailable
-from flowtrain.options import check_allowed, parse_over
-from flowtrain.rollout.engine import EngineError
-from flowtrain.rollout.follow import Follower, PoliciesChanged
-from flowtrain.rollout.node import Limits, Membership, Node
-from flowtrain.rollout.sampler import OWN_KEYS, check, make_sampler, store_of
+from flowtrain.options import check_allowed
 from flowtrain.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 
 _COMMAND = "python -m flowtrain.rollout"
 _POLICIES = ("planner", "verifier")
-_ASK_AGAIN_S = 2.0
-_ECHO_S = 2.0
-"""The terminal and a launcher may send the same signal twice."""
-_log = logging.getLogger(__name__)
+OWN_KEYS = (
+    *("run.device", "run.threads", "model.path", "policies.*.path", "tasks.path", "tasks.corpus", "tasks.benchmarks"),
+    *("rollout.engine", "rollout.max_batch_size", "rollout.max_in_flight", "vllm.*", "weights.scrub_every", "dataflow.wait_s"),
+    *("engines.*.base_url", "engines.*.api_key_env", "engines.*.model", "engines.*.max_concurrency"),
+    *("corpus.path", "corpus.index", "judge.cache", "judge.max_concurrency", "agent.sandbox"),
+    *("web_search.base_url", "web_search.api_key_env", "web_search.cx_env", "wikipedia.base_url", "wikipedia.contact"),
+)
+"""Where things are and how much of them runs at a time. What decides on tokens and rewards is the same on every node."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after its work or a signal, 1 when something failed, 2 for what a person got wrong."""
-    parser = _parser()
-    options, words = parser.parse_known_args(argv)
+    options, words = _parser().parse_known_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with logging_redirect_tqdm():
-            check_allowed(words, OWN_KEYS)
-            return _run(options, words)
+        check_allowed(words, OWN_KEYS)
+        return _run(options, words)
     except UserError as error:
         print(f"{_COMMAND}: {error}", file=sys.stderr)
         return 2
-    except (Refused, Unavailable, EngineError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:  # before there was a lease
         return 0
 
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    from flowtrain.dataflow.contract import Refused, Unavailable
+    from flowtrain.rollout import live  # torch comes with it, which --help and mistakes need not wait for
+    from flowtrain.rollout.engine import EngineError
+
     token = os.environ.get(TOKEN_VARIABLE, "")
-    given = dict(map(_store, options.store))
-    with Client(options.dataflow, token) as client:
-        config = parse_over(_join(client, options.name, {}).joined.config, words)
-    check(config)
-    with Client(options.dataflow, token, config.dataflow.wait_s) as client:
-        while True:
-            try:
-                return _live(client, config, given, token, options)
-            except ExceptionGroup as failures:
-                if failures.subgroup(PoliciesChanged) is None:
-                    raise _first(failures) from None
-                _log.warning("another policy is trained now: the engines start anew")
-
-
-def _live(client: Dataflow, config: Config, given: Mapping[str, str], token: str, options: argparse.Namespace) -> int:
-    """Until it is stopped, or the policies are others."""
-    locations = _wait_for_trainers(client, config, given, options.name)
-    with make_sampler(config, locations, token) as sampler:
-        member = _join(client, options.name, sampler.layouts)
-        follower = Follower(sampler.engines, sampler.stores, sampler.layouts, config.dataflow.wait_s)
-        follower.hear(member.joined.policies)
-        limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, options.units)
-        node = Node(client, member, sampler.rollout, follower, limits)
-        try:
-            num_pushed = asyncio.run(_until_signalled(node))
-        finally:
-            follower.close()
-    print(f"{options.name}: {num_pushed} groups pushed", file=sys.stderr)
+    try:
+        with logging_redirect_tqdm():
+            live.run(options.dataflow, options.name, dict(map(_store, options.store)), options.units, words, token)
+    except (Refused, Unavailable, EngineError) as error:
+        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        return 1
     return 0
-
-
-def _wait_for_trainers(client: Dataflow, config: Config, given: Mapping[str, str], name: str) -> dict[str, str]:
-    """Where the weights are, once a trainer has said so or the command line does."""
-    began = time.monotonic()
-    while not (locations := store_of(_join(client, name, {}).joined.policies, given, config.policy_names)):
-        waited_s = time.monotonic() - began
-        if waited_s > config.dataflow.wait_s:
-            raise UserError(f"no trainer has registered within dataflow.wait_s={config.dataflow.wait_s:g} seconds")
-        if waited_s < _ASK_AGAIN_S:
-            _log.warning("waiting for a trainer to register")
-        time.sleep(_ASK_AGAIN_S)
-    return locations
-
-
-def _join(client: Dataflow, name: str, layouts: Mapping[str, str]) -> Membership:
-    """With a life of its own each time, for a dataflow keeps what a life has said first."""
-    request = Join(name, uuid.uuid4().hex, layouts)
-    return Membership(request, client.join(request))
-
-
-async def _until_signalled(node: Node) -> int:
-    signalled_at = 0.0
-
-    def end() -> None:
-        nonlocal signalled_at
-        if signalled_at and time.monotonic() - signalled_at > _ECHO_S:
-            os._exit(1)
-        if not signalled_at:
-            print("\ngiving leases back, pushing what is done (once more to end at once)", file=sys.stderr, flush=True)
-            signalled_at = time.monotonic()
-            node.stop()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    return await node.run()
-
-
-def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Of what ended a node: what the person in front of it can do something about, else all of it."""
-    for kinds in ((UserError, EngineError), (Refused, Unavailable)):
-        found: BaseException | None = failures.subgroup(kinds)
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        if found is not None:
-            return found
-    return failures
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -22,15 +22,6 @@ from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory, UserError
 from flowtrain.weights import Source, open_source
 
-OWN_KEYS = (
-    *("run.device", "run.threads", "model.path", "policies.*.path", "tasks.path", "tasks.corpus", "tasks.benchmarks"),
-    *("rollout.engine", "rollout.max_batch_size", "rollout.max_in_flight", "vllm.*", "weights.scrub_every", "dataflow.wait_s"),
-    *("engines.*.base_url", "engines.*.api_key_env", "engines.*.model", "engines.*.max_concurrency"),
-    *("corpus.path", "corpus.index", "judge.cache", "judge.max_concurrency", "agent.sandbox"),
-    *("web_search.base_url", "web_search.api_key_env", "web_search.cx_env", "wikipedia.base_url", "wikipedia.contact"),
-)
-"""Where things are and how much of them runs at a time. What decides on tokens and rewards is the same on every node."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sampler:

@@ -86,7 +86,7 @@ def test_one_policy_is_trained_as_if_the_other_had_said_something_else(mode: Lit
         turns = [judged(range(planner + n), range(verifier + n)) for n in range(3)]
         return [Group(0, (trajectory(1, *turns), trajectory(0, turns[0])))]
 
-    assert flow_grpo(groups(1, 3), mode, policy="verifier") == flow_grpo(groups(9, 3), mode, policy="verifier")
+    assert flow_grpo(groups(0, 3), mode, policy="verifier") == flow_grpo(groups(9, 3), mode, policy="verifier")
     assert flow_grpo(groups(2, 1), mode) == flow_grpo(groups(2, 7), mode)
     assert flow_grpo(groups(1, 3), mode, policy="verifier") != flow_grpo(groups(1, 4), mode, policy="verifier")
 

@@ -115,7 +115,8 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
-    assert len(lease(flow, 1, "n1", "b")) == 1
+    (held,) = lease(flow, 1, "n1", "b")
+    assert flow.renew(Renewal("n1", "a", ((held.unit, held.attempt),))).lost == (held.unit,)
     assert flow.renew(Renewal("n1", "a", ((first[0].unit, 1),))).lost == (first[0].unit,)
     assert push(flow, first[0]) == "committed", "what the old life has done is not thrown away"
 
@@ -130,6 +131,10 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
     assert flow.status()["units"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released: no engine": 1}
+    joined(flow, "n3")
+    (given_back,) = lease(flow, 1, "n3")
+    flow.release(Release("n3", ((given_back.unit, 1),)))
+    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), "sent before, arrived after"
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
@@ -393,6 +398,22 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger,
         again.batch(BatchRequest("planner", 1))
 
 
+def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -> None:
+    first = replace(planner(), life="t1")
+    flow.register(first)
+    for each in lease(flow, 8):
+        push(flow, each)
+    batch(flow, 1)
+    trained(flow, 1)
+    batch(flow, 2)
+    trained(flow, 2)
+    assert flow.register(first).step == 2
+    assert flow.status()["policies"]["planner"]["version"] == 2
+    assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
+    assert flow.register(replace(first, life="t2")).step == 2
+    assert flow.status()["policies"]["planner"]["version"] == 0, "it has crashed and goes on from step 0"
+
+
 def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     for each in lease(flow, 8):
         push(flow, each)
@@ -608,6 +629,25 @@ def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database
     assert answer.retry_after_s > 0
     assert len(flow.decisions()) == 1002
     assert flow.audit().problems == ()
+
+
+def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: Clock) -> None:
+    joined(flow, "n2")
+    for each in lease(flow, 3):
+        push(flow, each, num_tokens=100)
+    clock.now += 61
+    flow.progress(Progress("planner", 0, 0))
+    lease(flow, 1)
+    for each in lease(flow, 1, "n2"):
+        push(flow, each, node="n2", num_tokens=300)
+    status = flow.status()
+    assert {name: (node["num_groups"], node["num_leased"], node["groups_per_s"]) for name, node in status["nodes"].items()} == {
+        "n1": (3, 1, 0.0),
+        "n2": (1, 0, 1 / 60),
+    }
+    assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
+    assert status["policies"]["planner"]["groups"] == {"fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}}
+    assert status["tasks"] == {"asked": 5, "admitted": 5}
 
 
 def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:

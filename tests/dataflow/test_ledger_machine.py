@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Trainer:
         self.checkpoint = 0
         self.batches: dict[int, Batch] = {}
         """By step: each must stay as it was first answered."""
+        self.registered = planner()
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -63,8 +65,9 @@ class LedgerMachine(RuleBasedStateMachine):
         return ledger(self.database, self.clock, both=True, lease_s=LEASE_S, max_attempts=3, replay_share=self.replay_share)
 
     def register(self, policy: str) -> None:
-        step = self.trainers[policy].checkpoint
-        assert self.flow.register(planner(NUM_GROUPS[policy], STALENESS[policy], step, policy)).step >= step
+        trainer = self.trainers[policy]
+        trainer.registered = replace(planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy), life=str(next(self.keys)))
+        assert self.flow.register(trainer.registered).step >= trainer.checkpoint
 
     # ---- nodes
 
@@ -172,6 +175,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def trainer_crashes_and_resumes(self, policy: str) -> None:
         self.trainers[policy].step = self.trainers[policy].checkpoint
         self.register(policy)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def registration_arrives_late(self, policy: str) -> None:
+        before = self.flow.status()["policies"][policy]
+        self.flow.register(self.trainers[policy].registered)
+        assert self.flow.status()["policies"][policy] == before
 
     @rule(policy=st.sampled_from(POLICIES), back=st.integers(1, 3))
     def progress_arrives_late(self, policy: str, back: int) -> None:

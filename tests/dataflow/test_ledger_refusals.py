@@ -32,7 +32,7 @@ def test_another_schema_is_refused_by_name(database: str) -> None:
 
 def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
     statement(database, "CREATE TABLE meta (name TEXT)")
-    with pytest.raises(UserError, match="has tables that are no ledger's"):
+    with pytest.raises(UserError, match="is no ledger: name another database"):
         ledger(database)
 
 

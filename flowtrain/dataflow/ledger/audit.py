@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowtrain.dataflow.ledger.schema import check_version, meta_row
+from flowtrain.dataflow.ledger.schema import ledger_row
 from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.types import UserError
 
@@ -70,14 +71,10 @@ _FINDS = {
 
 def audit_database(database: str | Path) -> Audit:
     """Of a ledger that may be in use. UserError where there is none."""
-    found = connect(database)
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
-    with found.read() as transaction:
-        meta = meta_row(transaction)
-        if meta is None:
-            raise UserError(f"{found.name} is empty: no service has used it")
-        check_version(found.name, meta)
+    with closing(connect(database)) as found, found.read() as transaction:
+        ledger_row(transaction, found.name)
         return audited(transaction)
 
 

@@ -34,20 +34,18 @@ class Reports(LedgerBase):
         with self._database.read() as transaction:
             units = {row.state: row.num for row in transaction.all("SELECT state, count(*) AS num FROM units GROUP BY state")}
             endings = transaction.all("SELECT ending, count(*) AS num FROM leases WHERE ending <> '' GROUP BY ending ORDER BY ending")
-            recent = transaction.one(
-                "SELECT count(*) AS num, coalesce(sum(num_tokens), 0) AS tokens FROM groups WHERE pushed_s >= ?", now - _RECENT_S
-            )
+            pushed = _pushed(transaction, now - _RECENT_S)
             decided = transaction.one("SELECT count(*) AS num, coalesce(sum(admitted), 0) AS admitted FROM decisions")
             return {
                 "run": self.run,
                 "time_s": now,
                 "units": {state: units.get(state, 0) for state in ("leased", "waiting", "committed", "failed")},
                 "lost_leases": {row.ending: row.num for row in endings},
-                "groups_per_s": recent.num / _RECENT_S,
-                "tokens_per_s": float(recent.tokens) / _RECENT_S,
+                "groups_per_s": sum(row.num_recent for row in pushed.values()) / _RECENT_S,
+                "tokens_per_s": float(sum(row.tokens_recent for row in pushed.values())) / _RECENT_S,
                 "tasks": {"asked": decided.num, "admitted": int(decided.admitted)},
                 "policies": {policy.name: self._policy(transaction, policy, now) for policy in standing(transaction)},
-                "nodes": {row.name: self._node(transaction, row, now) for row in _nodes(transaction)},
+                "nodes": {row.name: _node(row, pushed.get(row.name), now) for row in _nodes(transaction)},
             }
 
     def _policy(self, transaction: Transaction, policy: Any, now: float) -> dict[str, Any]:
@@ -74,27 +72,38 @@ class Reports(LedgerBase):
             "groups": {state: _lengths(lengths, state) for state in dict.fromkeys(row.state for row in lengths)},
         }
 
-    def _node(self, transaction: Transaction, node: Any, now: float) -> dict[str, Any]:
-        leased = transaction.one("SELECT count(*) AS num FROM units WHERE state = 'leased' AND node = ?", node.name)
-        recent = transaction.one("SELECT count(*) AS num FROM groups WHERE node = ? AND pushed_s >= ?", node.name, now - _RECENT_S)
-        pushed = transaction.one("SELECT count(*) AS num FROM groups WHERE node = ?", node.name)
-        return {
-            "seen_s_ago": now - node.seen_s,
-            "joined_s_ago": now - node.joined_s,
-            "num_leased": leased.num,
-            "num_groups": pushed.num,
-            "groups_per_s": recent.num / _RECENT_S,
-            "versions": json.loads(node.versions),
-            "busy_s": node.busy_s,
-            "waited_s": node.waited_s,
-        }
+
+def _node(node: Any, pushed: Any, now: float) -> dict[str, Any]:
+    return {
+        "seen_s_ago": now - node.seen_s,
+        "joined_s_ago": now - node.joined_s,
+        "num_leased": node.num_leased,
+        "num_groups": pushed.num if pushed else 0,
+        "groups_per_s": pushed.num_recent / _RECENT_S if pushed else 0.0,
+        "versions": json.loads(node.versions),
+        "busy_s": node.busy_s,
+        "waited_s": node.waited_s,
+    }
+
+
+def _pushed(transaction: Transaction, since: float) -> dict[str, Any]:
+    """By node: its groups, and how many groups and tokens of them came `since` then."""
+    rows = transaction.all(
+        "SELECT node, count(*) AS num, sum(CASE WHEN pushed_s >= ? THEN 1 ELSE 0 END) AS num_recent,"
+        " sum(CASE WHEN pushed_s >= ? THEN num_tokens ELSE 0 END) AS tokens_recent FROM groups GROUP BY node",
+        since,
+        since,
+    )
+    return {row.node: row for row in rows}
 
 
 def _nodes(transaction: Transaction) -> list[Any]:
     """The present life of each, with the seconds of all its lives."""
     return transaction.all(
         "SELECT n.name, n.seen_s, n.joined_s, n.versions, (SELECT sum(o.busy_s) FROM nodes o WHERE o.name = n.name) AS busy_s,"
-        " (SELECT sum(o.waited_s) FROM nodes o WHERE o.name = n.name) AS waited_s FROM nodes n WHERE n.is_current = 1 ORDER BY n.name"
+        " (SELECT sum(o.waited_s) FROM nodes o WHERE o.name = n.name) AS waited_s,"
+        " (SELECT count(*) FROM units u WHERE u.state = 'leased' AND u.node = n.name) AS num_leased"
+        " FROM nodes n WHERE n.is_current = 1 ORDER BY n.name"
     )
 
 

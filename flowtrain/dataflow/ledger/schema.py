@@ -51,6 +51,9 @@ CREATE TABLE policies (name TEXT PRIMARY KEY, number BIGINT NOT NULL, layout TEX
     newest BIGINT NOT NULL, checkpoint BIGINT NOT NULL, is_done BIGINT NOT NULL, seen_s DOUBLE PRECISION NOT NULL,
     busy_s DOUBLE PRECISION NOT NULL, waited_s DOUBLE PRECISION NOT NULL);
 
+CREATE TABLE trainers (policy TEXT NOT NULL, life TEXT NOT NULL, start_s DOUBLE PRECISION NOT NULL, step BIGINT NOT NULL,
+    PRIMARY KEY (policy, life));
+
 CREATE TABLE batches (policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL, num_groups BIGINT NOT NULL,
     max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL, stats TEXT NOT NULL, PRIMARY KEY (policy, step));
 CREATE TABLE places (policy TEXT NOT NULL, step BIGINT NOT NULL, place BIGINT NOT NULL, unit BIGINT NOT NULL,
@@ -67,12 +70,15 @@ def prepare(database: Database, fixed: str) -> Any:
     """
     try:
         with database.write() as transaction:
-            found = meta_row(transaction)
-            if found is None:
-                found = _made(transaction, fixed)
+            if transaction.lock("meta"):  # of two that begin at once, one waits here for the other
+                transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)
+            if not _is_made(transaction):
+                for statement in TABLES.split(";"):
+                    transaction.run(statement)
+                transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+            found = ledger_row(transaction, database.name)
     except Unavailable as error:
         raise UserError(f"cannot reach the database: {error}") from error
-    check_version(database.name, found)
     if found.fixed != fixed:
         old, new = found.fixed.splitlines(), fixed.splitlines()
         changed = next((f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b), "options were added or removed")
@@ -82,26 +88,17 @@ def prepare(database: Database, fixed: str) -> Any:
     return found
 
 
-def check_version(name: str, meta: Any) -> None:
-    """Raises UserError unless the row of `meta` is that of a ledger that this code can read."""
-    if not hasattr(meta, "version"):
-        raise UserError(f"{name} has tables that are no ledger's: name another database")
-    if meta.version != VERSION:
-        raise UserError(f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: use the one it was made with")
+def ledger_row(transaction: Transaction, name: str) -> Any:
+    """The row of `meta`. UserError, which names the database, unless it is a ledger with this schema."""
+    found: Any = transaction.one("SELECT * FROM meta") if _is_made(transaction) else None
+    if not hasattr(found, "version"):
+        raise UserError(f"{name} is no ledger: name another database")
+    if found.version != VERSION:
+        raise UserError(f"{name} is a ledger with schema {found.version}, this flowtrain has {VERSION}: use the one it was made with")
+    return found
 
 
-def _made(transaction: Transaction, fixed: str) -> Any:
-    for statement in TABLES.split(";"):
-        transaction.run(statement)
-    transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
-    return meta_row(transaction)
-
-
-def meta_row(transaction: Transaction) -> Any:
-    """None where nobody has made the tables; of two that begin at once, one waits here for the other."""
+def _is_made(transaction: Transaction) -> bool:
     if transaction.lock("meta"):
-        transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)
-        is_there = transaction.one("SELECT to_regclass('meta') AS name").name is not None
-    else:
-        is_there = transaction.one("SELECT name FROM sqlite_master WHERE name = 'meta'") is not None
-    return (transaction.one("SELECT * FROM meta") or ()) if is_there else None
+        return transaction.one("SELECT to_regclass('meta') AS name").name is not None
+    return transaction.one("SELECT name FROM sqlite_master WHERE name = 'meta'") is not None

@@ -10,9 +10,10 @@ import sqlite3
 import threading
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -89,7 +90,7 @@ class _Pool:
     """Connections that are used by one transaction at a time and kept for the next."""
 
     def __init__(self) -> None:
-        self._idle: list[Any] = []
+        self._idle: SimpleQueue[Any] = SimpleQueue()
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     @contextmanager
@@ -98,18 +99,21 @@ class _Pool:
         if not self._slots.acquire(timeout=WAIT_S):
             raise Unavailable(f"{_MAX_CONNECTIONS} requests to the database did not end in {WAIT_S:.0f} s")
         try:
-            connection = self._idle.pop() if self._idle else self._connect()
+            try:
+                connection = self._idle.get_nowait()
+            except Empty:
+                connection = self._connect()
             try:
                 yield connection
             except Refused:
                 connection.rollback()
-                self._idle.append(connection)
+                self._idle.put(connection)
                 raise
             except BaseException:
                 self._abandon(connection)
                 self.close()  # what ended this connection may have ended the others
                 raise
-            self._idle.append(connection)
+            self._idle.put(connection)
         finally:
             self._slots.release()
 
@@ -120,8 +124,10 @@ class _Pool:
         connection.close()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        """Those that nobody uses at the moment."""
+        with suppress(Empty):
+            while True:
+                self._idle.get_nowait().close()
 
 
 class SqliteDatabase(_Pool):

@@ -22,28 +22,40 @@ _POLL_S = 0.25
 class TrainerRequests(LedgerBase):
     def register(self, request: Register) -> Registered:
         self._check(request)
-        now = self._clock()
         with self._alone() as (transaction, meta):
-            old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
-            if old is not None and old.newest:
-                _check_resumed(transaction, request, old)
-            described = (request.layout, request.store, request.num_groups, request.max_staleness)
-            if old is None:
-                number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-                row = (request.policy, number, *described, request.step, request.step, request.step, request.step, 0, now, 0.0, 0.0)
-                transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
-            else:
-                transaction.run(
-                    "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?, version = ?, newest = ?, checkpoint = ?,"
-                    " is_done = 0, seen_s = ? WHERE name = ?",
-                    *described,
-                    request.step,
-                    max(old.newest, request.step),
-                    request.step,
-                    now,
-                    request.policy,
-                )
-        return Registered(meta.run, request.step if old is None else max(old.newest, request.step))
+            if not self._is_known(transaction, request):
+                self._begin_training(transaction, request)
+            newest = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy).newest
+        return Registered(meta.run, newest)
+
+    def _is_known(self, transaction: Transaction, request: Register) -> bool:
+        """This life has been registered before. A trainer that has no name for its life begins anew each time."""
+        old = transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", request.policy, request.life)
+        if not old:
+            transaction.run("INSERT INTO trainers VALUES (?, ?, ?, ?)", request.policy, request.life, self._clock(), request.step)
+        return bool(old and request.life)
+
+    def _begin_training(self, transaction: Transaction, request: Register) -> None:
+        now = self._clock()
+        old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
+        described = (request.layout, request.store, request.num_groups, request.max_staleness)
+        if old is None:
+            number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
+            row = (request.policy, number, *described, request.step, request.step, request.step, request.step, 0, now, 0.0, 0.0)
+            transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
+            return
+        if old.newest:
+            _check_resumed(transaction, request, old)
+        transaction.run(
+            "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?, version = ?, newest = ?, checkpoint = ?,"
+            " is_done = 0, seen_s = ? WHERE name = ?",
+            *described,
+            request.step,
+            max(old.newest, request.step),
+            request.step,
+            now,
+            request.policy,
+        )
 
     def _check(self, request: Register) -> None:
         if request.policy not in self._config.policy_names:
