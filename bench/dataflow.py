@@ -2,7 +2,8 @@
 
 In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real ledger: training steps per hour in
 the synchronous loop and through the dataflow, over how long the trainer takes; the trainer's idle share by size of the pool, and once it
-has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback.
+has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With --learning, instead
+of all that: reward per sampled token, through the dataflow and not, in real training runs.
 
 What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as AgentFlow's trainer expects, with a long tail;
 latencies do not depend on the load. 32 questions with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous
@@ -26,7 +27,7 @@ from typing import Any
 
 import matplotlib
 
-from bench import dataflow_service
+from bench import dataflow_learning, dataflow_service
 from bench.measure import print_table, write_json
 from bench.simulated_pool import Node, Nodes, Site, Trainer, World, collect_s, course, rollout_seeds, staleness
 from flowtrain.config import Config
@@ -58,7 +59,18 @@ def main() -> None:
     parser.add_argument("--postgres", metavar="URL", default="", help="of a server where a database may be made, for the last part too")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"training steps of a simulation (default: {NUM_STEPS})")
     parser.add_argument("--groups", type=int, default=2048, help="groups that the service gets at once (default: 2048)")
-    args = parser.parse_args()
+    parser.add_argument("--learning", nargs="+", metavar="WARM", help="only train the quickstart, from these models of flowtrain.rft")
+    parser.add_argument("--seeds", type=int, default=3, help="of that (default: 3)")
+    parser.add_argument("--dir", type=Path, default=Path("runs/dataflow"), help="folder of its runs (default: runs/dataflow)")
+    args, words = parser.parse_known_args()
+    if args.learning:
+        rows = dataflow_learning.rows(args.learning, args.seeds, args.dir, words)
+        print_table(rows)
+        if args.json:
+            write_json(args.json, rows)
+        return
+    if words:
+        parser.error(f"{words[0]}: options of the run go with --learning")
     collected_s = fmean(synchronous_s(args.steps))
     train_s = {share: (collected_s + PUBLISH_S) * share / (1 - share) for share in SHARES}
     rates = [row for share in SHARES for row in rate_rows(share, train_s[share], collected_s, args.steps)]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -50,7 +50,9 @@ def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]
 
 
 def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dict[str, Any]]:
-    with _service(database, num_groups + num_alone + NUM_GROUPS) as client:
+    sizes = {"rollout.num_questions": NUM_GROUPS, "rollout.group_size": GROUP_SIZE, "dataflow.max_waiting": num_groups + num_alone}
+    options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
+    with service(database, options) as (url, token), Client(url, token, wait_s=120.0) as client:
         client.join(Join(NODE, NODE))
         client.register(Register(POLICY, "", "", NUM_GROUPS, max_staleness=10_000))
         alone, num_bytes = _alone(client, num_alone)
@@ -138,20 +140,17 @@ def _turn(order: random.Random, number: int) -> Turn:
 
 
 @contextmanager
-def _service(database: str, max_waiting: int) -> Iterator[Client]:
-    """A process of its own, and a client of it."""
+def service(database: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`python -m flowtrain.dataflow serve` as a process of its own: its URL and token."""
     token = secrets.token_urlsafe(16)
-    options = ["--database", database, "--port", "0", "--rollout.num_questions", str(NUM_GROUPS), "--rollout.group_size", str(GROUP_SIZE)]
-    command = [sys.executable, "-m", "flowtrain.dataflow", "serve", *options, "--dataflow.max_waiting", str(max_waiting)]
-    environment = {**os.environ, "FLOWTRAIN_TOKEN": token}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "flowtrain.dataflow", "serve", "--database", database, "--port", "0", *options]
+    with subprocess.Popen(command, env={**os.environ, "FLOWTRAIN_TOKEN": token}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
-        match = re.search(r"http://\S+", said)
         try:
-            assert match, f"the service did not start: {said}"
-            with Client(match[0], token, wait_s=120.0) as client:
-                yield client
+            if (match := re.search(r"http://\S+", said)) is None:
+                raise SystemExit(f"the service did not start: {said}")
+            yield match[0], token
         finally:
             process.terminate()
 
