@@ -389,9 +389,8 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
     """torchrun passes on what the terminal has sent already, so two signals at once are one."""
     now = [100.0]
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        interrupt = Interrupt()
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
         assert not interrupt.requested
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -399,9 +398,7 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
         now[0] += 10
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_the_records_refuse_unknown_keys_too() -> None:
@@ -515,4 +512,30 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
     ],
 )
 def test_policies_that_cannot_be(argv: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*argv)
+
+
+# ---- batches from nodes
+
+
+def test_m2po_has_wide_clips_of_its_own() -> None:
+    wide = parsed("--algorithm.m2po", "0.04").algorithm
+    assert (wide.clip_low, wide.clip_high) == (0.95, 20.0)
+    assert parsed("--algorithm.m2po", "0.04", "--algorithm.clip_high", "0.5").algorithm.clip_high == 0.5
+    assert (parsed().algorithm.m2po, parsed().algorithm.clip_high) == (None, 0.2)
+
+
+NODES = ("--dataflow.url", "http://flow:8400")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--algorithm.m2po", "0.04", "--algorithm.loss", "cispo"), "algorithm.m2po=0.04 needs algorithm.loss='clip', which is 'cispo'"),
+        (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
+        ((*NODES, "--algorithm.name", "appo"), "algorithm.name='appo' branches where the trainer's scores say"),
+        ((*NODES, "--rollout.num_engine_ranks", "1"), "rollout.num_engine_ranks=1 must be 0 with dataflow.url: nodes sample"),
+    ],
+)
+def test_what_does_not_go_with_stale_rollouts_or_nodes(argv: tuple[str, ...], line: str) -> None:
     assert line in complaint(*argv)
