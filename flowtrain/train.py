@@ -29,8 +29,7 @@ from flowtrain.training.world import end_process
 
 def train(config: Config) -> int:
     """From the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
-    interrupt = Interrupt()
-    with Session(config) as run:
+    with Interrupt() as interrupt, Session(config) as run:
         for step in range(run.start_step + 1, config.train.num_steps + 1):
             clock = Clock()
             tasks = run.cursor.take(config.rollout.num_questions)

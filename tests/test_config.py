@@ -389,9 +389,8 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
     """torchrun passes on what the terminal has sent already, so two signals at once are one."""
     now = [100.0]
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        interrupt = Interrupt()
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
         assert not interrupt.requested
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -399,9 +398,7 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
         now[0] += 10
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_the_records_refuse_unknown_keys_too() -> None:
