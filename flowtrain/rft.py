@@ -143,7 +143,7 @@ def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interr
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(rft.lr * min(step / max(rft.warmup_steps, 1), (rft.num_steps - step + 1) / rft.num_steps, 1.0))
-        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)])
+        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})

@@ -222,12 +222,12 @@ class Session:
         """What this rank trains of what all ranks have sampled; collective."""
         return self._placement.deal(samples)
 
-    def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+    def train(self, step: int, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all ranks that train; none on the others."""
         if self._learner is None:
             return {}
         self._engine.sleep()
-        return self._learner.train(minibatches)
+        return self._learner.train(step, minibatches)
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""
