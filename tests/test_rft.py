@@ -64,3 +64,9 @@ def test_turns_that_cannot_be_trained_are_left_out_and_counted(
 def test_no_turn_left_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"left a rank without a demonstration: 12 of 12 .* 0 turns, left out: \d+ too_long"):
         imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], "--tiny.max_positions", "16", "--rollout.max_new_tokens", "2")
+
+
+def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step throws the weights to where nothing can be computed; the next three are skipped."""
+    with pytest.raises(UserError, match=r"^step 4: 3 optimizer steps in a row were skipped.* grad_norm, ratio_max and logprob_mismatch"):
+        imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], "--rft.num_steps", "9", "--rft.lr", "1e30")
