@@ -1,11 +1,12 @@
 """The optimizer step: packed rows in, new weights and statistics out.
 
 One global normaliser per mini-batch (the sum of all token weights over all ranks and micro-batches) makes the gradient independent of how
-samples are spread over rows and ranks.
+samples are spread over rows and ranks. A step whose loss or gradient is not finite is skipped, by all ranks alike.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,12 @@ from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.scores import Origin, TokenScores
 from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.types import Sample, UserError
+
+_log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 3
+"""Optimizer steps in a row that are skipped before the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class Trainer:
         self._temperature = temperature
         self._reference = reference
         self._scores, self._origins = TokenScores(), list[Origin]()
+        self._num_skipped = 0
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -97,8 +104,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all."""
+    def step(self, minibatches: Sequence[Sequence[Row]], number: int = 0) -> dict[str, float]:
+        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all.
+
+        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in a row were skipped.
+        """
         totals, self._scores = Totals(), TokenScores()
         self._origins = [origin for rows in minibatches for row in rows for origin in row.origins if origin is not None]
         totals.num_flops = self._needed_flops(minibatches)
@@ -111,19 +121,23 @@ class Trainer:
                 trusted = self._within_region(rows, self._optim.m2po)
                 totals.ratio_bounds.append(1 + trusted.clip_high)
                 self._token_loss = self._aware_of_future(trusted)
-            self.forward_backward(rows, normaliser, totals, int(num_rows))
-            totals.grad_norms.append(self.optim_step())
+            loss = self.forward_backward(rows, normaliser, totals, int(num_rows))
+            totals.close_step(self.optim_step(loss, number))
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
     def own_scores(self) -> dict[Origin, tuple[float, ...]]:
         """The log-probs of the last step's tokens, of the turns that this rank gave; collective, and waits for the device."""
         return give_back(self._scores.by_origin(), self._origins, self._world)
 
-    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> None:
-        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective."""
+    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> Tensor:
+        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective.
+
+        Returns this rank's part of the loss.
+        """
         num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
+        losses = []
         for index in range(num_rows):
             if self._world.size > 1:
                 self.model.set_requires_gradient_sync(self._reduces_every_row or index == num_rows - 1)
@@ -131,15 +145,37 @@ class Trainer:
             out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
             out.loss.backward()
             self._scores.add(row, out.logprob_T)
-            totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
+            losses.append(out.loss.detach() / self._world.size)
+            totals.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
+        return torch.stack(losses).sum()
 
-    def optim_step(self) -> float:
-        """Clip, step, clear. Returns the gradient norm before clipping."""
+    def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
+        """Clip, step, clear. Returns the gradient norm before clipping.
+
+        None where it is not finite, or the `loss` of any rank is not: then weights and moments stay as they are.
+        """
         limit = self._optim.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.optimizer.step()
+        sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = float(sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm)
+        whole_loss, sum_of_norms = self._world.sum([float(loss), norm])  # one decision on all ranks
+        is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
+        if is_finite:
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._num_skipped = 0 if is_finite else self._num_skipped + 1
+        if not is_finite:
+            self._report_skip(number, norm, whole_loss)
+        return norm if is_finite else None
+
+    def _report_skip(self, number: int, norm: float, loss: float) -> None:
+        if self._num_skipped >= MOST_SKIPPED:
+            raise UserError(
+                f"step {number}: {self._num_skipped} optimizer steps in a row were skipped, the last with a gradient norm of {norm} and "
+                f"a loss of {loss}; weights are as before them. See how grad_norm, ratio_max and logprob_mismatch grew in metrics.jsonl; "
+                f"a learning rate below {self.optimizer.param_groups[0]['lr']:g} may help, or model.dtype = 'float32'"
+            )
+        if self._world.is_main:
+            _log.warning("step %d: an optimizer step is skipped: its gradient norm is %s and its loss %s", number, norm, loss)
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[LogProbs]:
@@ -257,6 +293,8 @@ class Totals:
     def __init__(self) -> None:
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
+        self.num_skipped = 0
+        self._open: list[dict[str, Tensor]] = []
         self._stats: list[dict[str, Tensor]] = []
         self._num_packed = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
@@ -265,10 +303,19 @@ class Totals:
         is_first_step = not self.grad_norms
         first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
         zeros = {name: torch.zeros_like(value) for name, value in first.items()}
-        self._stats.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
+        self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
         self._num_packed += len(row.input_ids_N)
         self._num_unshared += row.num_unshared_tokens
         self._num_rows += 1
+
+    def close_step(self, grad_norm: float | None) -> None:
+        """What was added since the last one is an optimizer step, or one that was skipped and tells nothing."""
+        if grad_norm is None:
+            self.num_skipped += 1
+        else:
+            self.grad_norms.append(grad_norm)
+            self._stats += self._open
+        self._open = []
 
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
@@ -287,6 +334,7 @@ class Totals:
             "train_tflop": num_flops / 1e12,
             "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
             "num_optim_steps": len(self.grad_norms),
+            "num_steps_skipped": self.num_skipped,
             "loss": totals["loss_sum"] / num_steps,
             "grad_norm": sum(self.grad_norms) / num_steps,
             "lr": lr,
