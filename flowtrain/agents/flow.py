@@ -192,6 +192,7 @@ class Flow:
             verdict_text=verified.text,
             plan_s=plan_s,
             response_kept=done.kept,
+            response_entropies=done.entropies,
             prompt_text=plan.prompt_text,
             retrieved=retrieved,
             verifier_call=verified.call,

@@ -33,10 +33,13 @@ from flowtrain.training.balance import balance, give_back
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
-from flowtrain.training.scores import Origin, TokenScores
+from flowtrain.training.scores import Origin, Scored, TokenScores
 from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
 from flowtrain.types import Sample
+
+_ROUNDING = 1e-5
+"""Nats by which two ways to compute an fp32 log-prob may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class OptimSpec:
     """Upper bound of the global gradient norm; 0 turns clipping off."""
     rescore: bool = False
     """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
+    has_ref: bool = False
+    """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,18 @@ class ResponseScores:
     entropy_T: Tensor
     old_logprob_T: Tensor
     """Of the sampler, or of the reference policy."""
+
+    def by_origin(self, samples: Sequence[Sample], has_old: bool, has_ref: bool) -> dict[Origin, Scored]:
+        """What the trainer is to know of these samples: the policy's log-probs as old ones, the others as those of the reference policy."""
+        if not has_old and not has_ref:
+            return {}
+        num_tokens = [len(sample.response_ids) for sample in samples]
+        parts = zip(samples, self.logprob_T.split(num_tokens), self.old_logprob_T.split(num_tokens), strict=True)
+        return {
+            sample.origin: (tuple(old.tolist()) if has_old else (), tuple(ref.tolist()) if has_ref else ())
+            for sample, old, ref in parts
+            if sample.origin is not None
+        }
 
 
 class Trainer:
@@ -81,6 +98,7 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
+        self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._scores, self._origins = TokenScores(), list[Origin]()
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
@@ -139,27 +157,41 @@ class Trainer:
         scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
 
-    def score_samples(self, samples: Sequence[Sample], token_budget: int, against_reference: bool) -> ResponseScores:
-        """The policy's view of all response tokens, in the order of the samples; collective."""
-        rows = [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
-        scores = self.score(self.model, rows)
-        old = [row.sampler_logprob_T for row in rows]
+    def score_samples(
+        self, samples: Sequence[Sample], token_budget: int, against_reference: bool, entropies: Sequence[float] | None = None
+    ) -> ResponseScores:
+        """The policy's view of all response tokens, in the order of the samples; collective.
+
+        With the `entropies` that the sampler told, the sampler's view is taken for the policy's, and no pass is needed for it.
+        """
+        old_T = sampler_T = self._fp32([x for sample in samples for x in sample.logprobs])
         if against_reference:
             assert self._reference is not None, "there is no reference policy"
-            old = [score.logprob_T for score in self.score(self._reference, rows)]
+            old_T, _ = self._score_in_order(self._reference, samples, token_budget)
+        if entropies is None:
+            return ResponseScores(*self._score_in_order(self.model, samples, token_budget), old_T)
+        # Equal policies are to be equal: a score would make much of what is rounding.
+        logprob_T = torch.where((sampler_T - old_T).abs() < _ROUNDING, old_T, sampler_T)
+        return ResponseScores(logprob_T, self._fp32(entropies), old_T)
+
+    def _score_in_order(self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows change."""
+        scores = self.score(model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)])
+        order = packing_order(samples)
+        num_tokens = [len(samples[index].response_ids) for index in order]
 
         def in_order(parts: list[Tensor]) -> Tensor:
-            if not parts:
-                return torch.zeros(0, device=self._world.device)
-            order = packing_order(samples)
-            of_samples = torch.cat(parts).split([len(samples[index].response_ids) for index in order])
-            return torch.cat([part for _, part in sorted(zip(order, of_samples, strict=True), key=lambda pair: pair[0])])
+            of_samples = zip(order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True)
+            return torch.cat([self._fp32([]), *(part for _, part in sorted(of_samples, key=lambda pair: pair[0]))])
 
-        return ResponseScores(in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores]), in_order(old))
+        return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
+
+    def _fp32(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._world.device)
 
     def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
         """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0)
+        num_passes = 3 + self._optim.rescore + self._scores_reference
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
@@ -167,7 +199,7 @@ class Trainer:
         rows = [row.to(self._world.device) for row in rows]
         if self._optim.rescore:
             rows = [replace(row, old_logprob_T=old.logprob_T) for row, old in zip(rows, self.score(self.model, rows), strict=True)]
-        if self._loss.kl_coef > 0:
+        if self._scores_reference:
             assert self._reference is not None
             rows = [replace(row, ref_logprob_T=ref.logprob_T) for row, ref in zip(rows, self.score(self._reference, rows), strict=True)]
         return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
