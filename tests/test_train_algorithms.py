@@ -1,4 +1,4 @@
-"""The shipped configs of APPO and InfoFlow as a person runs them, and APPO on two ranks."""
+"""The shipped configs of APPO and InfoFlow as a person runs them, APPO on two ranks, and what fine-tuning makes of a refiner."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+
+from flowtrain.training import model as models
 
 pytest.register_assert_rewrite("cli_runs")
 from cli_runs import NO_PICTURE, SMALL, Server, alike, read, rows  # noqa: E402
@@ -83,3 +85,20 @@ def test_two_ranks_branch_and_train_like_one(server: Server, words: tuple[str, .
 def _place(record: dict[str, Any]) -> tuple[int, int]:
     """Rollouts of a group stay in their order."""
     return record["step"], record["group_index"]
+
+
+def test_fine_tuning_feeds_a_refiner_that_is_the_policy_too(server: Server, tmp_path: Path) -> None:
+    """Every turn is a search here, and every search adds what was made of it."""
+    tokenizer = models.new_tokenizer(["The area of Chad is 1284. Looked for: the capital of Mali. Evidence: State nothing."], 512)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    model = models.new_model(tokenizer, hidden_size=32, num_layers=1, num_heads=2, max_positions=2048)
+    models.export(model, tokenizer, models.full_weights(model), tmp_path / "model")
+    options = ("--model.path", "model", "--tasks.kinds", '["lookup"]', "--rft.num_rollouts", 20, "--rft.num_steps", 2)
+    expert = ("--rft.keep", "all", "--rft.expert_error", 0, "--train.token_budget", 8192)
+    num_turns = []
+    for refiner in ("none", "policy"):
+        argv = (*SMALL, *options, *expert, "--roles.refiner", refiner, "--run.dir", refiner)
+        code, lines, _ = server.run("rft", *argv, cwd=tmp_path)
+        assert (code, lines) == (0, [])
+        num_turns.append(json.loads((tmp_path / refiner / "model" / "rft.json").read_text())["num_turns"])
+    assert num_turns[0] == 20 and num_turns[1] >= 40 and num_turns[1] % 2 == 0
