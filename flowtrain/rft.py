@@ -1,8 +1,8 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them, as the
-refiner too where that is the planner (`roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are those of
-`train.py`; only the loss is -log p.
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them, as
+the refiner too where that is the planner (`roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are
+those of `train.py`; only the loss is -log p.
 """
 
 from __future__ import annotations
