@@ -30,7 +30,8 @@ from flowtrain.report import ProgressLine
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import peak_tflops
 from flowtrain.training.model import ShardSpec, shard
-from flowtrain.training.trainer import OptimSpec, Totals, Trainer
+from flowtrain.training.totals import Totals
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import Row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample

@@ -1,7 +1,8 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them. The
-flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is -log p.
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them, as
+the refiner too where that is the planner (`roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are
+those of `train.py`; only the loss is -log p.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from flowkernels import LossSpec
 
 from flowtrain import report
+from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
@@ -66,8 +68,10 @@ def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     demonstrations = _demonstrate(job, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
     calls = [call for t in kept for turn in t.turns if (call := calls_of(turn, config.train.policy)) is not None]
-    imitated = tuple(_sample(call, rft.prompt_weight) for call in calls)
-    batch = screen(Advantages(imitated, num_dropped=0), int(job.model.config.max_position_embeddings))
+    imitated = [_sample(call, rft.prompt_weight) for call in calls]
+    if (config.train.policy, config.roles.refiner) == ("planner", POLICY):  # the same weights learn both, each from what it read
+        imitated += refinements(flow, kept, job.tokenizer, job.tokenizer.eos_token_id, config.agent.max_result_chars)
+    batch = screen(Advantages(tuple(imitated), num_dropped=0), int(job.model.config.max_position_embeddings))
     samples, num_rewarded = batch.samples, sum(t.reward or 0 for t in demonstrations)
     num_kept, num_rewarded, num_samples, *counts = world.sum([len(kept), num_rewarded, len(samples), *batch.num_excluded.values()])
     num_excluded = {reason: round(number) for reason, number in zip(batch.num_excluded, counts, strict=True) if number}

@@ -41,7 +41,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.branching import find_points
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.model import layout_digest
-from flowtrain.training.scores import annotate
+from flowtrain.training.scores import Origin, Scored, annotate, hand_on
 from flowtrain.training.trainer import ResponseScores
 from flowtrain.training.tree import Row
 from flowtrain.training.world import World
@@ -69,6 +69,7 @@ class Session:
         self._cleanup = ExitStack()
         self._checkpoint_s = 0.0
         self._weights_metrics: dict[str, float | str] = {}
+        self._scored: Mapping[Origin, Scored] = {}
 
     def __enter__(self) -> Session:
         with ExitStack() as cleanup:  # closes what is open when a later part fails to
@@ -201,10 +202,13 @@ class Session:
         if config.algorithm.name != "appo":
             return [[] for _ in groups]
 
-        def score(samples: Sequence[Sample]) -> ResponseScores:
+        def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
             assert self._learner is not None, "branching ranks train"
+            told = entropies if recipe.sampler_tells_entropies(config) else None
             against_reference = recipe.branches_against_reference(config)
-            return self._learner.trainer.score_samples(samples, config.train.token_budget, against_reference)
+            scores = self._learner.trainer.score_samples(samples, config.train.token_budget, against_reference, told)
+            self._scored = scores.by_origin(samples, *recipe.scored_before(config))
+            return scores
 
         num_branches = config.rollout.group_size - config.appo.num_roots
         seed = derive_seed(config.run.seed, "branch", step)
@@ -232,7 +236,7 @@ class Session:
 
     def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """What this rank trains of what all ranks have sampled; collective."""
-        return self._placement.deal(samples)
+        return self._placement.deal(hand_on(samples, self._scored))
 
     def train(self, step: int, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all ranks that train; none on the others."""

@@ -37,7 +37,8 @@ from flowtrain.training.balance import balance, give_back
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
-from flowtrain.training.scores import Origin, TokenScores
+from flowtrain.training.scores import Origin, Scored, TokenScores
+from flowtrain.training.totals import Totals
 from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
@@ -46,6 +47,9 @@ _log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
 """Optimizer steps in a row that are skipped before the run ends."""
+
+_ROUNDING = 1e-5
+"""Nats by which two ways to compute an fp32 log-prob may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class OptimSpec:
     """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
     m2po: float | None = None
     """Largest mean square of the log-ratios that lead away from the old policy, over a mini-batch; None: the clip of the loss alone."""
+    has_ref: bool = False
+    """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,18 @@ class ResponseScores:
     entropy_T: Tensor
     old_logprob_T: Tensor
     """Of the sampler, or of the reference policy."""
+
+    def by_origin(self, samples: Sequence[Sample], has_old: bool, has_ref: bool) -> dict[Origin, Scored]:
+        """What the trainer is to know of these samples: the policy's log-probs as old ones, the others as those of the reference policy."""
+        if not has_old and not has_ref:
+            return {}
+        num_tokens = [len(sample.response_ids) for sample in samples]
+        parts = zip(samples, self.logprob_T.split(num_tokens), self.old_logprob_T.split(num_tokens), strict=True)
+        return {
+            sample.origin: (tuple(old.tolist()) if has_old else (), tuple(ref.tolist()) if has_ref else ())
+            for sample, old, ref in parts
+            if sample.origin is not None
+        }
 
 
 class Trainer:
@@ -92,6 +110,7 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
+        self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._scores, self._origins = TokenScores(), list[Origin]()
         self._num_skipped = 0
         self._cost = ForwardCost.of(model)
@@ -185,23 +204,37 @@ class Trainer:
         scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
 
-    def score_samples(self, samples: Sequence[Sample], token_budget: int, against_reference: bool) -> ResponseScores:
-        """The policy's view of all response tokens, in the order of the samples; collective."""
-        rows = [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
-        scores = self.score(self.model, rows)
-        old = [row.sampler_logprob_T for row in rows]
+    def score_samples(
+        self, samples: Sequence[Sample], token_budget: int, against_reference: bool, entropies: Sequence[float] | None = None
+    ) -> ResponseScores:
+        """The policy's view of all response tokens, in the order of the samples; collective.
+
+        With the `entropies` that the sampler told, the sampler's view is taken for the policy's, and no pass is needed for it.
+        """
+        old_T = sampler_T = self._fp32([x for sample in samples for x in sample.logprobs])
         if against_reference:
             assert self._reference is not None, "there is no reference policy"
-            old = [score.logprob_T for score in self.score(self._reference, rows)]
+            old_T, _ = self._score_in_order(self._reference, samples, token_budget)
+        if entropies is None:
+            return ResponseScores(*self._score_in_order(self.model, samples, token_budget), old_T)
+        # Equal policies are to be equal: a score would make much of what is rounding.
+        logprob_T = torch.where((sampler_T - old_T).abs() < _ROUNDING, old_T, sampler_T)
+        return ResponseScores(logprob_T, self._fp32(entropies), old_T)
+
+    def _score_in_order(self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows change."""
+        scores = self.score(model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)])
+        order = packing_order(samples)
+        num_tokens = [len(samples[index].response_ids) for index in order]
 
         def in_order(parts: list[Tensor]) -> Tensor:
-            if not parts:
-                return torch.zeros(0, device=self._world.device)
-            order = packing_order(samples)
-            of_samples = torch.cat(parts).split([len(samples[index].response_ids) for index in order])
-            return torch.cat([part for _, part in sorted(zip(order, of_samples, strict=True), key=lambda pair: pair[0])])
+            of_samples = zip(order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True)
+            return torch.cat([self._fp32([]), *(part for _, part in sorted(of_samples, key=lambda pair: pair[0]))])
 
-        return ResponseScores(in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores]), in_order(old))
+        return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
+
+    def _fp32(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._world.device)
 
     def _aware_of_future(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         return spec if self._future is None else future_aware(spec, self._future)
@@ -216,7 +249,7 @@ class Trainer:
 
     def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
         """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0) + (self._optim.m2po is not None)
+        num_passes = 3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
@@ -224,7 +257,7 @@ class Trainer:
         rows = [row.to(self._world.device) for row in rows]
         if self._optim.rescore:
             rows = [replace(row, old_logprob_T=old.logprob_T) for row, old in zip(rows, self.score(self.model, rows), strict=True)]
-        if self._loss.kl_coef > 0:
+        if self._scores_reference:
             assert self._reference is not None
             rows = [replace(row, ref_logprob_T=ref.logprob_T) for row, ref in zip(rows, self.score(self._reference, rows), strict=True)]
         return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
@@ -285,89 +318,3 @@ def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, sca
 def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
     """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it is the engines' disagreement."""
     return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()
-
-
-class Totals:
-    """Statistics of one batch, summed on the device and brought to the host once."""
-
-    def __init__(self) -> None:
-        self.grad_norms: list[float] = []
-        self.ratio_bounds: list[float] = []
-        self.num_skipped = 0
-        self._open: list[dict[str, Tensor]] = []
-        self._stats: list[dict[str, Tensor]] = []
-        self._num_packed = self._num_unshared = self._num_rows = 0
-        self.num_flops = 0.0
-
-    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: Row) -> None:
-        is_first_step = not self.grad_norms
-        first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
-        zeros = {name: torch.zeros_like(value) for name, value in first.items()}
-        self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
-        self._num_packed += len(row.input_ids_N)
-        self._num_unshared += row.num_unshared_tokens
-        self._num_rows += 1
-
-    def close_step(self, grad_norm: float | None) -> None:
-        """What was added since the last one is an optimizer step, or one that was skipped and tells nothing."""
-        if grad_norm is None:
-            self.num_skipped += 1
-        else:
-            self.grad_norms.append(grad_norm)
-            self._stats += self._open
-        self._open = []
-
-    def reduce(self, world: World, lr: float) -> dict[str, float]:
-        sums, maxima = self._to_host()
-        names = sorted(sums)
-        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
-        (num_packed, num_unshared, num_rows, num_flops, *summed), (ratio_max, negative_ratio_min) = world.reduce(
-            [*counts, *(sums[n] for n in names)], maxima
-        )
-        totals = dict(zip(names, summed, strict=True))
-        has_tokens = totals["num_tokens_sum"] > 0
-        num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
-        return {
-            "num_tokens": totals["num_tokens_sum"],
-            "num_packed_tokens": num_packed,
-            "num_rows": num_rows,
-            "train_tflop": num_flops / 1e12,
-            "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
-            "num_optim_steps": len(self.grad_norms),
-            "num_steps_skipped": self.num_skipped,
-            "loss": totals["loss_sum"] / num_steps,
-            "grad_norm": sum(self.grad_norms) / num_steps,
-            "lr": lr,
-            "kl": totals["kl_sum"] / num_tokens,
-            "entropy": totals["entropy_sum"] / num_tokens,
-            "clip_fraction": (totals["clipped_low_sum"] + totals["clipped_high_sum"]) / num_tokens,
-            "clip_fraction_low": totals["clipped_low_sum"] / num_tokens,
-            "clip_fraction_high": totals["clipped_high_sum"] / num_tokens,
-            "ratio_mean": totals["ratio_sum"] / num_tokens if has_tokens else 1.0,
-            "ratio_max": ratio_max if has_tokens else 1.0,
-            "ratio_min": -negative_ratio_min if has_tokens else 1.0,
-            "logprob_mismatch": totals["first_mismatch_sum"] / max(totals["first_tokens_sum"], 1),
-            **({"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)} if self.ratio_bounds else {}),
-        }
-
-    def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:
-        """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also without a row."""
-        names = [*_SUMS, "ratio_max", "ratio_min"]
-        if not self._stats:
-            return dict.fromkeys(_SUMS, 0.0), (-math.inf, -math.inf)
-        table = torch.stack([torch.stack([stats[name].double() for name in names]) for stats in self._stats]).cpu()
-        sums = dict(zip(_SUMS, table[:, :-2].sum(0).tolist(), strict=True))
-        return sums, (float(table[:, -2].max()), float((-table[:, -1]).max()))
-
-
-_SUMS = (
-    "num_tokens_sum",
-    "entropy_sum",
-    "kl_sum",
-    "ratio_sum",
-    "clipped_low_sum",
-    "clipped_high_sum",
-    "loss_sum",
-    "first_tokens_sum",
-    "first_mismatch_sum",
-)

@@ -12,7 +12,8 @@ from flowkernels import LossSpec
 from torch import Tensor
 
 from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Totals, Trainer, forward_rows
+from flowtrain.training.totals import Totals
+from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Totals, Trainer
+from flowtrain.training.totals import Totals
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import Row, pack
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample, UserError
