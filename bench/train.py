@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from bench.measure import print_table, write_json
+from flowtrain.clock import STAGES
 from flowtrain.config import Config
 from flowtrain.options import parse
 from flowtrain.rft import rft
-from flowtrain.session import STAGES
 from flowtrain.train import train
 
 QUICKSTART = ["--config", "configs/quickstart.toml"]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.options import help_text, parse
@@ -38,7 +39,7 @@ def run_command(module: str, body: Callable[[Config], int], argv: Sequence[str] 
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM ask a loop to end after its step; asked again later, the process ends at once.
+    """Within `with`, Ctrl-C and SIGTERM ask a loop to end after its step; asked again later, the process ends at once.
 
     torchrun passes the signal on that the terminal has sent already, so what follows within `_ECHO_S` is the same request.
     """
@@ -46,8 +47,15 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
         self._requested_at = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.requested:

@@ -34,7 +34,7 @@ from flowtrain.rollout.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.rollout.engine import Engine, NoEngine
 from flowtrain.seeds import derive_seed
 from flowtrain.tasks import sub_goals
-from flowtrain.tasks.sets import TaskSet, task_set
+from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.memory import MemoryPlan, plan_memory
@@ -79,14 +79,21 @@ class Job:
             name: trained if scripted or name == config.train.policy else PolicyModel.load(*config.path_of(name))
             for name in config.policy_names
         }
-        with ExitStack() as cleanup:  # frees what has started when a later part cannot
-            chats = make_chat_engines(config, policies["planner"].tokenizer, world.device)
-            cleanup.callback(chats.close)
-            tools = make_tools(config, tasks, chats.roles.get("tools"))
-            _check_tools(config, tools)
-            prompt = make_prompt(config, tools, policies["planner"].tokenizer)
-            cleanup.pop_all()
-        return cls(config, world, tasks, tokenizer, model, policies, chats, tools, prompt)
+        return cls(config, world, tasks, tokenizer, model, policies, *_modules(config, world, tasks, policies["planner"].tokenizer))
+
+    @classmethod
+    def to_sample(cls, config: Config, world: World) -> Job:
+        """For who is given tasks and weights, so that neither is loaded; only a new tokenizer has to be made of the tasks."""
+        if config.model.path == "tiny":
+            job = cls.prepare(config, world)
+            job.model.to("meta")
+            return job
+        _set_threads(config.run.threads)
+        tasks = without_tasks(config)
+        policies = {name: PolicyModel.load(*config.path_of(name)) for name in config.policy_names}
+        trained = policies[config.train.policy]
+        modules = _modules(config, world, tasks, policies["planner"].tokenizer)
+        return cls(config, world, tasks, trained.tokenizer, trained.without_weights(), policies, *modules)
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
         """Create the folder of the run, or open it when it is to be resumed; every rank gets the same. `facts` are for the manifest."""
@@ -168,6 +175,20 @@ class Job:
         for tool in self.tools.values():
             tool.close()
         self.chats.close()
+
+
+def _modules(
+    config: Config, world: World, tasks: TaskSet, tokenizer: PreTrainedTokenizerFast
+) -> tuple[ChatEngines, dict[str, Tool], PlannerPrompt]:
+    """Around the policies. `tokenizer`: the planner's."""
+    with ExitStack() as cleanup:  # frees what has started when a later part cannot
+        chats = make_chat_engines(config, tokenizer, world.device)
+        cleanup.callback(chats.close)
+        tools = make_tools(config, tasks, chats.roles.get("tools"))
+        _check_tools(config, tools)
+        prompt = make_prompt(config, tools, tokenizer)
+        cleanup.pop_all()
+    return chats, tools, prompt
 
 
 @contextmanager

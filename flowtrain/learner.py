@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from flowtrain.config import Config
 from flowtrain.job import Job, saving
 from flowtrain.recipe import loss_spec, optim_spec
 from flowtrain.training import checkpoint
@@ -46,7 +47,7 @@ class Learner:
         with saving(self.store.root):
             published = self.publisher.publish(named_weights(self.job.model), version)
             if self.ranks.is_main:
-                self.store.collect_garbage(self.job.config.weights.keep)
+                self.store.collect_garbage(num_kept(self.job.config))
         return published.metrics()
 
     def republish(self, version: int) -> dict[str, float | str]:
@@ -66,8 +67,13 @@ class Learner:
         """From a checkpoint of any number of ranks."""
         checkpoint.restore(place, self.job.model, self.trainer.optimizer)
 
-    def save(self, place: Path, step: int, state: dict[str, int]) -> None:
+    def save(self, place: Path, step: int, state: dict[str, int | str]) -> None:
         """Write the checkpoint of `step`."""
         keep = self.job.config.checkpoint.keep
         with saving(place):
             checkpoint.save(place, step, self.job.model, self.job.tokenizer, self.trainer.optimizer, state, self.ranks, keep)
+
+
+def num_kept(config: Config) -> int:
+    """Versions that stay in the store: with nodes, all that one may still sample with."""
+    return max(config.weights.keep, config.dataflow.max_staleness + 1) if config.dataflow.url else config.weights.keep

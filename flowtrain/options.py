@@ -11,6 +11,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
@@ -30,7 +31,23 @@ def parse(argv: Sequence[str]) -> Config | None:
     if "--help" in argv or "-h" in argv:
         return None
     path, overrides = _split(argv)
-    values = _read(path) if path else {}
+    return _merged(_read(path) if path else {}, overrides)
+
+
+def check_allowed(argv: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raises UserError for options that are none of `allowed`, keys that may end in "*"."""
+    path, overrides = _split(argv)
+    refused = [key for key in ["config"] * bool(path) + list(overrides) if not any(fnmatchcase(key, pattern) for pattern in allowed)]
+    if refused:
+        raise UserError(f"--{refused[0]} is the same for the whole run and cannot be set here; what can be: {', '.join(allowed)}")
+
+
+def parse_over(text: str, argv: Sequence[str]) -> Config:
+    """The config that a TOML text and options after it make up. Raises UserError as `parse` does."""
+    return _merged(_tables(text, "the config of the run"), _split(argv)[1])
+
+
+def _merged(values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> Config:
     for key, text in overrides.items():
         *tables, name = _known(key)
         table = values
@@ -89,18 +106,27 @@ def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
+    except ValueError as error:
         raise UserError(f"--config {path}: not TOML: {error}") from None
+    return _tables(text, f"--config {path}")
+
+
+def _tables(text: str, origin: str) -> dict[str, dict[str, Any]]:
+    """A TOML text whose keys are all known. `origin` is for errors."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # besides bad TOML: an integer of too many digits; brackets nested too deep
+        raise UserError(f"{origin}: not TOML: {error}") from None
     for section, table in values.items():
         if not isinstance(table, dict):
-            raise UserError(f"--config {path}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
+            raise UserError(f"{origin}: {section!r} must stand in a section: {', '.join(Config.model_fields)}")
         tables = {f"{section}.{name}": named for name, named in table.items()} if section in NAMED else {section: table}
         for heading, named in tables.items():
             if not isinstance(named, dict):
-                raise UserError(f"--config {path}: {heading} must be a table of its own, [{heading}]")
+                raise UserError(f"{origin}: {heading} must be a table of its own, [{heading}]")
             for key in named:
                 _known(f"{heading}.{key}")
         if not table and section not in Config.model_fields:

@@ -60,8 +60,17 @@ class PolicyModel:
         return int(self.shape.max_position_embeddings)
 
     def num_parameters(self) -> int:
+        return int(self.without_weights().num_parameters())
+
+    def layout(self, dtype: torch.dtype) -> str:
+        """As `layout_digest` of the model itself."""
+        return models.layout_digest(self.without_weights(), self.tokenizer, dtype)
+
+    def without_weights(self) -> PreTrainedModel:
+        """The model on the meta device."""
         with torch.device("meta"):
-            return int(AutoModelForCausalLM.from_config(copy.deepcopy(self.shape)).num_parameters())
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(self.shape))
+        return model
 
 
 def make_engine(config: Config, policy: PolicyModel, device: torch.device, store: Source | None) -> Engine:

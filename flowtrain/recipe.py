@@ -25,7 +25,7 @@ def loss_spec(config: Config) -> LossSpec:
 
 def optim_spec(config: Config) -> OptimSpec:
     t = config.train
-    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore)
+    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore, config.algorithm.m2po)
 
 
 def algorithm(config: Config) -> Callable[[Sequence[Group], int], Advantages]:

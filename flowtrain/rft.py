@@ -46,7 +46,7 @@ def rft(config: Config) -> int:
             raise UserError(f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} ranks that torchrun started")
         job = Job.prepare(config, world, fictional=config.rft.fictional, scripted=not _samples(config))
         cleanup.callback(job.close)
-        return _run(job, Interrupt(), cleanup)
+        return _run(job, cleanup.enter_context(Interrupt()), cleanup)
 
 
 def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,12 @@ import torch
 from flowtrain import recipe, report
 from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import Advantages
+from flowtrain.clock import Clock
+from flowtrain.command import Interrupt
 from flowtrain.config import Config
-from flowtrain.evals import Evaluation, RolloutStats, evaluate
+from flowtrain.evals import Evaluation, RolloutStats, evaluate, summary
 from flowtrain.evals.verdicts import verdict_metrics
+from flowtrain.feed import Feed, connect
 from flowtrain.job import Job, resume_point
 from flowtrain.learner import Learner
 from flowtrain.memory import check_memory
@@ -37,33 +40,13 @@ from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.branching import find_points
 from flowtrain.training.devices import MemoryPeak, peak_tflops
+from flowtrain.training.model import layout_digest
 from flowtrain.training.scores import annotate
 from flowtrain.training.trainer import ResponseScores
 from flowtrain.training.tree import Row
 from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, Group, Sample, Trajectory
+from flowtrain.types import BranchPoint, Group, Sample, Trajectory, UserError
 from flowtrain.weights import WeightStore
-
-STAGES = ("collect", "branch", "train", "publish", "load", "eval")
-
-
-class Clock:
-    """Seconds of a step by stage; what no stage claims is "other"."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self._seconds[stage] += time.monotonic() - started
-
-    def metrics(self) -> dict[str, float]:
-        step_s = time.monotonic() - self._started
-        stages = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
-        return {**stages, "other_s": step_s - sum(self._seconds.values()), "step_s": step_s}
 
 
 class Session:
@@ -76,8 +59,13 @@ class Session:
     """(scored groups, number of groups over all ranks) -> what is trained."""
     start_step: int
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, interrupt: Interrupt | None = None) -> None:
+        self._config, self._interrupt = config, interrupt or Interrupt()
+        self.num_questions = config.rollout.num_questions
+        self._samples = not config.dataflow.url or config.eval.at_ends or config.eval.every > 0
+        self._feed: Feed | None = None
+        self._trained_from = ""
+        self._saved_step = 0
         self._cleanup = ExitStack()
         self._checkpoint_s = 0.0
         self._weights_metrics: dict[str, float | str] = {}
@@ -110,7 +98,7 @@ class Session:
         self._engine = self._engines[config.train.policy]
         self._flow = self._job.make_flow(self._engines, config.agent.max_turns)
         self.judge = self._job.make_judge()
-        self._memory_plan = self._job.memory_plan(self._placement.trainers.size, not self._placement.is_split)
+        self._memory_plan = self._job.memory_plan(self._placement.trainers.size, self._samples and not self._placement.is_split)
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             planner = self._job.policies["planner"].tokenizer
@@ -121,6 +109,8 @@ class Session:
         if self.world.is_main:
             print(self._memory_plan.text())
         self._open_logs()
+        if config.dataflow.url:
+            self._feed = self._open_feed()
         self._warm = self._evaluate_warm()
 
     def _check_memory(self) -> None:
@@ -131,7 +121,7 @@ class Session:
 
     def _make_engines(self, store: WeightStore) -> dict[str, Engine]:
         """The trained policy has its weights from the store; the other one, if there is one, is frozen."""
-        if self._placement.samplers.is_member:
+        if self._placement.samplers.is_member and self._samples:
             return self._job.make_policy_engines({self._config.train.policy: store})
         return self._job.make_no_engines()
 
@@ -145,12 +135,15 @@ class Session:
     def _resume(self) -> None:
         """Take up the newest checkpoint, or begin; either way version `start_step` is published and loaded."""
         place = resume_point(self._config, self._run_dir)
-        state = {"step": 0, "cursor": 0}
+        state: dict[str, Any] = {"step": 0, "cursor": 0}
         if place is not None:
             state = checkpoint.load_state(place)
             if self._learner is not None:
                 self._learner.restore(place)
-        self.start_step = state["step"]
+        self.start_step = self._saved_step = state["step"]
+        self._trained_from = state.get("dataflow", "")
+        if self._trained_from and not self._config.dataflow.url:
+            raise UserError(f"dataflow.url is empty, but {place} was trained from the dataflow {self._trained_from!r}: name its service")
         self.cursor = self._job.tasks.cursor(self._config.run.seed, state["cursor"])
         if self._learner is not None:
             self._weights_metrics = self._learner.republish(self.start_step)
@@ -170,6 +163,25 @@ class Session:
             log = config.log
             self._metrics = report.MetricsLog(path, last_step, log.tensorboard, log.wandb_project or None, config.model_dump())
             self._cleanup.callback(self._metrics.close)
+
+    def _open_feed(self) -> Feed:
+        """Where nodes make the rollouts. They may pull the weights from now on."""
+        config, job = self._config, self._job
+        feed = Feed(connect(config), config, self.world, self._interrupt, self._progress.note)
+        self._cleanup.callback(feed.close)
+        layout = layout_digest(job.model, job.tokenizer, getattr(torch, config.model.dtype))
+        store = config.dataflow.store or str((Path(config.run.dir) / "weights").resolve())
+        feed.register(layout, store, self.start_step, self._trained_from)
+        return feed
+
+    def is_interrupted(self) -> bool:
+        """Some rank was asked to end; collective."""
+        return bool(self.world.max([self._interrupt.requested])[0])
+
+    def receive(self, step: int) -> list[Group] | None:
+        """This rank's share of the step's batch; None when the run was asked to end before there was one. Collective."""
+        assert self._feed is not None, "without dataflow.url a run samples by itself"
+        return self._feed.receive(step)
 
     def flow(self, step: int) -> Flow:
         """What makes the rollouts of a training step."""
@@ -234,9 +246,13 @@ class Session:
         if self._learner is not None:
             self._weights_metrics = self._learner.publish(version)
         self._placement.wait()
+        if self._feed is not None:
+            self._feed.tell(version, self._saved_step)
 
     def load(self, version: int) -> None:
-        """Have the engine sample with `version` from now on."""
+        """Have the engine sample with `version` from now on; where nodes sample, only if it is to be evaluated."""
+        if self._feed is not None and not (self._is_evaluated(version) or version == self._config.train.num_steps):
+            return
         self._engine.load(version)
         self._weights_metrics.update(self._placement.of_first_sampler(self._engine.metrics()))
 
@@ -248,13 +264,13 @@ class Session:
         if rollouts.failed_rollouts == rollouts.num_rollouts:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing to go on with: {reason}")
-        counts = [batch.num_dropped, *batch.num_excluded.values()]
-        (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(counts, [self._memory.num_bytes()])
+        numbers = [batch.num_dropped, *batch.num_excluded.values()]
+        (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(numbers, [self._memory.num_bytes()])
         left_out = {f"num_excluded/{reason}": number for reason, number in zip(batch.num_excluded, num_excluded, strict=True)}
         chats = {**self._job.chats.metrics(), **(self.judge.metrics() if self.judge is not None else {})}
         chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
         evaluation = {}
-        if config.eval.every and step % config.eval.every == 0:
+        if self._is_evaluated(step):
             with clock("eval"):
                 held_out = self._evaluate(MAIN_SPLIT, step)
             evaluation = {"eval_reward": held_out.stats.reward_mean}
@@ -265,26 +281,39 @@ class Session:
         head = {"step": step, "version": step, **rollouts.metrics(), **verdicts, **evaluation}
         seconds = {**clock.metrics(), "checkpoint_s": self._checkpoint_s}
         speed = {"peak_memory_gb": peak_bytes / 1e9, **self._speed(stats, seconds["train_s"])}
-        self._write({**head, "num_groups_dropped": num_dropped, **left_out, **stats, **speed, **self._weights_metrics, **chats, **seconds})
+        fed = {} if self._feed is None else self._feed.metrics
+        counts = {"num_groups_dropped": num_dropped, **left_out, **fed}
+        self._write({**head, **counts, **stats, **speed, **self._weights_metrics, **chats, **seconds})
         self._checkpoint_s = 0.0
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.train.num_steps:
             self.save(step)
 
+    def _is_evaluated(self, step: int) -> bool:
+        every = self._config.eval.every
+        return every > 0 and step % every == 0
+
     def save(self, step: int) -> None:
         """Write a checkpoint of `step`; collective. Its seconds are in the next line of the log."""
         started = time.monotonic()
+        state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
+        if self._feed is not None:
+            state["dataflow"] = self._feed.run
         if self._learner is not None:
-            self._learner.save(self._run_dir.checkpoints, step, {"cursor": self.cursor.position, "version": step})
+            self._learner.save(self._run_dir.checkpoints, step, state)
+        self._saved_step = step
         self._checkpoint_s += time.monotonic() - started
 
     def finish(self) -> None:
         """Save, evaluate the trained policy as the frozen one was, and write summary.json, curves.png and the table."""
-        self.save(self._config.train.num_steps)
-        trained, shown = self._evaluate_all()
+        config = self._config
+        self.save(config.train.num_steps)
+        if self._feed is not None:
+            self._feed.tell(config.train.num_steps, config.train.num_steps, is_done=True)
+        trained, shown = self._evaluate_all() if config.eval.at_ends else ({}, ())
         self._progress.close()
         (peak_bytes,) = self.world.max([self._memory.num_bytes()])
         if self._placement.samplers.is_main:
-            for trajectory in shown[: self._config.log.num_rollouts]:
+            for trajectory in shown[: config.log.num_rollouts]:
                 print(report.rollout_text(trajectory))
         if not self.world.is_main:
             return
@@ -292,8 +321,9 @@ class Session:
         memory = {"planned_memory_gb": self._memory_plan.num_bytes / 1e9, "peak_memory_gb": peak_bytes / 1e9}
         report.write_summary(path / "summary.json", {"warm": self._warm, "trained": trained, "seconds": self._seconds(), **memory})
         plot_curves(path)
-        print(report.comparison_table(self._warm, trained))
-        model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
+        if trained:
+            print(report.comparison_table(self._warm, trained))
+        model = checkpoint.place(self._run_dir.checkpoints, config.train.num_steps)
         print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
         print(f"to look at it: python -m flowtrain.view {path}")
 
@@ -306,7 +336,9 @@ class Session:
         return evaluate(flow, tasks, seed, config.agent.tools, *ranks)
 
     def _evaluate_warm(self) -> dict[str, Any]:
-        """The policy that training starts from, measured once per run."""
+        """The policy that training starts from, measured once per run; nothing where the ends are not evaluated."""
+        if not self._config.eval.at_ends:
+            return {}
         path = self._run_dir.path / "warm.json"
         if self.start_step and path.exists():
             return dict(json.loads(path.read_text()))
@@ -325,24 +357,7 @@ class Session:
         splits = self._job.tasks.held_out
         sampled = {split: self._evaluate(split, -1) for split in splits}
         greedy = {split: self._evaluate(split, -1, temperature=0.0) for split in splits}
-        main = sampled[MAIN_SPLIT]
-        result = {
-            "eval_reward": main.stats.reward_mean,
-            "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
-            "by_num_turns": main.by_num_turns,
-            "by_kind": main.by_kind,
-            "tool_shares": main.stats.tool_shares,
-            "turns_mean": main.stats.turns_mean,
-            "splits": {
-                split: {
-                    "sampled": sampled[split].stats.reward_mean,
-                    "greedy": greedy[split].stats.reward_mean,
-                    "by_num_turns": sampled[split].by_num_turns,
-                }
-                for split in splits
-            },
-        }
-        return result, main.trajectories
+        return summary(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
 
     def _log_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """This rank's rollouts of the main split, as groups of one."""

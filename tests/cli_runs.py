@@ -159,14 +159,14 @@ class Server:
         pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
         return Process(pid, out, err, lambda: self._ask({"poll": pid}))
 
-    def start_ranks(self, size: int, *argv: object, before: Sequence[str] = ()) -> list[Process]:
+    def start_ranks(self, size: int, *argv: object, before: Sequence[str] = (), env: dict[str, str] | None = None) -> list[Process]:
         """`train` on as many ranks, without torchrun; `before` has Python for each of them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         each = before or ("",) * size
-        return [self.start("train", *argv, env={**where, "RANK": str(rank)}, before=each[rank]) for rank in range(size)]
+        return [self.start("train", *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]) for rank in range(size)]
 
     def resume(self, run: Path, *argv: object) -> None:
         """Go on with a run to its end, without the picture, which takes longer than all the rest."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flowtrain import command as commands
 from flowtrain.command import Interrupt, run_command
 from flowtrain.config import Chat, Config, Policy
-from flowtrain.options import NAMED, help_text, parse, to_toml
+from flowtrain.options import NAMED, check_allowed, help_text, parse, parse_over, to_toml
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
@@ -389,9 +389,8 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
     """torchrun passes on what the terminal has sent already, so two signals at once are one."""
     now = [100.0]
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        interrupt = Interrupt()
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
         assert not interrupt.requested
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -399,9 +398,7 @@ def test_an_interrupt_asks_once_and_later_insists(number: signal.Signals, monkey
         now[0] += 10
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_the_records_refuse_unknown_keys_too() -> None:
@@ -516,3 +513,52 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
 )
 def test_policies_that_cannot_be(argv: tuple[str, ...], line: str) -> None:
     assert line in complaint(*argv)
+
+
+# ---- batches from nodes
+
+
+def test_m2po_has_wide_clips_of_its_own() -> None:
+    wide = parsed("--algorithm.m2po", "0.04").algorithm
+    assert (wide.clip_low, wide.clip_high) == (0.95, 20.0)
+    assert parsed("--algorithm.m2po", "0.04", "--algorithm.clip_high", "0.5").algorithm.clip_high == 0.5
+    assert (parsed().algorithm.m2po, parsed().algorithm.clip_high) == (None, 0.2)
+
+
+NODES = ("--dataflow.url", "http://flow:8400")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--algorithm.m2po", "0.04", "--algorithm.loss", "cispo"), "algorithm.m2po=0.04 needs algorithm.loss='clip', which is 'cispo'"),
+        (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
+        ((*NODES, "--algorithm.name", "appo"), "algorithm.name='appo' branches where the trainer's scores say"),
+        ((*NODES, "--rollout.num_engine_ranks", "1"), "rollout.num_engine_ranks=1 must be 0 with dataflow.url: nodes sample"),
+    ],
+)
+def test_what_does_not_go_with_stale_rollouts_or_nodes(argv: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*argv)
+
+
+def test_a_config_as_text_with_options_over_it() -> None:
+    """What a rollout node makes of the run's config."""
+    config = parse(
+        ["--roles.verifier", "own", "--policies.verifier.path", "warm", "--tasks.kinds", '["chain"]', "--vllm.max_num_seqs", "3"]
+    )
+    assert config is not None
+    assert parse_over(to_toml(config), []) == config
+    ours = parse_over(to_toml(config), ["--vllm.max_num_seqs=9", "--policies.verifier.path", "/here"])
+    assert (ours.vllm.max_num_seqs, ours.policies["verifier"].path, ours.tasks) == (9, "/here", config.tasks)
+    with pytest.raises(UserError, match="the config of the run: not TOML"):
+        parse_over("[run", [])
+    with pytest.raises(UserError, match=r"unknown key run.speed"):
+        parse_over("[run]\nspeed = 1", [])
+
+
+@pytest.mark.parametrize("words", [["--train.lr", "1"], ["--vllmx", "1"], ["--config", "a.toml"], ["--run.device", "cpu", "--run.dir=x"]])
+def test_options_that_are_not_for_who_sets_them(words: list[str]) -> None:
+    allowed = ("run.device", "vllm.*")
+    check_allowed(["--run.device", "cpu", "--vllm.sleep", "true"], allowed)
+    with pytest.raises(UserError, match=r"is the same for the whole run and cannot be set here; what can be: run.device, vllm.\*"):
+        check_allowed(words, allowed)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from flowtrain.clock import STAGES
 from flowtrain.options import parse
-from flowtrain.session import STAGES
 from flowtrain.training.model import load_tokenizer
 
 pytest.register_assert_rewrite("cli_runs")

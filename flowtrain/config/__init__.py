@@ -130,9 +130,11 @@ class Vllm(Section):
 
 class Eval(Section):
     every: int = Field(10, ge=0)
-    """steps between evaluations on held-out question texts; 0: only at the end"""
+    """steps between evaluations on held-out question texts; 0: only at the ends"""
     num_tasks: PositiveInt = 200
     """held-out questions per split"""
+    at_ends: bool = True
+    """evaluate before the first and after the last step; if false and every = 0, a run with dataflow.url needs no engine"""
 
 
 class Checkpoint(Section):
@@ -244,6 +246,8 @@ class Config(Section):
                 raise ValueError(f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of the sampler to itself")
         if self.algorithm.mis is not None and not 0 <= self.algorithm.mis[0] < self.algorithm.mis[1]:
             raise ValueError(f"algorithm.mis={self.algorithm.mis} must be [low, high] with 0 <= low < high")
+        if self.algorithm.m2po is not None and self.algorithm.loss != "clip":
+            raise ValueError(f"algorithm.m2po={self.algorithm.m2po} needs algorithm.loss='clip', which is {self.algorithm.loss!r}")
         if self.agent.python_packages and self.agent.sandbox == "seccomp":
             packages = list(self.agent.python_packages)
             raise ValueError(
@@ -262,6 +266,8 @@ class Config(Section):
         if self.algorithm.name == "appo":
             self._budgets_fit()
         self._policies_fit()
+        if self.dataflow.url:
+            self._nodes_sample()
         return self
 
     @property
@@ -289,6 +295,12 @@ class Config(Section):
         for key, value in self.policies.get("planner", Policy()):
             if key != "path" and value is not None:
                 raise ValueError(f"policies.planner.{key}={value}: the planner's is rollout.{key}")
+
+    def _nodes_sample(self) -> None:
+        if self.algorithm.name == "appo":
+            raise ValueError("algorithm.name='appo' branches where the trainer's scores say; it does not go with dataflow.url")
+        if self.rollout.num_engine_ranks:
+            raise ValueError(f"rollout.num_engine_ranks={self.rollout.num_engine_ranks} must be 0 with dataflow.url: nodes sample")
 
     def _budgets_fit(self) -> None:
         """APPO's N roots and M rollouts, and what its places need."""

@@ -17,9 +17,9 @@ class Algorithm(Section):
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or CISPO's bounded ratio"""
     clip_low: float | None = Field(None, ge=0, le=1)
-    """ratio is clipped below 1 - clip_low; unset: 0.2"""
+    """ratio is clipped below 1 - clip_low; unset: 0.2, with m2po 0.95"""
     clip_high: float | None = Field(None, ge=0)
-    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released)"""
+    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released), with m2po 20"""
     dual_clip: float | None = Field(None, gt=1)
     """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3 (released)"""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -29,9 +29,11 @@ class Algorithm(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     tis: float | None = Field(None, gt=0)
-    """truncated importance sampling: weigh tokens by min(pi_trainer / pi_sampler, tis); needs train.rescore"""
+    """truncated importance sampling (decoupled PPO): weigh tokens by min(pi_trainer / pi_sampler, tis); needs train.rescore"""
     mis: tuple[float, float] | None = None
     """masked importance sampling: drop tokens whose pi_trainer / pi_sampler is outside [low, high]; needs train.rescore"""
+    m2po: float | None = Field(None, gt=0)
+    """M2PO, for stale rollouts: clip a mini-batch as wide as keeps the mean square of leaving log-ratios at this, say 0.04; unset: off"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
 
@@ -41,9 +43,9 @@ class Algorithm(Section):
         """The clips that are unset follow the mode, so the stored config shows what really ran."""
         if not isinstance(data, dict):
             return data
-        released, appo = data.get("mode") == "released", data.get("name") == "appo"
-        clip_high = 0.28 if appo else 0.3 if released else 0.2
-        return {"clip_low": 0.2, "clip_high": clip_high, **({"dual_clip": 3.0} if released or appo else {}), **data}
+        released, appo, m2po = data.get("mode") == "released", data.get("name") == "appo", data.get("m2po") is not None
+        clip_high = 20.0 if m2po else 0.28 if appo else 0.3 if released else 0.2
+        return {"clip_low": 0.95 if m2po else 0.2, "clip_high": clip_high, **({"dual_clip": 3.0} if released or appo else {}), **data}
 
 
 class Appo(Section):

@@ -12,6 +12,8 @@ from flowtrain.config.section import Section
 class Dataflow(Section):
     url: str = ""
     """of the service that batches come from; empty: this run samples by itself, step after step"""
+    store: str = ""
+    """folder or URL at which nodes find the weights that this run trains; empty: run.dir/weights, where all of them can reach that"""
     max_staleness: int = Field(4, ge=0)
     """versions that a trained token may be older than the weights that a step trains"""
     max_waiting: int = Field(0, ge=0)

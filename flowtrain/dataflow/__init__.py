@@ -5,5 +5,5 @@ codec.py      messages and groups as bytes
 ledger/       the answers: all state in SQL, SQLite or PostgreSQL
 rules/        curation of prompts, filtering of groups, selection for batches
 service.py    the ledger behind HTTP; client.py asks it there
-pool.py       how many nodes would do
+pool.py       how many nodes would do; local_pool.py starts and ends them on this machine
 """

@@ -1,7 +1,7 @@
 """The dataflow between rollout nodes and trainers: serve it, look at it, check it.
 
 Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 the audit found something or nobody answers, 2 the command was not understood.
+Exit codes: 0 all is well, 1 the audit or the replay found something or nobody answers, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from flowtrain import serving
 from flowtrain.config import Config
+from flowtrain.dataflow import local_pool
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
@@ -66,6 +67,11 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             time.sleep(options.every)
 
 
+def _pool(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _nothing_else(rest)
+    return local_pool.run(options)
+
+
 def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import audit_database
 
@@ -77,6 +83,21 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(", ".join(f"{num:,} {name}" for name, num in audit.counts.items()) or "nothing has happened yet")
         print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
     return 1 if audit.problems else 0
+
+
+def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger import audit_database, open_ledger
+    from flowtrain.dataflow.rules.replay import replay
+
+    if problems := audit_database(options.database).problems:
+        print("\n".join(f"problem: {problem}" for problem in problems))
+        return 1
+    ledger = open_ledger(_config(rest), options.database)
+    found = replay(ledger)
+    ledger.close()
+    print(f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} batches decided about")
+    print("\n".join(f"differs: {difference}" for difference in found.differences) or "every decision comes out as it was")
+    return 1 if found.differences else 0
 
 
 def _config(words: Sequence[str]) -> Config:
@@ -93,7 +114,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
     parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,audit}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit,replay}")
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
     server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
@@ -111,9 +132,24 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
     status.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)")
 
+    pool = _add(
+        commands,
+        "pool",
+        _pool,
+        "start and end nodes on this machine, as many as it takes",
+        "pool --url http://host:8400 --max 8 -- COMMAND",
+    )
+    local_pool.add_arguments(pool)
+
     audit = _add(commands, "audit", _audit, "check that nothing was lost and nothing trained twice", "audit --database runs/a/flow.sqlite")
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
+
+    example = "replay --config configs/quickstart.toml --database runs/a/flow.sqlite"
+    again = _add(commands, "replay", _replay, "make every decision of the rules again, and tell the first that differs", example)
+    again.usage = f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+    again.epilog = f"{again.epilog}. The options are those that the service has."
+    _add_database(again, "it may be in use")
     return parser
 
 

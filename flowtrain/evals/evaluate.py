@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flowtrain.agents.flow import Flow
 from flowtrain.evals.stats import RolloutStats
@@ -45,6 +46,27 @@ def evaluate(
         _mean_by(lambda task: task.kind, tasks, trajectories, world),
         trajectories,
     )
+
+
+def summary(sampled: Mapping[str, Evaluation], greedy: Mapping[str, Evaluation], main_split: str) -> dict[str, Any]:
+    """What summary.json tells of a policy, by split sampled at its temperature and greedily."""
+    main = sampled[main_split]
+    return {
+        "eval_reward": main.stats.reward_mean,
+        "eval_reward_greedy": greedy[main_split].stats.reward_mean,
+        "by_num_turns": main.by_num_turns,
+        "by_kind": main.by_kind,
+        "tool_shares": main.stats.tool_shares,
+        "turns_mean": main.stats.turns_mean,
+        "splits": {
+            split: {
+                "sampled": sampled[split].stats.reward_mean,
+                "greedy": greedy[split].stats.reward_mean,
+                "by_num_turns": sampled[split].by_num_turns,
+            }
+            for split in sampled
+        },
+    }
 
 
 def _mean_by(label: Callable[[Task], str], tasks: Sequence[Task], trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:

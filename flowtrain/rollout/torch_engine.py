@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,8 @@ class _Request:
     deadline: float
     """Of time.monotonic()."""
     answer: asyncio.Future[Completion]
+    version: int
+    """Of the weights that sample it."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
@@ -79,15 +81,17 @@ class TorchEngine:
         return int(self._model.config.max_position_embeddings)
 
     def load(self, version: int) -> None:
-        """Bring the model's weights to `version`, in place."""
+        """Bring the model's weights to `version`, in place: fetched while requests are sampled, changed between two batches of them."""
         assert self._reader is not None, "a model without a store is frozen"
-        assert self._batcher is None or self._batcher.done(), "weights change only between batches of rollouts"
-        self._thread.submit(int).result()  # the last batch of rollouts that were cut may still be sampled
+        wait([self._reader.stage(version)])
+        self._thread.submit(self._load, self._reader, version).result()
+
+    def _load(self, reader: WeightReader, version: int) -> None:
         try:
-            self.loaded = self._reader.load(version)
+            self.loaded = reader.load(version)
         finally:
-            if self._reader.version is not None:
-                self._version = self._reader.version
+            if reader.version is not None:
+                self._version = reader.version
 
     def sleep(self) -> None:
         """It keeps its weights, and has no cache between batches."""
@@ -102,7 +106,7 @@ class TorchEngine:
         """Raises UserError for a request that `check_request` refuses."""
         check_request(prompt_ids, sampling, self.max_tokens)
         loop = asyncio.get_running_loop()
-        request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future())
+        request = _Request(tuple(prompt_ids), sampling, time.monotonic() + sampling.deadline_s, loop.create_future(), self._version)
         self._waiting.append(request)
         if self._batcher is None or self._batcher.done():
             self._batcher = loop.create_task(self._run_batches())
@@ -117,7 +121,7 @@ class TorchEngine:
         if request in self._waiting:
             self._waiting.remove(request)
             request.finish_reason = FinishReason.DEADLINE
-            request.answer.set_result(_completion(request, self._version))
+            request.answer.set_result(_completion(request))
 
     async def _run_batches(self) -> None:
         """Sample what waits, until nothing does. Runs as one task, so batches follow each other."""
@@ -138,11 +142,13 @@ class TorchEngine:
                 return
             for request in batch:
                 if not request.answer.done():  # a rollout that was cancelled no longer listens
-                    request.answer.set_result(_completion(request, self._version))
+                    request.answer.set_result(_completion(request))
 
     @torch.inference_mode()
     def _sample(self, requests: list[_Request]) -> None:
         """Fill ids, logprobs and finish_reason of every request."""
+        for request in requests:
+            request.version = self._version  # not when it was asked for, nor when it is answered: a load may come between
         device = self._model.device
         logits_BV, cache, visible_BP, position_B = self._prefill(requests)
         uniform = np.stack([_uniforms(r.sampling, max(q.sampling.max_new_tokens for q in requests)) for r in requests])
@@ -248,7 +254,7 @@ def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
 
 
-def _completion(request: _Request, version: int) -> Completion:
+def _completion(request: _Request) -> Completion:
     assert request.finish_reason is not None
     kept = request.kept if request.sampling.is_truncated else None
-    return completion(request.ids, request.logprobs, [(version, 0)], request.finish_reason, kept)
+    return completion(request.ids, request.logprobs, [(request.version, 0)], request.finish_reason, kept)

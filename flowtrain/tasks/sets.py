@@ -73,6 +73,12 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
     return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
 
 
+def without_tasks(config: cfg.Config) -> TaskSet:
+    """What there is around the questions: for who is given his tasks one by one."""
+    corpus = config.tasks.corpus
+    return TaskSet((), {}, passages(load_corpus(Path(corpus) if corpus else None)))
+
+
 def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     """The files of `tasks.path` or `tasks.mixture`; each gives its share of held-out tasks."""
     tasks = config.tasks

@@ -2,7 +2,7 @@
 
     checkpoints/step_00000050/     config.json, tokenizer.json, model.safetensors   a Hugging Face model
                                    optimizer.safetensors                            "<parameter>/exp_avg" and so on, whole tensors
-                                   state.json                                       step, version, cursor; checksums of the others
+                                   state.json                                       step, version, cursor, dataflow; checksums of the others
 
 The folder is written under another name and renamed, so one that exists was whole; the checksums tell whether it still is.
 """
@@ -44,7 +44,7 @@ def save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     optimizer: torch.optim.Optimizer,
-    state: dict[str, int],
+    state: dict[str, int | str],
     world: World,
     keep: int,
 ) -> None:
@@ -89,7 +89,7 @@ def latest(root: Path) -> Path | None:
     return None
 
 
-def load_state(path: Path) -> dict[str, int]:
+def load_state(path: Path) -> dict[str, Any]:
     """The state of the loop that was saved in `path`."""
     state = _read_state(path)
     del state["files"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from flowtrain.training import attention, head
 from flowtrain.training.world import World
 from flowtrain.types import UserError
+from flowtrain.weights.pieces import layout_hash, spec_of
 
 transformers.utils.logging.disable_progress_bar()  # loading a model is not what a person waits for here
 
@@ -165,6 +168,14 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name where they are: shards (DTensors) under FSDP2; a tied tensor once."""
     tied = tied_names(model)
     return {name: weight for name, weight in model.state_dict().items() if name not in tied and isinstance(weight, Tensor)}
+
+
+def layout_digest(model: nn.Module, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> str:
+    """Equal for policies whose weights and tokens are interchangeable: names, shapes and `dtype` of the weights as they are published,
+    and the text of every token. 32 hex digits, the same on every rank."""
+    weights = {name: spec_of(name, tensor, dtype) for name, tensor in named_weights(model).items()}
+    tokens = [tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items())]
+    return hashlib.sha256(f"{layout_hash(weights)} {json.dumps(tokens)}".encode()).hexdigest()[:32]
 
 
 def tied_names(model: nn.Module) -> set[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from flowkernels import (
     FutureRatio,
@@ -20,10 +21,12 @@ from flowkernels import (
     TokenLossFn,
     correct_for_sampler,
     future_aware,
+    leaving,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
     policy_loss,
+    within_second_moment,
 )
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -50,6 +53,8 @@ class OptimSpec:
     """Upper bound of the global gradient norm; 0 turns clipping off."""
     rescore: bool = False
     """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
+    m2po: float | None = None
+    """Largest mean square of the log-ratios that lead away from the old policy, over a mini-batch; None: the clip of the loss alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class Trainer:
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
-        self._token_loss: LossSpec | TokenLossFn = loss if future is None else future_aware(loss, future)
+        self._future = future
+        self._token_loss = self._aware_of_future(loss)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -101,6 +107,10 @@ class Trainer:
             (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
+            if self._optim.m2po is not None:
+                trusted = self._within_region(rows, self._optim.m2po)
+                totals.ratio_bounds.append(1 + trusted.clip_high)
+                self._token_loss = self._aware_of_future(trusted)
             self.forward_backward(rows, normaliser, totals, int(num_rows))
             totals.grad_norms.append(self.optim_step())
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
@@ -157,9 +167,20 @@ class Trainer:
 
         return ResponseScores(in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores]), in_order(old))
 
+    def _aware_of_future(self, spec: LossSpec) -> LossSpec | TokenLossFn:
+        return spec if self._future is None else future_aware(spec, self._future)
+
+    def _within_region(self, rows: Sequence[Row], threshold: float) -> LossSpec:
+        """The loss with M2PO's clip, which hangs on all tokens of the mini-batch under the weights of now; collective."""
+        scores = self.score(self.model, rows)
+        found = [leaving(s.logprob_T - r.old_logprob_T, r.advantage_T, r.weight_T) for s, r in zip(scores, rows, strict=True)]
+        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).cpu().numpy().tobytes()
+        every = np.frombuffer(b"".join(self._world.gather_bytes(mine)), np.float32)
+        return within_second_moment(self._loss, torch.from_numpy(every.copy()), threshold)
+
     def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
         """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0)
+        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0) + (self._optim.m2po is not None)
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
@@ -235,6 +256,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.grad_norms: list[float] = []
+        self.ratio_bounds: list[float] = []
         self._stats: list[dict[str, Tensor]] = []
         self._num_packed = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
@@ -277,6 +299,7 @@ class Totals:
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
             "logprob_mismatch": totals["first_mismatch_sum"] / max(totals["first_tokens_sum"], 1),
+            **({"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)} if self.ratio_bounds else {}),
         }
 
     def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:

@@ -84,11 +84,13 @@ class WeightReader:
         """The version that the tensors hold; None before the first load, and when one broke off that had to write everything."""
         return None if self._manifest is None else self._manifest.version
 
-    def stage(self, version: int) -> None:
-        """Fetch, check and compose in the background what `load(version)` will apply; what goes wrong comes up there."""
+    def stage(self, version: int) -> Future[_Way]:
+        """Fetch, check and compose in the background what `load(version)` will apply; what goes wrong comes up there too."""
         pool = ThreadPoolExecutor(1)
-        self._staging = version, self._manifest, pool.submit(self._find_way, version)
+        way = pool.submit(self._find_way, version)
+        self._staging = version, self._manifest, way
         pool.shutdown(wait=False)
+        return way
 
     @property
     def is_staged(self) -> bool:

@@ -17,6 +17,7 @@ from flowkernels.shards import VocabShard
 from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
 from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
 from flowkernels.token_weights import token_weights
+from flowkernels.trust_region import leaving, second_moment_bound, within_second_moment
 
 __all__ = [
     "BranchingScore",
@@ -38,11 +39,14 @@ __all__ = [
     "digest_words",
     "discounted_reverse_scan",
     "future_aware",
+    "leaving",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
     "policy_loss",
     "scatter_words_",
+    "second_moment_bound",
     "token_loss",
     "token_weights",
+    "within_second_moment",
 ]

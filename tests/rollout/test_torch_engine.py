@@ -314,6 +314,43 @@ def test_load_swaps_the_weights_and_the_version(engine: TorchEngine, model: PreT
     assert again.ids == before.ids != after.ids and again.spans[0].version == 4
 
 
+def test_a_load_falls_between_batches_and_every_token_is_of_the_version_that_it_names(
+    engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """A request that waits is sampled by the new weights, one that is being sampled wholly by the old ones."""
+    publisher, request = Publisher(WeightStore(tmp_path / "weights")), (PROMPTS[1], Sampling(30, 1.0, seed=3, ignore_end=True))
+    for version in (1, 2):
+        publisher.publish(moved(model, version), version)
+    alone = {}
+    for version in (2, 1):
+        engine.load(version)
+        alone[version] = generate(engine, [request])[0].ids
+    begun, go_on, forward = threading.Event(), threading.Event(), engine._forward
+
+    def slow(*args: Tensor) -> Tensor:
+        begun.set()
+        assert go_on.wait(30)
+        return forward(*args)
+
+    engine._forward = slow
+
+    async def during() -> tuple[Completion, Completion]:
+        first = asyncio.create_task(engine.generate(*request))
+        await asyncio.to_thread(begun.wait, 30)
+        load = asyncio.create_task(asyncio.to_thread(engine.load, 2))
+        while not engine._thread._work_queue.qsize():  # staged, and now behind the batch
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(engine.generate(*request))
+        go_on.set()
+        done = await asyncio.gather(first, second)
+        await load
+        return done
+
+    first, second = run(during())
+    assert first.ids == alone[1] and first.spans == (VersionSpan(0, 30, 1),)
+    assert second.ids == alone[2] != alone[1] and second.spans == (VersionSpan(0, 30, 2),)
+
+
 def test_an_engine_in_bf16_loads_what_was_published_in_bf16(tiny_path: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     store, weights = WeightStore(tmp_path), moved(model)
     Publisher(store, PublishOptions(torch.bfloat16)).publish(weights, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -96,3 +97,60 @@ def test_truncated_importance_sampling_weighs_the_policy_term(make_trainer: Make
     by_hand = [replace(s, advantages=(s.advantages[0] * factor,)) for s, factor in zip(samples, factors, strict=True)]
     expected = gradient_of(plain, pack_rows(by_hand, 1000))
     torch.testing.assert_close(gradient_of(corrected, pack_rows(samples, 1000)), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_rescored_truncated_importance_sampling_is_decoupled_ppo(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """-min(pi_prox / pi_behave, c) min(r A, clip(r) A) with r = pi / pi_prox (arXiv 2110.00641, eq. 6; capped as in 2505.24298).
+
+    The proximal policy is the trainer's before the batch, the behaviour policy the sampler's, and pi has moved on from both.
+    """
+    cap, clip = 1.2, 0.1
+    trainer = make_trainer(LossSpec(clip_low=clip, clip_high=clip, tis=cap), rescore=True, grad_clip=0.0)
+    samples = near(trainer, random_samples(9), 0.3)
+    rows = trainer._prepare(pack_rows(samples, 25))
+    normaliser = sum(float(row.weight_T.sum()) for row in rows)
+    with torch.no_grad():
+        rng = torch.Generator().manual_seed(3)
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.02 * parameter.std() * torch.randn(parameter.shape, generator=rng))
+    losses, num_capped, num_clipped = [], 0, 0
+    for row in rows:
+        logp = forward_rows(trainer.model, row).log_softmax(-1).gather(1, row.target_ids_T[:, None])[:, 0]
+        behave, ratio = (row.old_logprob_T - row.sampler_logprob_T).exp(), (logp - row.old_logprob_T).exp()
+        surrogate = torch.minimum(ratio * row.advantage_T, ratio.clamp(1 - clip, 1 + clip) * row.advantage_T)
+        losses.append(-(behave.clamp(max=cap) * surrogate * row.weight_T).sum())
+        num_capped, num_clipped = num_capped + int((behave > cap).sum()), num_clipped + int((surrogate < ratio * row.advantage_T).sum())
+    assert num_capped > 3 and num_clipped > 3, "the case is to have both"
+    (sum(losses) / normaliser).backward()
+    truth = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    trainer.forward_backward(rows, normaliser, Totals())
+    ours = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", [1000, 25, 1])
+def test_m2po_looks_at_the_whole_mini_batch(make_trainer: MakeTrainer, random_samples: MakeSamples, budget: int) -> None:
+    """Against autograd of the unclipped ratio without the tokens that go, the largest log-ratios of all samples first."""
+    threshold = 0.05
+    trainer = make_trainer(LossSpec(clip_low=0.95, clip_high=20.0), m2po=threshold, grad_clip=0.0, lr=0.0)
+    samples = near(trainer, random_samples(9), 0.5)
+    rows = [pack_row([sample]) for sample in samples]
+    logps = [forward_rows(trainer.model, row).log_softmax(-1).gather(1, row.target_ids_T[:, None])[:, 0] for row in rows]
+    log_ratio_T = torch.cat([logp - row.old_logprob_T for logp, row in zip(logps, rows, strict=True)])
+    advantage_T, weight_T = (torch.cat([getattr(row, name) for row in rows]) for name in ("advantage_T", "weight_T"))
+    size_T = log_ratio_T.detach().abs()
+    away = ((weight_T != 0) & (advantage_T * log_ratio_T.detach() > 0)).nonzero()[:, 0].tolist()
+    stays = sorted(away, key=size_T.tolist().__getitem__)
+    while float(size_T[stays].square().mean()) > threshold:
+        stays.pop()
+    assert 3 < len(stays) < len(away) - 2, "the case is to have some of both"
+    mask_T = torch.ones_like(size_T)
+    mask_T[[index for index in away if index not in stays]] = 0
+    (-(mask_T * weight_T * log_ratio_T.exp() * advantage_T).sum() / weight_T.sum()).backward()
+    truth = math.sqrt(sum(float(p.grad.square().sum()) for p in trainer.model.parameters() if p.grad is not None))
+    trainer.optimizer.zero_grad()
+    stats = trainer.step([pack_rows(samples, budget)])
+    assert stats["clip_fraction"] == pytest.approx((len(away) - len(stays)) / len(size_T))
+    assert stats["grad_norm"] == pytest.approx(truth, rel=1e-4)
+    assert stats["ratio_bound"] > math.exp(float(size_T[stays].max()))

@@ -32,6 +32,7 @@ CASES = {
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "by_layer_recompute": (LossSpec(), {}),
     "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
+    "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
 }
 HOW = {"by_layer_recompute": {"recompute": True}, "by_layer_kept_offloaded": {"reshard": False, "offload": True}}
 GROUPS = [

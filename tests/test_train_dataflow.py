@@ -1,0 +1,383 @@
+"""Runs that take their batches from a dataflow: a real ledger behind a real service, with groups that a script has pushed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+pytest.register_assert_rewrite("cli_runs")
+from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of  # noqa: E402
+
+from flowtrain.dataflow.codec import pack_group  # noqa: E402
+from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register  # noqa: E402
+from flowtrain.dataflow.ledger import Ledger, open_ledger  # noqa: E402
+from flowtrain.dataflow.service import Service  # noqa: E402
+from flowtrain.options import parse  # noqa: E402
+from flowtrain.serving import address, make_server  # noqa: E402
+from flowtrain.types import (  # noqa: E402
+    Action,
+    Call,
+    FinishReason,
+    Group,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
+from flowtrain.weights import WeightStore  # noqa: E402
+
+pytest_plugins = ("cli_runs",)
+
+NUM_QUESTIONS, GROUP_SIZE, TOKEN = 4, 3, "secret"
+WORDS = (
+    *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2", "--tasks.num_train", "40", "--eval.num_tasks", "8"),
+    *("--eval.every", "0", "--eval.at_ends", "false", "--log.tensorboard", "false", "--run.threads", "1", "--run.device", "cpu"),
+    *("--rollout.num_questions", str(NUM_QUESTIONS), "--rollout.group_size", str(GROUP_SIZE), "--train.num_steps", str(NUM_STEPS)),
+    *("--train.lr", "3e-3", "--checkpoint.every", "2", "--dataflow.max_staleness", "20", "--dataflow.max_waiting", "99"),
+    *("--dataflow.wait_s", "60", "--weights.anchor_every", "1"),
+)
+AFTER_STEP_3 = NO_PICTURE + KILL.format(module="flowtrain.session", path="Session.log", number=3, after=True)
+
+
+def scripted(lease: Lease, verifies: bool) -> Group:
+    """Rollouts of random tokens that only the unit decides on; the seed of each names it."""
+    rng = random.Random(lease.unit)
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(256) for _ in range(rng.randint(1, most)))
+
+    def call() -> dict[str, Any]:
+        response = ids(9)
+        logprobs = tuple(-5.5 + rng.random() for _ in response)
+        return {"prompt_ids": ids(20), "response_ids": response, "spans": (VersionSpan(0, len(response), 0),), "logprobs": logprobs}
+
+    def turn() -> Turn:
+        own, verdict = call(), call()
+        return Turn(
+            response_logprobs=own.pop("logprobs"),
+            finish_reason=FinishReason.STOP,
+            response_text="text",
+            action=Action("", "", "look", "Search"),
+            command="",
+            result=ToolResult("found"),
+            verdict=Verdict.STOP,
+            seconds=0.1,
+            verifier_call=Call(finish_reason=FinishReason.STOP, **verdict) if verifies else None,
+            **own,
+        )
+
+    members = [
+        Trajectory(lease.task, tuple(turn() for _ in range(rng.randint(1, 3))), "answer", 0.1, 1000 * lease.unit + n, reward=float(n == 0))
+        for n in range(GROUP_SIZE)
+    ]
+    return Group(0, tuple(members))
+
+
+class Dataflow:
+    """A database of a run; `served` while others may ask it."""
+
+    def __init__(self, path: Path, *words: str) -> None:
+        config = parse([*WORDS, *words])
+        assert config is not None
+        self.path, self.config = path, config
+        self.ledger: Ledger = open_ledger(config, path)
+
+    def register(self, *policies: str) -> None:
+        """So that units can be leased before the trainers come."""
+        for policy in policies:
+            self.ledger.register(Register(policy, "not known yet", "nowhere", NUM_QUESTIONS, 20))
+
+    def fill(self, num_steps: int) -> None:
+        self.ledger.join(Join("script", "one"))
+        leases = self.ledger.lease(LeaseRequest("script", "one", num_steps * NUM_QUESTIONS)).leases
+        assert len(leases) == num_steps * NUM_QUESTIONS
+        verifies = "verifier" in self.config.policy_names
+        for lease in leases:
+            self.ledger.push(Push("script", lease.unit, lease.attempt, pack_group(scripted(lease, verifies))))
+
+    @contextlib.contextmanager
+    def served(self, port: int = 0) -> Iterator[str]:
+        """The URL."""
+        server, listener = make_server(Service(self.ledger, self.ledger.run, TOKEN), port=port)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield address(listener)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            listener.close()
+            self.ledger.close()
+
+    def units(self) -> list[tuple[int, int, int]]:
+        """(step, place, unit) of the planner's batches."""
+        with contextlib.closing(sqlite3.connect(self.path)) as database:
+            return database.execute("SELECT step, place, unit FROM places WHERE policy = 'planner' ORDER BY step, place").fetchall()
+
+    def policy(self, name: str = "planner") -> dict[str, Any]:
+        return self.ledger.status()["policies"][name]
+
+
+Start = Callable[..., list[Process]]
+
+
+@pytest.fixture
+def start(server: Server) -> Start:
+    def begin(url: str, run: Path, *words: str, size: int = 1, before: str = NO_PICTURE, token: str = TOKEN) -> list[Process]:
+        argv = (*WORDS, "--dataflow.url", url, "--run.dir", run, "--resume", "auto", *words)
+        return server.start_ranks(size, *argv, before=[before] * size, env={"FLOWTRAIN_TOKEN": token})
+
+    return begin
+
+
+def ended(processes: list[Process], code: int = 0) -> str:
+    """stderr of the first."""
+    codes = [process.wait() for process in processes]
+    assert codes == [code] * len(processes), [process.err.read_text()[-3000:] for process in processes]
+    return processes[0].err.read_text()
+
+
+def has_logged(run: Path, step: int) -> bool:
+    return f'{{"step": {step},' in text_of(run / "metrics.jsonl")
+
+
+def seeds(run: Path) -> list[tuple[int, int, int]]:
+    """(step, place, seed) of every rollout that was trained."""
+    records = [record for path in run.glob("trajectories*.jsonl") for record in read(path)]
+    return sorted((record["step"], record["group_index"], record["seed"]) for record in records)
+
+
+def files(run: Path) -> list[bytes]:
+    names = ("model.safetensors", "optimizer.safetensors", "state.json")
+    return [(run / "checkpoints" / f"step_{NUM_STEPS:08d}" / name).read_bytes() for name in names]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with groups for all steps."""
+    dataflow = Dataflow(tmp_path_factory.mktemp("filled") / "ledger.sqlite")
+    dataflow.register("planner")
+    dataflow.fill(NUM_STEPS)
+    dataflow.ledger.close()
+    return dataflow.path
+
+
+@pytest.fixture
+def copied(filled: Path, tmp_path: Path) -> Dataflow:
+    shutil.copy(filled, tmp_path / "ledger.sqlite")
+    return Dataflow(tmp_path / "ledger.sqlite")
+
+
+@pytest.fixture(scope="module")
+def whole(filled: Path, server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int]]]:
+    """The folder of a run that nothing disturbed, and the units of its batches."""
+    path = tmp_path_factory.mktemp("whole")
+    shutil.copy(filled, path / "ledger.sqlite")
+    dataflow = Dataflow(path / "ledger.sqlite")
+    with dataflow.served() as url:
+        argv = (*WORDS, "--dataflow.url", url, "--run.dir", path / "run")
+        ended([server.start("train", *argv, before=NO_PICTURE, env={"FLOWTRAIN_TOKEN": TOKEN})])
+        assert dataflow.policy()["state"] == "done" and dataflow.ledger.audit().problems == ()
+    return path / "run", dataflow.units()
+
+
+def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, int, int]]]) -> None:
+    run, units = whole
+    assert len({unit for *_, unit in units}) == len(units) == NUM_STEPS * NUM_QUESTIONS
+    assert seeds(run) == sorted((step, place, 1000 * unit + n) for step, place, unit in units for n in range(GROUP_SIZE))
+    records = read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1)), "there was no evaluation"
+    for record in records:
+        assert record["dataflow/staleness_mean"] == record["dataflow/staleness_max"] == record["step"] - 1
+        assert record["num_tokens"] > 0 and record["reward_mean"] == pytest.approx(1 / GROUP_SIZE)
+        assert {"dataflow/waited_s", "dataflow/num_buffered", "dataflow/num_stale", "dataflow/replay_share"} <= record.keys()
+    first, last = (load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors") for step in (NUM_STEPS - 2, NUM_STEPS))
+    assert any((first[name] != last[name]).any() for name in last)
+    assert WeightStore(run / "weights").versions() == list(range(NUM_STEPS + 1)), "nodes may still sample with any of them"
+
+
+def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(copied: Dataflow, start: Start, tmp_path: Path) -> None:
+    with copied.served() as url:
+        ended(start(url, tmp_path / "run", "--eval.every", "4", "--eval.at_ends", "true"))
+    sampled = read(tmp_path / "run" / "held_out.jsonl")
+    versions = {(record["step"], span[2]) for record in sampled for turn in record["turns"] for span in turn["spans"]}
+    assert versions == {(0, 0), (4, 4)}
+    records = {record["step"]: record for record in read(tmp_path / "run" / "metrics.jsonl")}
+    assert [step for step, record in records.items() if "eval_reward" in record] == [0, 4]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["trained"]["turns_mean"] > 0
+
+
+def test_two_ranks_train_what_one_trains(
+    copied: Dataflow, start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
+) -> None:
+    with copied.served() as url:
+        ended(start(url, tmp_path / "run", size=2))
+    assert copied.units() == whole[1] and seeds(tmp_path / "run") == seeds(whole[0])
+    names = ("num_tokens", "loss", "grad_norm", "ratio_mean", "reward_mean", "turns_mean", "dataflow/staleness_mean")
+    ours, theirs = ([{name: row[name] for name in names} for row in rows(run, "metrics.jsonl")] for run in (tmp_path / "run", whole[0]))
+    assert all(map(alike, ours, theirs))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same_bits(
+    copied: Dataflow, start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path, size: int
+) -> None:
+    """Killed after step 3, it goes on from the checkpoint of step 2; nothing is trained twice, but for what the crash undid."""
+    run = tmp_path / "run"
+    with copied.served() as url:
+        killed = start(url, run, size=size, before=AFTER_STEP_3)
+        assert -signal.SIGKILL in [process.wait() for process in killed]
+        assert copied.policy()["checkpoint"] == 2 and copied.policy()["step"] >= 3
+        ended(start(url, run, size=size))
+        assert copied.ledger.audit().problems == ()
+    assert copied.units() == whole[1] and seeds(run) == seeds(whole[0])
+    if size == 1:
+        assert files(run) == files(whole[0])
+        assert rows(run, "trajectories.jsonl") == rows(whole[0], "trajectories.jsonl")
+
+
+def test_a_service_that_is_away_for_a_while_is_waited_for(
+    start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
+) -> None:
+    dataflow, run = Dataflow(tmp_path / "ledger.sqlite"), tmp_path / "run"
+    dataflow.register("planner")
+    dataflow.fill(2)
+    with dataflow.served() as url:
+        (process,) = start(url, run)
+        process.wait_for(lambda: has_logged(run, 2))
+    dataflow.fill(NUM_STEPS - 2)
+    with dataflow.served(int(url.rpartition(":")[2])) as url:
+        ended([process])
+        assert dataflow.ledger.audit().problems == ()
+    assert seeds(run) == seeds(whole[0]) and files(run)[:2] == files(whole[0])[:2]
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_run_that_waits_ends_when_it_is_told_to_and_goes_on_later(
+    start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path, num_steps: int
+) -> None:
+    dataflow, run = Dataflow(tmp_path / "ledger.sqlite"), tmp_path / "run"
+    dataflow.register("planner")
+    if num_steps:
+        dataflow.fill(num_steps)
+    with dataflow.served() as url:
+        (process,) = start(url, run)
+        process.wait_for(lambda: has_logged(run, num_steps) if num_steps else (run / "weights" / "HEAD").exists())
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(20) == 130 and "Traceback" not in process.err.read_text()
+        assert num_steps == 0 or (run / "checkpoints" / f"step_{num_steps:08d}").exists()
+        dataflow.fill(NUM_STEPS - num_steps)
+        ended(start(url, run))
+    assert seeds(run) == seeds(whole[0]) and files(run)[:2] == files(whole[0])[:2]
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "message"),
+    [
+        ((), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"),
+        (("--tiny.hidden_size", "48"), TOKEN, "has layout"),
+        (("--rollout.num_questions", "100"), TOKEN, "dataflow.max_waiting=99 must be at least the 100 groups of a batch"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_in_a_line(
+    words: tuple[str, ...], token: str, message: str, copied: Dataflow, start: Start, tmp_path: Path
+) -> None:
+    with copied.served() as url:
+        ended(start(url, tmp_path / "first", "--train.num_steps", "1"))
+        error = ended(start(url, tmp_path / "run", *words, token=token), code=2)
+    (line,) = [line for line in error.splitlines() if line.startswith("flowtrain.train: ")]
+    assert message in line
+
+
+def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(
+    copied: Dataflow, start: Start, server: Server, tmp_path: Path
+) -> None:
+    other = Dataflow(tmp_path / "other.sqlite")
+    with copied.served() as url:
+        ended(start(url, tmp_path / "run", "--train.num_steps", "2"))
+    with other.served() as url:
+        error = ended(start(url, tmp_path / "run"), code=2)
+    assert f"this is run {other.ledger.run!r}, but the checkpoint was trained from {copied.ledger.run!r}" in error
+    code, lines, _ = server.run("train", *WORDS, "--run.dir", tmp_path / "run", "--resume", "auto")
+    assert code == 2 and f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
+
+
+def test_one_policys_trainer_dies_and_the_others_goes_on(start: Start, tiny_path: str, tmp_path: Path) -> None:
+    both = ("--roles.verifier", "own", "--tasks.name", "facts", "--model.path", tiny_path, "--rollout.max_new_tokens", "8")
+    words = {
+        "planner": (*both, "--policies.verifier.path", tiny_path),
+        "verifier": (*both, "--policies.planner.path", tiny_path, "--train.policy", "verifier"),
+    }
+    dataflow = Dataflow(tmp_path / "ledger.sqlite", *words["planner"])
+    dataflow.register("planner", "verifier")
+    dataflow.fill(2)
+    with dataflow.served() as url:
+        planner = start(url, tmp_path / "planner", *words["planner"], before=AFTER_STEP_3)
+        verifier = start(url, tmp_path / "verifier", *words["verifier"])
+        for name in words:
+            (planner if name == "planner" else verifier)[0].wait_for(lambda name=name: has_logged(tmp_path / name, 2))
+        dataflow.fill(NUM_STEPS - 2)
+        assert planner[0].wait() == -signal.SIGKILL
+        ended(verifier)
+        assert dataflow.policy("verifier")["state"] == "done" and dataflow.policy("planner")["step"] < NUM_STEPS
+        ended(start(url, tmp_path / "planner", *words["planner"]))
+        assert dataflow.ledger.audit().problems == ()
+    for name in words:
+        assert [record["step"] for record in read(tmp_path / name / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+    (first, *_), (second, *_) = (read(tmp_path / name / "trajectories.jsonl") for name in words)
+    assert first["turns"][0]["training"] is not None and second["turns"][0]["training"] is None
+
+
+@pytest.mark.dist
+def test_two_trainers_and_nodes_that_come_and_go(server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path) -> None:
+    """A torchrun for each policy; of three nodes two are killed while they work, and one joins."""
+    model, pace = str(warm / "model"), ("--dataflow.lease_s", "2", "--dataflow.max_staleness", "3", "--dataflow.wait_s", "120")
+    both = (*words, *pace, "--roles.verifier", "own", "--policies.verifier.max_new_tokens", "8", "--eval.at_ends", "false")
+    of = {
+        "planner": (*both, "--policies.verifier.path", model),
+        "verifier": (*both, "--policies.planner.path", model, "--train.policy", "verifier"),
+    }
+    dataflow, trainers = Dataflow(tmp_path / "ledger.sqlite", *of["planner"]), {}
+    with dataflow.served() as url:
+
+        def node(name: str) -> Process:
+            return server.start("rollout", "--dataflow", url, "--name", name, "--run.threads", "1", env={"FLOWTRAIN_TOKEN": TOKEN})
+
+        for name, options in of.items():
+            ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "-m", "flowtrain.train"]
+            own = [*options, "--dataflow.url", url, "--run.dir", str(tmp_path / name)]
+            log = (tmp_path / f"{name}.log").open("w")
+            env = {**os.environ, **ENV, "FLOWTRAIN_TOKEN": TOKEN}
+            trainers[name] = subprocess.Popen([*ranks, *own], env=env, stdout=log, stderr=subprocess.STDOUT)
+        nodes = {name: node(name) for name in ("one", "two", "three")}
+        nodes["three"].wait_for(lambda: has_logged(tmp_path / "planner", 2), timeout_s=120)
+        for name in ("one", "two"):
+            os.kill(nodes.pop(name).pid, signal.SIGKILL)
+        nodes["four"] = node("four")
+        codes = {name: trainer.wait(120) for name, trainer in trainers.items()}
+        assert codes == {"planner": 0, "verifier": 0}, [(tmp_path / f"{name}.log").read_text()[-3000:] for name in trainers]
+        ends = [each.wait() for each in nodes.values()]
+        assert ends == [0, 0], [each.err.read_text()[-2000:] for each in nodes.values()]  # training is done
+        audit, status = dataflow.ledger.audit(), dataflow.ledger.status()
+    assert audit.problems == () and all(policy["state"] == "done" for policy in status["policies"].values())
+    assert status["nodes"]["four"]["num_groups"] > 0 and sum(status["lost_leases"].values()) > 0
+    for name in trainers:
+        records = read(tmp_path / name / "metrics.jsonl")
+        assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
+        assert all(record["dataflow/staleness_max"] <= 3 for record in records)
+        assert sum(record["num_tokens"] for record in records) > 0
