@@ -58,6 +58,7 @@ typecheck: setup
 
 bench: setup
 	$(BIN)/python -m bench.flow
+	$(BIN)/python -m bench.dataflow
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.train

@@ -1,7 +1,7 @@
 """The dataflow between rollout nodes and trainers: serve it, look at it, check it.
 
 Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 the audit found something or nobody answers, 2 the command was not understood.
+Exit codes: 0 all is well, 1 the audit or the replay found something or nobody answers, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from flowtrain import serving
 from flowtrain.config import Config
@@ -85,6 +86,32 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if audit.problems else 0
 
 
+def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger import audit_database, open_ledger
+    from flowtrain.dataflow.rules.replay import replay
+
+    if problems := audit_database(options.database).problems:
+        print("\n".join(f"problem: {problem}" for problem in problems))
+        return 1
+    ledger = open_ledger(_config(rest), options.database)
+    found = replay(ledger)
+    ledger.close()
+    print(f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} batches decided about")
+    print("\n".join(f"differs: {difference}" for difference in found.differences) or "every decision comes out as it was")
+    return 1 if found.differences else 0
+
+
+def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger.audit import reading
+    from flowtrain.dataflow.timeline import draw_timeline, read_timeline
+
+    _nothing_else(rest)
+    with reading(options.database) as transaction:
+        timeline = read_timeline(transaction)
+    print(draw_timeline(timeline, Path(options.out), f"{Path(options.database).name}: {len(timeline.pushes):,} groups"))
+    return 0
+
+
 def _config(words: Sequence[str]) -> Config:
     config = parse(words)
     assert config is not None, "--help has been answered"
@@ -99,7 +126,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
     parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit,replay,picture}")
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
     server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
@@ -129,6 +156,17 @@ def _parser() -> argparse.ArgumentParser:
     audit = _add(commands, "audit", _audit, "check that nothing was lost and nothing trained twice", "audit --database runs/a/flow.sqlite")
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
+
+    example = "replay --config configs/quickstart.toml --database runs/a/flow.sqlite"
+    again = _add(commands, "replay", _replay, "make every decision of the rules again, and tell the first that differs", example)
+    again.usage = f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+    again.epilog = f"{again.epilog}. The options are those that the service has."
+    _add_database(again, "it may be in use")
+
+    example = "picture --database runs/a/flow.sqlite"
+    picture = _add(commands, "picture", _picture, "draw rates, rewards, versions and staleness over time", example)
+    _add_database(picture, "it may be in use")
+    picture.add_argument("--out", default="flow.png", help="PNG to write (default: flow.png)")
     return parser
 
 

@@ -8,6 +8,7 @@ python fleet.py trainer URL SEED NOTES NUM_STEPS
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -135,7 +136,7 @@ def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
 
 
 def main(role: str, url: str, seed: str, *rest: str) -> None:
-    rng = random.Random(f"{role}/{seed}")
+    rng = random.Random(f"{role}/{seed}/{os.getpid()}")  # no two lives are the same
     with Client(url, TOKEN, wait_s=60.0) as flow:
         if role == "node":
             run_node(flow, rest[0], rng)

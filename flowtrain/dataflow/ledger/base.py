@@ -59,11 +59,11 @@ class LedgerBase:
 
         `make_rules` returns rules that have observed nothing; by default those that the config names.
         """
-        make_rules = make_rules or (lambda: load(config.dataflow))
-        rules = make_rules()
+        self._make_rules = make_rules or (lambda: load(config.dataflow))
+        rules = self._make_rules()
         self._config, self._options, self._clock = config, config.dataflow, clock
         self._filter, self._selector = rules.filter, rules.selector
-        self._fold = Fold(lambda: make_rules().curator)
+        self._fold = Fold(lambda: self._make_rules().curator)
         self._tasks = TaskOrder(tasks, config.rollout.num_questions)
         self._database = connect(database)
         self._num_pushed = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowtrain.config import Config
+from flowtrain.dataflow.ledger.history import Histories
 from flowtrain.dataflow.ledger.nodes import NodeRequests
 from flowtrain.dataflow.ledger.pushes import PushRequests
 from flowtrain.dataflow.ledger.report import Reports
@@ -12,7 +13,7 @@ from flowtrain.dataflow.ledger.trainers import TrainerRequests
 from flowtrain.tasks.sets import task_set
 
 
-class Ledger(NodeRequests, PushRequests, TrainerRequests, Reports):
+class Ledger(NodeRequests, PushRequests, TrainerRequests, Reports, Histories):
     """`contract.Dataflow` out of a database: the path of an SQLite file, or the URL of a PostgreSQL server."""
 
 

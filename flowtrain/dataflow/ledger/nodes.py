@@ -14,7 +14,7 @@ from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.room import drop_surplus, room_of, sampled_version, standing
 from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.options import to_toml
-from flowtrain.seeds import derive_seed
+from flowtrain.seeds import derive_seed, derive_uniform
 from flowtrain.types import Task
 
 MAX_UNITS = 1024
@@ -123,7 +123,7 @@ class NodeRequests(LedgerBase):
         while len(leases) < num and len(decisions) < num + _MAX_DRAWS:
             position = meta.num_positions + len(decisions)
             task = self._tasks[position]
-            draw = derive_seed(self._config.run.seed, "curate", position) / 2**63
+            draw = derive_uniform(self._config.run.seed, "curate", position)
             is_admitted = curator.admits(task.id, task.kind, draw)
             decisions.append((position, task.id, task.kind, int(is_admitted), draw, num_events))
             if is_admitted:

@@ -109,7 +109,7 @@ class TrainerRequests(LedgerBase):
             policy.name,
             step - 1 - policy.max_staleness,
         )
-        number_groups(transaction, meta.num_events)
+        num_events = number_groups(transaction, meta.num_events)
         fresh = waiting(transaction, policy)
         again = reused(consumed(transaction, policy, step), policy.num_groups, self._options.replay_share, step - 1)
         num = policy.num_groups - len(again)
@@ -119,10 +119,10 @@ class TrainerRequests(LedgerBase):
         assert len(chosen) == len(set(chosen)) <= num and set(chosen) <= {each.outcome.unit for each in fresh}, "the selector's units"
         if len(chosen) < num:
             return num - len(chosen)
-        self._write(transaction, policy, step, chosen, again)
+        self._write(transaction, policy, step, num_events, chosen, again)
         return 0
 
-    def _write(self, transaction: Transaction, policy: Any, step: int, chosen: list[int], again: list[int]) -> None:
+    def _write(self, transaction: Transaction, policy: Any, step: int, num_events: int, chosen: list[int], again: list[int]) -> None:
         places = [(policy.name, step, place, unit, int(place >= len(chosen))) for place, unit in enumerate([*chosen, *again])]
         transaction.many(f"INSERT INTO places VALUES {marks(range(5))}", places)
         transaction.many(
@@ -130,7 +130,7 @@ class TrainerRequests(LedgerBase):
         )
         transaction.run("UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, self._clock(), policy.name)
         stats = json.dumps(batch_stats(transaction, policy.name, step))
-        row = (policy.name, step, self._clock(), policy.num_groups, policy.max_staleness, stats)
+        row = (policy.name, step, self._clock(), policy.num_groups, policy.max_staleness, num_events, stats)
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
 
     def progress(self, request: Progress) -> Done:

@@ -28,7 +28,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class Point:
     """One of the three places where a rule decides."""
 
     key: str
@@ -40,19 +40,21 @@ class _Point:
     """What a rule has."""
 
 
-_CURATORS = _Point(
+_CURATORS = Point(
     "curator",
     "flowtrain.curators",
     {"all": "all:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
     ("admits", "observe", "on_version"),
 )
-_FILTERS = _Point("filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",))
-_SELECTORS = _Point(
+_FILTERS = Point("filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",))
+_SELECTORS = Point(
     "selector",
     "flowtrain.selectors",
     {"deadline": "deadline:EarliestDeadline", "arrival": "arrival:Arrival", "weighted": "weighted:Weighted"},
     ("select",),
 )
+
+POINTS = (_CURATORS, _FILTERS, _SELECTORS)
 
 
 def load(options: Dataflow) -> Rules:
@@ -64,7 +66,7 @@ def load(options: Dataflow) -> Rules:
     )
 
 
-def _make(point: _Point, name: str, options: Mapping[str, Any]) -> Any:
+def _make(point: Point, name: str, options: Mapping[str, Any]) -> Any:
     offered = _offered(point)
     if name not in offered:
         raise UserError(f"dataflow.{point.key}: no {point.key} {name!r}; there are {', '.join(offered)}")
@@ -79,23 +81,25 @@ def _make(point: _Point, name: str, options: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise UserError(f"{point.key} {name!r} of package {_package(entry)} cannot be made: {type(error).__name__}: {error}") from error
     if missing := [method for method in point.methods if not callable(getattr(rule, method, None))]:
-        raise UserError(
-            f"{point.key} {name!r} of package {_package(entry)} has no method {missing[0]}; it needs {', '.join(point.methods)}"
-        )
+        needs = ", ".join(point.methods)
+        raise UserError(f"{point.key} {name!r} of package {_package(entry)} has no method {missing[0]}; it needs {needs}")
     return rule
 
 
-def _called(point: _Point, name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    takes = signature(make).parameters
-    if not any(each.kind is each.VAR_KEYWORD for each in takes.values()) and (unknown := [key for key in options if key not in takes]):
-        raise UserError(f"dataflow.{point.key}_options: {name} knows no {unknown[0]!r}; it takes {', '.join(takes) or 'no options'}")
+def _called(point: Point, name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    takes = signature(make)
+    try:
+        takes.bind(**options)
+    except TypeError as error:
+        known = ", ".join(takes.parameters) or "no options"
+        raise UserError(f"dataflow.{point.key}_options: {name}: {error}; it takes {known}") from None
     try:
         return make(**options)
     except ValidationError as error:
         raise UserError(_explained(point, name, error)) from None
 
 
-def _explained(point: _Point, name: str, error: ValidationError) -> str:
+def _explained(point: Point, name: str, error: ValidationError) -> str:
     """Example: dataflow.curator_options.floor_easy=0: Input should be greater than 0 (greso)."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, (f"dataflow.{point.key}_options", *first["loc"])))
@@ -103,7 +107,7 @@ def _explained(point: _Point, name: str, error: ValidationError) -> str:
     return f"{key}={first['input']!r}: {message} ({name})"
 
 
-def _offered(point: _Point) -> dict[str, EntryPoint]:
+def _offered(point: Point) -> dict[str, EntryPoint]:
     """By name, built-in ones first."""
     offered = {name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group) for name, value in point.built_in.items()}
     for entry in sorted(entry_points(group=point.group), key=lambda entry: (entry.name, _package(entry))):

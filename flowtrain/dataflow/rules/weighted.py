@@ -31,15 +31,15 @@ class Weighted:
         kinds: dict[str, list[Candidate]] = {}
         for candidate in earliest(candidates):
             kinds.setdefault(candidate.outcome.kind, []).append(candidate)
-        sizes = {kind: len(kinds[kind]) for kind in sorted(kinds)}
+        sizes = {kind: len(waiting) for kind, waiting in kinds.items()}
         weights = {kind: Fraction(self._weights.get(kind, 1.0)) for kind in sizes}
-        places = rounded(shares(sizes, weights, min(num, len(candidates))), Fraction(random.Random(seed).random()))
+        places = rounded(shares(sizes, weights, num), Fraction(random.Random(seed).random()))
         chosen = [candidate for kind, count in places.items() for candidate in kinds[kind][:count]]
         return [candidate.outcome.unit for candidate in earliest(chosen)]
 
 
 def shares(sizes: Mapping[str, int], weights: Mapping[str, Fraction], num: int) -> dict[str, Fraction]:
-    """`num` places in proportion to the weights, though no kind gets more than its size; num <= sum of the sizes."""
+    """`num` places in proportion to the weights, though no kind gets more than its size."""
     open_kinds, found = dict(sizes), dict[str, Fraction]()
     while open_kinds:
         left = num - sum(found.values())

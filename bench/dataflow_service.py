@@ -1,0 +1,167 @@
+"""What the service of the dataflow costs, in real time: `python -m flowtrain.dataflow serve` over HTTP on loopback, its database on disk.
+
+"alone": one lease, one push and a place in one batch, one after another, while nothing else happens: what the service adds to a group.
+"at once": many groups are leased, then pushed by 8 threads, then served, on the cores that service and client share. Groups are as large as
+those of the quickstart, and packed beforehand, for that is the nodes' work.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import BatchRequest, Join, Lease, LeaseRequest, Progress, Push, Register
+from flowtrain.types import Action, FinishReason, Group, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+
+NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 16, 8, 2
+"""The quickstart's: groups of a step, rollouts of a group; and turns that its rollouts have in the middle of training."""
+PROMPT, RESPONSE = 90, 24
+"""Tokens."""
+NUM_THREADS, PER_REQUEST = 8, 64
+NODE, POLICY = "bench", "planner"
+
+
+def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]:
+    """`postgres` is the URL of a server where databases may be made; "": SQLite alone."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        found += _rows("SQLite", str(Path(folder) / "ledger.db"), num_groups, num_alone)
+    if postgres:
+        with _database(postgres) as url:
+            found += _rows("PostgreSQL", url, num_groups, num_alone)
+    return found
+
+
+def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dict[str, Any]]:
+    sizes = {"rollout.num_questions": NUM_GROUPS, "rollout.group_size": GROUP_SIZE, "dataflow.max_waiting": num_groups + num_alone}
+    options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
+    with service(database, options) as (url, token), Client(url, token, wait_s=120.0) as client:
+        client.join(Join(NODE, NODE))
+        client.register(Register(POLICY, "", "", NUM_GROUPS, max_staleness=10_000))
+        alone, num_bytes = _alone(client, num_alone)
+        at_once = _at_once(client, num_groups, next_step=num_alone // NUM_GROUPS + 1)
+    common = {"database": name, "bytes_per_group": num_bytes}
+    return [{**common, "service": "alone", "groups": num_alone, **alone}, {**common, "service": "at once", "groups": num_groups, **at_once}]
+
+
+def _alone(client: Client, num_groups: int) -> tuple[dict[str, float], int]:
+    """Milliseconds per group, and bytes of one."""
+    leases_s, pushes_s, batches_s, payload = [], [], [], b""
+    for number in range(num_groups):
+        seconds, (lease,) = _timed(partial(_leased, client, 1))
+        leases_s.append(seconds)
+        payload = pack_group(group(lease))
+        seconds, _ = _timed(partial(client.push, Push(NODE, lease.unit, lease.attempt, payload)))
+        pushes_s.append(seconds)
+        if (number + 1) % NUM_GROUPS == 0:
+            seconds, _ = _timed(partial(_batch, client, (number + 1) // NUM_GROUPS))
+            batches_s.append(seconds / NUM_GROUPS)
+    medians = {name: 1e3 * statistics.median(of) for name, of in (("lease", leases_s), ("push", pushes_s), ("batch", batches_s))}
+    return {**{f"{name}_ms": value for name, value in medians.items()}, "ms_per_group": sum(medians.values())}, len(payload)
+
+
+def _at_once(client: Client, num_groups: int, next_step: int) -> dict[str, float]:
+    """Groups per second of each part, and of all of them one after another."""
+    leased_s, leases = _timed(lambda: [lease for _ in range(0, num_groups, PER_REQUEST) for lease in _leased(client, PER_REQUEST)])
+    pushes = [Push(NODE, lease.unit, lease.attempt, pack_group(group(lease))) for lease in leases]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        pushed_s, _ = _timed(lambda: list(threads.map(client.push, pushes)))
+    num_steps = len(leases) // NUM_GROUPS
+    served_s, _ = _timed(lambda: list(map(partial(_batch, client), range(next_step, next_step + num_steps))))
+    parts = {"lease": leased_s, "push": pushed_s, "batch": served_s}
+    return {
+        **{f"{name}_per_s": len(leases) / seconds for name, seconds in parts.items()},
+        "groups_per_s": len(leases) / sum(parts.values()),
+    }
+
+
+def _leased(client: Client, num: int) -> tuple[Lease, ...]:
+    leases = client.lease(LeaseRequest(NODE, NODE, num, {POLICY: 0}, key=secrets.token_hex(8))).leases
+    assert len(leases) == num, "there is room for all"
+    return leases
+
+
+def _batch(client: Client, step: int) -> None:
+    """And the trainer's report of it, whose checkpoint lets the ledger forget the groups."""
+    batch = client.batch(BatchRequest(POLICY, step, wait_s=10.0))
+    assert len(batch.groups) == NUM_GROUPS, batch.num_missing
+    client.progress(Progress(POLICY, step, step))
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    answer = run()
+    return time.perf_counter() - began, answer
+
+
+def group(lease: Lease) -> Group:
+    """As large as one of the quickstart, and as hard to compress: what is sampled is drawn."""
+    order = random.Random(lease.seed)
+    rollouts = tuple(
+        Trajectory(lease.task, tuple(_turn(order, number) for number in range(NUM_TURNS)), "1284", 0.7, rollout, reward=rollout % 2)
+        for rollout in range(GROUP_SIZE)
+    )
+    return Group(lease.index, rollouts)
+
+
+def _turn(order: random.Random, number: int) -> Turn:
+    said = "".join(order.choices(string.ascii_lowercase + " ", k=60))
+    return Turn(
+        prompt_ids=tuple(range(100, 100 + PROMPT)),
+        response_ids=tuple(order.randrange(300) for _ in range(RESPONSE)),
+        response_logprobs=tuple(-order.random() for _ in range(RESPONSE)),
+        spans=(VersionSpan(0, RESPONSE, 0),),
+        finish_reason=FinishReason.STOP,
+        response_text=said,
+        action=Action("", "", said[:20], "Search"),
+        command=f"tool.execute(query={said[:20]!r})",
+        result=ToolResult(f"The {said[:20]} is 1284.", seconds=order.random()),
+        verdict=Verdict.STOP if number else Verdict.CONTINUE,
+        seconds=0.3,
+        plan_s=0.29,
+    )
+
+
+@contextmanager
+def service(database: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`python -m flowtrain.dataflow serve` as a process of its own: its URL and token."""
+    token = secrets.token_urlsafe(16)
+    command = [sys.executable, "-m", "flowtrain.dataflow", "serve", "--database", database, "--port", "0", *options]
+    with subprocess.Popen(command, env={**os.environ, "FLOWTRAIN_TOKEN": token}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        try:
+            if (match := re.search(r"http://\S+", said)) is None:
+                raise SystemExit(f"the service did not start: {said}")
+            yield match[0], token
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def _database(server: str) -> Iterator[str]:
+    """A new database of the server, which is dropped afterwards."""
+    import psycopg
+
+    name = f"flowtrain_bench_{secrets.token_hex(4)}"
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+        yield urlsplit(server)._replace(path=f"/{name}").geturl()
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
