@@ -2,8 +2,8 @@
 
 In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real ledger: training steps per hour in
 the synchronous loop and through the dataflow, over how long the trainer takes; the trainer's idle share by size of the pool, and once it
-has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With --learning, instead
-of all that: reward per sampled token, through the dataflow and not, in real training runs.
+has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With
+--learning, instead of all that: reward per sampled token, through the dataflow and not, in real training runs.
 
 What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as AgentFlow's trainer expects, with a long tail;
 latencies do not depend on the load. 32 questions with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous
