@@ -36,7 +36,7 @@ def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[st
         run = _synchronous if arm == "synchronous" else _through_dataflow
         run(place, [*ARMS[arm], *options], seed, warm[seed % len(warm)])
         tokens, rewards = learning.curve(place)
-        factor = _sampled_per_trained(place)
+        factor = sampled_per_trained(place)
         curves[arm].append(([factor * number for number in tokens], rewards))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     return [learning.row(arm, runs, budget) for arm, runs in curves.items()]
@@ -71,7 +71,7 @@ def _beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-service")
 
 
-def _sampled_per_trained(folder: Path) -> float:
+def sampled_per_trained(folder: Path) -> float:
     """Tokens of all groups that came in, as a multiple of those that were trained."""
     path = _beside(folder) / "status.json"
     if not path.exists():
