@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from groups import group, ledger, planner
 
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Refused, Release, Renewal, Unavailable
+from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Release, Renewal, Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Rules
@@ -130,8 +131,9 @@ def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
         else:
             node(database, name, f"life-{life}", rng)
         status = 0
-    except Refused as error:
-        print("refused:", error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(status)
 

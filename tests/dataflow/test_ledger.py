@@ -393,6 +393,7 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger,
     assert again.batch(BatchRequest("planner", 2)) == second
     again.progress(Progress("planner", 2, 1))
     assert again.batch(BatchRequest("planner", 3)) == third
+    assert [event.version for event in again.events() if event.outcome is None] == [1, 2], "a version that comes again is no news"
     assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(range(1, 13))
     with pytest.raises(Refused, match="its checkpoint is of step 1"):
         again.batch(BatchRequest("planner", 1))
@@ -572,10 +573,13 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     joined(flow)
     flow.register(planner())
     for step in (1, 2):
-        for each in lease(flow, 8):
+        leases = lease(flow, 8)
+        for each in leases[:4]:
             push(flow, each, version=step - 1)
         batch(flow, step)
         flow.progress(Progress("planner", step, 0))
+        for each in leases[4:]:
+            push(flow, each, version=step - 1)
     lease(flow, 4)
     decided = flow.decisions()
     assert [each.position for each in decided] == list(range(len(decided)))

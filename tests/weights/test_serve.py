@@ -184,6 +184,7 @@ def test_a_damaged_head_publishes_nothing(filled: WeightStore, tmp_path: Path) -
 def test_it_listens_on_loopback_unless_told(filled: WeightStore) -> None:
     _, listener = make_server(make_app(filled, TOKEN))
     with listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "or answers wait 40 ms"
         host, port = listener.getsockname()
         assert host == "127.0.0.1" and port > 0 and address(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1 port {port}: .*in use"):

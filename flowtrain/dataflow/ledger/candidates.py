@@ -65,10 +65,10 @@ def batch_stats(transaction: Transaction, policy: str, step: int) -> dict[str, f
 
 def forget_payloads(transaction: Transaction, *, keep_for_replay: bool) -> None:
     """Deletes the groups that no batch can need any more: neither fresh, nor in a batch after a checkpoint, nor to be trained again."""
-    again = " OR s.min_version >= p.checkpoint - p.max_staleness" if keep_for_replay else ""
+    again = " OR (s.state = 'served' AND s.min_version >= p.checkpoint - p.max_staleness)" if keep_for_replay else ""
     transaction.run(
         "DELETE FROM payloads WHERE NOT EXISTS (SELECT 1 FROM shares s JOIN policies p ON p.name = s.policy WHERE s.unit = payloads.unit"
-        f" AND (s.state = 'fresh' OR (s.state = 'served' AND (s.step > p.checkpoint{again}))))"
+        f" AND (s.state = 'fresh'{again}))"
         " AND NOT EXISTS (SELECT 1 FROM places l JOIN policies p ON p.name = l.policy"
         " WHERE l.unit = payloads.unit AND l.step > p.checkpoint)"
     )

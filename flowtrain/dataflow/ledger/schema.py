@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
@@ -68,17 +67,14 @@ def prepare(database: Database, fixed: str) -> Any:
 
     `fixed` are the options that may not change while a run goes on, as TOML. UserError when the database has other ones, or another schema.
     """
-    try:
-        with database.write() as transaction:
-            if transaction.lock("meta"):  # of two that begin at once, one waits here for the other
-                transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)
-            if not _is_made(transaction):
-                for statement in TABLES.split(";"):
-                    transaction.run(statement)
-                transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
-            found = ledger_row(transaction, database.name)
-    except Unavailable as error:
-        raise UserError(f"cannot reach the database: {error}") from error
+    with database.write() as transaction:
+        if transaction.lock("meta"):  # of two that begin at once, one waits here for the other
+            transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)
+        if not _is_made(transaction):
+            for statement in TABLES.split(";"):
+                transaction.run(statement)
+            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+        found = ledger_row(transaction, database.name)
     if found.fixed != fixed:
         old, new = found.fixed.splitlines(), fixed.splitlines()
         changed = next((f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b), "options were added or removed")

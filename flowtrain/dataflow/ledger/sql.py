@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,7 +172,7 @@ class SqliteDatabase(_Pool):
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
         connection.row_factory = _named
-        connection.execute("PRAGMA journal_mode = WAL")
+        _use_log(connection)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
@@ -193,6 +194,19 @@ class SqliteDatabase(_Pool):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
         cure = next((cure for start, cure in cures.items() if code.startswith(start)), None)
         return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else error
+
+
+def _use_log(connection: sqlite3.Connection) -> None:
+    """Where two processes begin with a new file at once, SQLite tells one of them that it is locked, without waiting as it else does."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 @lru_cache
@@ -244,9 +258,9 @@ class PostgresDatabase(_Pool):
         except self._psycopg.DataError as error:
             raise Refused(f"the database takes no such value: {error}") from error
         except self._for_people as error:
-            raise UserError(f"cannot use the database {self.name}: {error}") from error
+            raise UserError(f"cannot use the database {self.name}: {_line(error)}") from error
         except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
-            raise Unavailable(f"the database {self.name} did not answer: {error}") from error
+            raise Unavailable(f"the database {self.name} did not answer: {_line(error)}") from error
 
     def _connect(self) -> Any:
         # A peer that vanishes in the middle of a transaction must not keep its locks.
@@ -254,6 +268,10 @@ class PostgresDatabase(_Pool):
         settings = {"lock_timeout": wait, "statement_timeout": wait, "idle_in_transaction_session_timeout": wait}
         options = " ".join(f"-c {name}={value}" for name, value in settings.items())
         return self._psycopg.connect(self._url, autocommit=True, connect_timeout=10, options=options, row_factory=self._rows.namedtuple_row)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _without_password(url: str) -> str:
