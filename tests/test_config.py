@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flowtrain import command as commands
 from flowtrain.command import Interrupt, run_command
 from flowtrain.config import Chat, Config, Policy
-from flowtrain.options import NAMED, help_text, parse, to_toml
+from flowtrain.options import NAMED, check_allowed, help_text, parse, parse_over, to_toml
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.toml"
@@ -539,3 +539,26 @@ NODES = ("--dataflow.url", "http://flow:8400")
 )
 def test_what_does_not_go_with_stale_rollouts_or_nodes(argv: tuple[str, ...], line: str) -> None:
     assert line in complaint(*argv)
+
+
+def test_a_config_as_text_with_options_over_it() -> None:
+    """What a rollout node makes of the run's config."""
+    config = parse(
+        ["--roles.verifier", "own", "--policies.verifier.path", "warm", "--tasks.kinds", '["chain"]', "--vllm.max_num_seqs", "3"]
+    )
+    assert config is not None
+    assert parse_over(to_toml(config), []) == config
+    ours = parse_over(to_toml(config), ["--vllm.max_num_seqs=9", "--policies.verifier.path", "/here"])
+    assert (ours.vllm.max_num_seqs, ours.policies["verifier"].path, ours.tasks) == (9, "/here", config.tasks)
+    with pytest.raises(UserError, match="the config of the run: not TOML"):
+        parse_over("[run", [])
+    with pytest.raises(UserError, match=r"unknown key run.speed"):
+        parse_over("[run]\nspeed = 1", [])
+
+
+@pytest.mark.parametrize("words", [["--train.lr", "1"], ["--vllmx", "1"], ["--config", "a.toml"], ["--run.device", "cpu", "--run.dir=x"]])
+def test_options_that_are_not_for_who_sets_them(words: list[str]) -> None:
+    allowed = ("run.device", "vllm.*")
+    check_allowed(["--run.device", "cpu", "--vllm.sleep", "true"], allowed)
+    with pytest.raises(UserError, match=r"is the same for the whole run and cannot be set here; what can be: run.device, vllm.\*"):
+        check_allowed(words, allowed)

@@ -18,7 +18,7 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused
 from flowtrain.dataflow.service import Service
 
-for name in ("faulty_proxy", "fleet", "groups"):
+for name in ("faulty_proxy", "fleet"):
     pytest.register_assert_rewrite(name)
 import groups  # noqa: E402
 from faulty_proxy import faulty  # noqa: E402

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import groups
 import pytest
 
+from flowtrain import serving
 from flowtrain.dataflow.local_pool import Controller, Processes
 from flowtrain.dataflow.pool import Window, target_size, window_between
+from flowtrain.dataflow.service import Service
 from flowtrain.types import UserError
 
 # ---- by hand
@@ -30,7 +35,7 @@ from flowtrain.types import UserError
         (4, 1.0, 0.90, 8),  # 40 would be too sudden: twice at most
         (4, 1.0, 1.00, 8),
         (4, 1.0, 0.10, 4),  # within the band
-        (4, 1.0, 0.05, 4),
+        (10, 0.5, 0.05, 10),  # and though half of the nodes idle
         (10, 0.5, 0.11, 10),  # the trainer waits for something else than nodes
         (4, 1.0, 0.00, 4),  # all are needed: a tenth above 4 is above 4
         (10, 0.5, 0.00, 6),  # 5.5
@@ -129,15 +134,15 @@ def test_from_anywhere_it_comes_to_one_size_and_stays(start: int, kept: float) -
     assert set(found[-18:]) == {last}, f"no oscillation: {found}"
     assert plant.enough * 0.9 <= last <= plant.enough * 1.25 + 1
     assert plant.window(last).trainer_wait <= 0.12
-    changes = [b - a for a, b in zip(found, found[1:], strict=False) if a != b]
-    assert sum((a > 0) != (b > 0) for a, b in zip(changes, changes[1:], strict=False)) <= 1, f"turns back once at most: {found}"
+    changes = [b - a for a, b in itertools.pairwise(found) if a != b]
+    assert sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes)) <= 1, f"turns back once at most: {found}"
 
 
 def test_noise_moves_it_little() -> None:
     found = sizes(Plant(node_rate=0.1, step_s=8.0, noise=0.4), 3, 60)
     settled = found[-45:]
     assert max(settled) - min(settled) <= 2
-    assert sum(a != b for a, b in zip(settled, settled[1:], strict=False)) <= 3
+    assert sum(a != b for a, b in itertools.pairwise(settled)) <= 3
 
 
 def test_it_follows_a_load_that_changes() -> None:
@@ -152,8 +157,11 @@ def test_it_follows_a_load_that_changes() -> None:
 
 # ---- processes
 
-SLEEPER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
-STUBBORN = "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); pathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(60)"
+SLEEPER = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+STUBBORN = (
+    "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); pathlib.Path(sys.argv[1]).touch()\n"
+    "while True: time.sleep(60)"
+)
 
 
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -265,32 +273,35 @@ def test_nodes_elsewhere_count_and_are_left_alone() -> None:
     assert processes.num == 1, "at least that; the others are not ours"
 
 
-def test_the_command_ends_every_node_it_started(tmp_path: Path) -> None:
-    """A service that is away keeps the pool as it is; SIGTERM ends it."""
-    words = [
-        "pool",
-        "--url",
-        "http://127.0.0.1:9",
-        "--max",
-        "3",
-        "--every",
-        "0.1",
-        "--",
-        sys.executable,
-        "-S",
-        "-c",
-        SLEEPER,
-        str(tmp_path / "{slot}"),
-    ]
-    pool = subprocess.Popen([sys.executable, "-m", "flowtrain.dataflow", *words], stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    book = groups.ledger(tmp_path / "ledger.sqlite")
+    server, listener = serving.make_server(Service(book, book.run, "of-the-tests"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield serving.address(listener)
+    server.should_exit = True
+    thread.join(20)
+    book.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number: int) -> None:
+    place = tmp_path / "nodes"
+    place.mkdir()
+    node = (sys.executable, "-S", "-c", SLEEPER, str(place / "{slot}"))
+    words = ("pool", "--url", url, "--min", "2", "--max", "3", "--every", "0.05", "--", *node)
+    pool = subprocess.Popen([sys.executable, "-m", "flowtrain.dataflow", *words], env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"})
     try:
-        assert pool.stderr is not None
-        assert "the pool stays as it is" in pool.stderr.readline()
-        pool.terminate()
+        wait_for(lambda: len(list(place.iterdir())) == 2 and all(path.read_text() for path in place.iterdir()), 40.0)
+        nodes = [int(path.read_text()) for path in place.iterdir()]
+        assert all(map(is_alive, nodes))
+        pool.send_signal(number)
         assert pool.wait(30) == 0
+        assert not any(map(is_alive, nodes))
     finally:
         pool.kill()
-        pool.communicate()
+        pool.wait()
 
 
 @pytest.mark.parametrize("words", [["--min", "3", "--max", "2"], ["--min", "0", "--max", "2"], ["--max", "2", "--every", "0"]])

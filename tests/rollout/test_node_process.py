@@ -137,7 +137,7 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     wait_for(lambda: here.ledger.status()["units"]["leased"] > 0 or here.ledger.status()["units"]["committed"] > 8)
     here.stop()
     before = here.ledger.status()["units"]
-    time.sleep(0.5)
+    wait_for(lambda: "is asked again" in node.err.read_text())
     here.start()
     for step in (2, 3, 4, 5, 6):
         trainer.step(step)

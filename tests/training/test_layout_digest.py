@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.policies import PolicyModel
 from flowtrain.training import model as models
 from flowtrain.training.model import layout_digest
 
@@ -34,8 +36,10 @@ def test_it_looks_at_shapes_and_tokens_and_not_at_values() -> None:
     assert len({ours, *others}) == 5
 
 
-def test_it_survives_a_folder(tiny_path: str, tmp_path) -> None:
+def test_it_survives_a_folder(tiny_path: str, tmp_path: Path) -> None:
     model, tokenizer = models.load_model(tiny_path, torch.float32), models.load_tokenizer(tiny_path)
     models.export(model, tokenizer, models.full_weights(model), tmp_path)
     again = models.load_model(str(tmp_path), torch.float32), models.load_tokenizer(str(tmp_path))
-    assert layout_digest(*again, torch.float32) == layout_digest(model, tokenizer, torch.float32)
+    digest = layout_digest(model, tokenizer, torch.float32)
+    assert layout_digest(*again, torch.float32) == digest
+    assert PolicyModel.load("model.path", str(tmp_path)).layout(torch.float32) == digest, "which loads no weights"
