@@ -21,6 +21,8 @@ from bench.dataflow_service import service
 from flowtrain.dataflow.client import Client
 
 CONFIG = ["--config", "configs/quickstart.toml"]
+_LEVEL = 0.8
+"""Held-out reward whose tokens are counted."""
 ARMS: dict[str, list[str]] = {
     "synchronous": [],
     "dataflow": ["--dataflow.max_staleness", "2"],
@@ -39,7 +41,8 @@ def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[st
         factor = sampled_per_trained(place)
         curves[arm].append(([factor * number for number in tokens], rewards))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
-    return [learning.row(arm, runs, budget) for arm, runs in curves.items()]
+    first = curves["synchronous"]
+    return [learning.row(arm, runs, first, budget, _LEVEL) for arm, runs in curves.items()]
 
 
 def _synchronous(folder: Path, options: Sequence[str], seed: int, model: str) -> None:

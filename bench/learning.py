@@ -2,7 +2,9 @@
 
 Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with several seeds; runs that are there
 already are taken as they are. Compared is the held-out reward at the same number of sampled response tokens, the most that every run has
-reached: at the end ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t) over seeds.
+reached: at the end ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t) over seeds. "gain" is
+how much the mean is above that of the first arm, seed by seed; "to level" are the tokens, in thousands, until the reward is at --level for
+the first time, of the runs that get there ("reached").
 """
 
 from __future__ import annotations
@@ -24,24 +26,30 @@ from tqdm import tqdm
 
 from bench.measure import print_table, write_json
 
-APPO = ["--algorithm.name", "appo", "--appo.num_roots", "4", "--appo.spacing", "4", "--train.num_steps", "150"]
+APPO = ["--algorithm.name", "appo", "--appo.num_roots", "4", "--appo.spacing", "4", "--train.num_steps", "75"]
 DEEP = ["--tasks.kinds", '["sum4", "sum5"]', "--tasks.num_train", "8000", "--agent.max_turns", "6", "--agent.eval_max_turns", "6"]
 STUDIES: dict[str, dict[str, list[str]]] = {
     "appo": {
-        "flow_grpo": ["--train.num_steps", "120"],
+        "flow_grpo": ["--train.num_steps", "60"],
         "appo": [*APPO, "--appo.rule", "score"],
         "appo, no future": [*APPO, "--appo.rule", "score", "--appo.future_coef", "0"],
         "entropy": [*APPO, "--appo.rule", "entropy"],
         "arpo": [*APPO, "--appo.rule", "arpo"],
     },
     "infoflow": {
-        "flow_grpo": [*DEEP],
-        "infoflow, no hints": [*DEEP, "--algorithm.name", "infoflow", "--infoflow.hint_rate", "0"],
-        "infoflow": [*DEEP, "--algorithm.name", "infoflow", "--infoflow.hint_turn", "1"],
+        "flow_grpo": [*DEEP, "--train.num_steps", "200"],
+        "infoflow, no hints": [*DEEP, "--train.num_steps", "80", "--algorithm.name", "infoflow", "--infoflow.hint_rate", "0"],
+        "infoflow": [*DEEP, "--train.num_steps", "80", "--algorithm.name", "infoflow", "--infoflow.hint_turn", "1"],
     },
 }
-"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's questions, InfoFlow on ones of 4 and 5 turns."""
-SHORT = [*("--eval.every", "10", "--checkpoint.every", "0"), *("--log.num_rollouts", "0", "--log.tensorboard", "false")]
+"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's questions, InfoFlow on ones of 4 and 5 turns.
+
+Steps differ because the tokens of a step do.
+"""
+SHORT = [
+    *("--eval.every", "10", "--eval.num_tasks", "100", "--checkpoint.every", "0"),
+    *("--log.num_rollouts", "0", "--log.tensorboard", "false"),
+]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, two-sided, by number of seeds."""
 
@@ -58,6 +66,7 @@ def main() -> None:
     parser.add_argument("--study", choices=list(STUDIES), default="appo", help="default: appo")
     parser.add_argument("--arms", nargs="+", help="default: all of the study")
     parser.add_argument("--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)")
+    parser.add_argument("--level", type=float, default=0.8, help="reward to reach (default: 0.8)")
     parser.add_argument("--dir", type=Path, default=Path("runs/learning"), help="folder of the runs (default: runs/learning)")
     parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
@@ -71,7 +80,8 @@ def main() -> None:
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
         curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
-    rows = [row(arm, runs, budget) for arm, runs in curves.items()]
+    first = next(iter(curves.values()))
+    rows = [row(arm, runs, first, budget, args.level) for arm, runs in curves.items()]
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -97,10 +107,11 @@ def curve(folder: Path) -> Curve:
     return [total for total, _ in points], [reward for _, reward in points]
 
 
-def row(arm: str, runs: Sequence[Curve], budget: float) -> dict[str, Any]:
-    grid = np.linspace(0, budget, 101)
-    rewards = [np.interp(grid, tokens, reward) for tokens, reward in runs]
-    final, mean = [float(r[-1]) for r in rewards], [float(r.mean()) for r in rewards]
+def row(arm: str, runs: Sequence[Curve], first: Sequence[Curve], budget: float, level: float) -> dict[str, Any]:
+    """`first`: the runs of the first arm, in the same order of seeds."""
+    final, mean = [reward_at(budget, run) for run in runs], [mean_reward(budget, run) for run in runs]
+    gain = [a - mean_reward(budget, run) for a, run in zip(mean, first, strict=True)]
+    reached = [tokens for run in runs if (tokens := tokens_to(level, run)) is not None]
     return {
         "arm": arm,
         "seeds": len(runs),
@@ -109,7 +120,29 @@ def row(arm: str, runs: Sequence[Curve], budget: float) -> dict[str, Any]:
         "final +-": half_width(final),
         "mean": fmean(mean),
         "mean +-": half_width(mean),
+        "gain": fmean(gain),
+        "gain +-": half_width(gain),
+        "to level": fmean(reached) / 1000 if reached else None,
+        "reached": len(reached),
     }
+
+
+def reward_at(tokens: float, run: Curve) -> float:
+    return float(np.interp(tokens, *run))
+
+
+def mean_reward(budget: float, run: Curve) -> float:
+    """Area under the curve, by its width."""
+    return float(np.interp(np.linspace(0, budget, 101), *run).mean())
+
+
+def tokens_to(level: float, run: Curve) -> float | None:
+    """Between the two evaluations of which the second is the first at that level."""
+    tokens, rewards = run
+    index = next((n for n, reward in enumerate(rewards) if reward >= level), None)
+    if not index:
+        return None if index is None else tokens[0]
+    return float(np.interp(level, rewards[index - 1 : index + 1], tokens[index - 1 : index + 1]))
 
 
 def half_width(values: Sequence[float]) -> float:

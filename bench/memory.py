@@ -19,9 +19,10 @@ from flowkernels import LossSpec
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.measure import print_table, write_json
+from flowtrain.config import Config
+from flowtrain.memory import plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.memory import MemoryPlan, plan_memory
 from flowtrain.training.model import ShardSpec, shard
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
@@ -88,32 +89,36 @@ def measure(case: Case) -> dict[str, Any]:
     world = World.join("auto")
     _train(FIRST, world)
     peak = MemoryPeak(world.device)
-    plan = _train(case, world)
-    measured = peak.num_bytes()
+    parts = _train(case, world)
+    predicted, measured = sum(parts.values()), peak.num_bytes()
     world.leave()
     return {
         "device": world.device.type,
         **asdict(case),
-        **{f"{part}_mb": num_bytes / 1e6 for part, num_bytes in plan.parts.items() if num_bytes},
-        "predicted_mb": plan.num_bytes / 1e6,
+        **{f"{part}_mb": num_bytes / 1e6 for part, num_bytes in parts.items() if num_bytes},
+        "predicted_mb": predicted / 1e6,
         "measured_mb": measured / 1e6,
-        "predicted_of_measured": plan.num_bytes / measured,
+        "predicted_of_measured": predicted / measured,
     }
 
 
-def _train(case: Case, world: World) -> MemoryPlan:
-    """Two steps on two rows each; returns the plan."""
-    on_gpu = world.device.type == "cuda"
-    dtype, config = torch.bfloat16 if on_gpu else torch.float32, case.config()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    spec = ShardSpec(dtype, case.recompute)
-    plan = plan_memory(model, spec, num_ranks=1, token_budget=case.token_budget, has_reference=False, on_gpu=on_gpu)
-    trainer = Trainer(shard(model, world, spec), world, LossSpec(), OptimSpec(lr=1e-4))
+def _train(case: Case, world: World) -> dict[str, int]:
+    """Two steps on two rows each; returns what was planned for them, by part. Nothing is published here."""
+    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+    dtype = torch.bfloat16 if gpu_bytes else torch.float32
+    options = {
+        "model": {"dtype": str(dtype).removeprefix("torch.")},
+        "train": {"token_budget": case.token_budget, "recompute": case.recompute},
+        "algorithm": {"kl_coef": 0.0},
+    }
+    model = AutoModelForCausalLM.from_config(case.config(), attn_implementation=attention.NAME)
+    plan = plan_memory(Config.model_validate(options), model, [], 1, gpu_bytes)
+    trainer = Trainer(shard(model, world, ShardSpec(dtype, case.recompute)), world, LossSpec(), OptimSpec(lr=1e-4))
     rows = pack_rows([_sample(case.vocab_size, case.token_budget // 2, seed) for seed in range(4)], case.token_budget)
     assert [len(row.input_ids_N) for row in rows] == [case.token_budget] * 2
     for _ in range(2):
         trainer.step([rows])
-    return plan
+    return {name: number for name, number in plan.parts.items() if name != "published"}
 
 
 def _sample(vocab_size: int, num_tokens: int, seed: int) -> Sample:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from flowtrain.types import Sample
 class Transformers:
     """Batches as they come, padded on the right."""
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(model).train()
+    scores_all: ClassVar = True
+    """Its head runs on every token, not on those alone that are trained."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, batch_size: int, dtype: torch.dtype) -> None:
+        self.model = copy.deepcopy(model).to(device).train()
         self.model.set_attn_implementation("sdpa")
-        self.device, self._batch_size, self._dtype = next(model.parameters()).device, batch_size, dtype
+        self.device, self._batch_size, self._dtype = device, batch_size, dtype
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
     def step(self, samples: Sequence[Sample]) -> None:
@@ -38,7 +41,7 @@ class Transformers:
 
     def backward(self, samples: Sequence[Sample]) -> None:
         """The gradient of the mean over samples of the mean over their tokens."""
-        for batch in self._batches(samples):
+        for batch in _batches(samples, self._batch_size):
             with self.autocast():
                 loss = self.loss(batch)
             (loss * (len(batch) / len(samples))).backward()
@@ -58,21 +61,17 @@ class Transformers:
         loss = -torch.minimum(ratio * advantage_B1, ratio.clamp(0.8, 1.2) * advantage_B1)
         return torch.where(weight > 0, loss * weight, 0.0).sum() / len(batch)
 
-    def num_tokens(self, samples: Sequence[Sample]) -> int:
-        return sum(len(batch) * self._longest(batch) for batch in self._batches(samples))
-
-    def num_pairs(self, samples: Sequence[Sample]) -> int:
-        """Queries times the keys that they see."""
-        return sum(len(batch) * self._longest(batch) * (self._longest(batch) + 1) // 2 for batch in self._batches(samples))
+    @classmethod
+    def shapes(cls, samples: Sequence[Sample], batch_size: int) -> list[tuple[int, int]]:
+        """(samples, tokens of each) of every padded batch."""
+        return [(len(batch), cls._longest(batch)) for batch in _batches(samples, batch_size)]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
 
-    def _longest(self, batch: Sequence[Sample]) -> int:
+    @classmethod
+    def _longest(cls, batch: Sequence[Sample]) -> int:
         return max(len(s.prompt_ids) + len(s.response_ids) for s in batch)
-
-    def _batches(self, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-        return (samples[start : start + self._batch_size] for start in range(0, len(samples), self._batch_size))
 
     def _padded(self, rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64, side: str = "right") -> Tensor:
         return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_side=side).to(self.device)
@@ -81,10 +80,12 @@ class Transformers:
 class Trl(Transformers):
     """Prompts padded on the left and responses on the right, as TRL makes its batches."""
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, dtype: torch.dtype) -> None:
+    scores_all: ClassVar = False
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, batch_size: int, dtype: torch.dtype) -> None:
         from trl.trainer import grpo_trainer
 
-        super().__init__(model, batch_size, dtype)
+        super().__init__(model, device, batch_size, dtype)
         grpo_trainer.add_fused_lm_head(self.model, temperature=1.0, outputs=("log_probs", "entropy"))
         self._grpo = grpo_trainer.GRPOTrainer
         self._trainer = self._stand_in()
@@ -102,7 +103,8 @@ class Trl(Transformers):
         loss: Tensor = self._grpo._compute_loss(self._trainer, self.model, inputs)
         return loss
 
-    def _longest(self, batch: Sequence[Sample]) -> int:
+    @classmethod
+    def _longest(cls, batch: Sequence[Sample]) -> int:
         return max(len(s.prompt_ids) for s in batch) + max(len(s.response_ids) for s in batch)
 
     def _stand_in(self) -> Any:
@@ -128,3 +130,7 @@ class Trl(Transformers):
         score: Any = self._grpo._get_per_token_logps_and_entropies
         trainer._get_per_token_logps_and_entropies = partial(score.__wrapped__, trainer)  # without TRL's profiling
         return trainer
+
+
+def _batches(samples: Sequence[Sample], batch_size: int) -> Iterator[Sequence[Sample]]:
+    return (samples[start : start + batch_size] for start in range(0, len(samples), batch_size))

@@ -37,7 +37,6 @@ from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
-from flowtrain.training.memory import MemoryPlan, plan_memory
 from flowtrain.training.model import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
@@ -104,22 +103,6 @@ class Job:
             report.RunDir.create(path, to_toml(self.config), manifest)
         self.world.barrier()
         return report.RunDir.open(path)
-
-    def memory_plan(self, num_trainers: int, samples: bool) -> MemoryPlan:
-        """Of a rank that trains, and perhaps `samples` too; vLLM, a process of its own, apart."""
-        config, spec = self.config, self._shard_spec()
-        plan = plan_memory(
-            self.model,
-            spec,
-            num_ranks=num_trainers,
-            token_budget=config.train.token_budget,
-            has_reference=config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config),
-            on_gpu=self.world.device.type == "cuda",
-        )
-        copy_bytes = self.model.num_parameters() * spec.dtype.itemsize
-        engines = sum(policy.num_parameters() for policy in self.policies.values()) * spec.dtype.itemsize
-        in_process = samples and config.rollout.engine == "torch"
-        return MemoryPlan({**plan.parts, "published": copy_bytes // num_trainers, "engine": engines if in_process else 0})
 
     def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
         """What samples from each policy of the flow, by its name: its weights come from its store by version.

@@ -35,9 +35,9 @@ class Learner:
         trainer = job.make_trainer(loss_spec(job.config), optim_spec(job.config), ranks)
         return cls(job, ranks, store, trainer, job.make_publisher(store, ranks))
 
-    def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+    def train(self, step: int, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch. Returns statistics of all ranks."""
-        stats = self.trainer.step(minibatches)
+        stats = self.trainer.step(minibatches, step)
         if self.job.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself
         return stats

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain import recipe
 from flowtrain.config import Config
 from flowtrain.rollout.engine import Engine
 from flowtrain.rollout.requests import stop_ids
@@ -88,7 +89,8 @@ def _torch_engine(config: Config, policy: PolicyModel, device: torch.device, sto
         model = AutoModelForCausalLM.from_config(copy.deepcopy(policy.shape), dtype=dtype, attn_implementation="sdpa")
     model.generation_config = policy.generation
     batch, scrub = config.rollout.max_batch_size, config.weights.scrub_every
-    return TorchEngine(model.to(device), policy.tokenizer, store, max_batch_size=batch, scrub_every=scrub)
+    tells = store is not None and recipe.sampler_tells_entropies(config)
+    return TorchEngine(model.to(device), policy.tokenizer, store, max_batch_size=batch, scrub_every=scrub, tells_entropies=tells)
 
 
 def _vllm_engine(config: Config, policy: PolicyModel, device: torch.device, store: Source | None) -> VllmEngine:

@@ -25,7 +25,9 @@ def loss_spec(config: Config) -> LossSpec:
 
 def optim_spec(config: Config) -> OptimSpec:
     t = config.train
-    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, t.rescore, config.algorithm.m2po)
+    has_old, has_ref = scored_before(config)
+    rescore = t.rescore and not has_old
+    return OptimSpec(t.lr, (t.beta1, t.beta2), t.weight_decay, t.grad_clip, rescore, config.algorithm.m2po, has_ref)
 
 
 def algorithm(config: Config) -> Callable[[Sequence[Group], int], Advantages]:
@@ -52,6 +54,18 @@ def hints(config: Config, step: int) -> Hints | None:
 def branches_against_reference(config: Config) -> bool:
     """Whether places to branch are chosen by how far the policy has come from the one that training started from."""
     return config.algorithm.name == "appo" and (config.appo.rule, config.appo.omega) == ("score", "reference")
+
+
+def sampler_tells_entropies(config: Config) -> bool:
+    """Whether places to branch are chosen by the sampler's own entropies and log-probs: where these are the trainer's but for rounding."""
+    return (config.algorithm.name, config.rollout.engine, config.model.dtype) == ("appo", "torch", "float32")
+
+
+def scored_before(config: Config) -> tuple[bool, bool]:
+    """Whether what is trained has been scored when places to branch were sought: (by the policy, by the reference), where the loss asks."""
+    # ARPO trains branches too, which nobody has scored.
+    has_old = config.algorithm.name == "appo" and config.appo.rule != "arpo" and not sampler_tells_entropies(config)
+    return has_old and config.train.rescore, branches_against_reference(config) and config.algorithm.kl_coef > 0
 
 
 def future_ratio(config: Config) -> FutureRatio | None:

@@ -1,7 +1,8 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them. The
-flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is -log p.
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate what `train.policy` said in them, as
+the refiner too where that is the planner (`roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are
+those of `train.py`; only the loss is -log p.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pathlib import Path
 from flowkernels import LossSpec
 
 from flowtrain import report
+from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
+from flowtrain.algorithms import Advantages, screen
 from flowtrain.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.config import Config
 from flowtrain.job import Job, saving
@@ -65,20 +68,27 @@ def _run(job: Job, interrupt: Interrupt, cleanup: ExitStack) -> int:
     demonstrations = _demonstrate(job, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
     calls = [call for t in kept for turn in t.turns if (call := calls_of(turn, config.train.policy)) is not None]
-    samples = [_sample(call, rft.prompt_weight) for call in calls if call.response_ids]
-    num_kept, num_rewarded, num_samples = world.sum([len(kept), sum(t.reward or 0 for t in demonstrations), len(samples)])
+    imitated = [_sample(call, rft.prompt_weight) for call in calls]
+    if (config.train.policy, config.roles.refiner) == ("planner", POLICY):  # the same weights learn both, each from what it read
+        imitated += refinements(flow, kept, job.tokenizer, job.tokenizer.eos_token_id, config.agent.max_result_chars)
+    batch = screen(Advantages(tuple(imitated), num_dropped=0), int(job.model.config.max_position_embeddings))
+    samples, num_rewarded = batch.samples, sum(t.reward or 0 for t in demonstrations)
+    num_kept, num_rewarded, num_samples, *counts = world.sum([len(kept), num_rewarded, len(samples), *batch.num_excluded.values()])
+    num_excluded = {reason: round(number) for reason, number in zip(batch.num_excluded, counts, strict=True) if number}
+    left_out = ", left out: " + ", ".join(f"{number} {reason}" for reason, number in num_excluded.items()) if num_excluded else ""
     if world.max([not samples])[0]:
         raise UserError(
-            f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of {rft.num_rollouts} rollouts were kept"
+            f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of {rft.num_rollouts} rollouts were kept, "
+            f"{num_samples:.0f} turns{left_out}"
         )
     if world.is_main:
-        print(
-            f"{rft.num_rollouts} rollouts, mean reward {num_rewarded / rft.num_rollouts:.3f}, kept {num_kept:.0f}: {num_samples:.0f} turns"
-        )
+        mean_reward = num_rewarded / rft.num_rollouts
+        print(f"{rft.num_rollouts} rollouts, mean reward {mean_reward:.3f}, kept {num_kept:.0f}: {num_samples:.0f} turns{left_out}")
     last_step = _imitate(job, samples, run_dir, interrupt)
     weights = full_weights(job.model)
     if world.is_main:
-        facts = {"seconds": time.monotonic() - started, "num_rollouts": rft.num_rollouts, "num_turns": num_samples, "num_steps": last_step}
+        counted = {"num_rollouts": rft.num_rollouts, "num_turns": num_samples, "num_excluded": num_excluded, "num_steps": last_step}
+        facts = {"seconds": time.monotonic() - started, **counted}
         with saving(run_dir.path / "model"):
             export(job.model, job.tokenizer, weights, run_dir.path / "model")
             (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
@@ -143,7 +153,7 @@ def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interr
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(rft.lr * min(step / max(rft.warmup_steps, 1), (rft.num_steps - step + 1) / rft.num_steps, 1.0))
-        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)])
+        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
@@ -157,13 +167,14 @@ def _imitate(job: Job, samples: Sequence[Sample], run_dir: report.RunDir, interr
 
 
 def _sample(call: Call, prompt_weight: float) -> Sample:
-    """One call to imitate. With a prompt weight, every token but the first is a target."""
-    prompt, response = call.prompt_ids, call.response_ids
+    """One call to imitate. With a prompt weight, every token but the first is a target; an empty response stays one."""
+    prompt, response, logprobs = call.prompt_ids, call.response_ids, call.logprobs
     weights = (1.0,) * len(response)
-    if prompt_weight:
-        weights = (prompt_weight,) * (len(prompt) - 1) + weights
+    if prompt_weight and response:
+        num_before = len(prompt) - 1
+        weights, logprobs = (prompt_weight,) * num_before + weights, (0.0,) * num_before + logprobs
         prompt, response = prompt[:1], prompt[1:] + response
-    return Sample(prompt, response, (0.0,) * len(response), (1.0,) * len(response), weights)
+    return Sample(prompt, response, logprobs, (1.0,) * len(response), weights)
 
 
 def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:

@@ -27,7 +27,7 @@ from flowtrain.evals.verdicts import verdict_metrics
 from flowtrain.feed import Feed, connect
 from flowtrain.job import Job, resume_point
 from flowtrain.learner import Learner
-from flowtrain.memory import check_memory
+from flowtrain.memory import plan_memory
 from flowtrain.placement import Placement
 from flowtrain.report.curves import plot_curves
 from flowtrain.report.jsonl import read_lines
@@ -41,7 +41,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.branching import find_points
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.model import layout_digest
-from flowtrain.training.scores import annotate
+from flowtrain.training.scores import Origin, Scored, annotate, hand_on
 from flowtrain.training.trainer import ResponseScores
 from flowtrain.training.tree import Row
 from flowtrain.training.world import World
@@ -69,6 +69,7 @@ class Session:
         self._cleanup = ExitStack()
         self._checkpoint_s = 0.0
         self._weights_metrics: dict[str, float | str] = {}
+        self._scored: Mapping[Origin, Scored] = {}
 
     def __enter__(self) -> Session:
         with ExitStack() as cleanup:  # closes what is open when a later part fails to
@@ -89,8 +90,11 @@ class Session:
         self._placement = Placement.of(config, self.world)
         self._peak_flops = 1e12 * (config.train.peak_tflops or self._known_tflops()) * self._placement.trainers.size
         self._job = Job.prepare(config, self.world)
-        self._check_memory()
         self._cleanup.callback(self._job.close)
+        sampled = [policy.num_parameters() for policy in self._job.policies.values()] if self._samples else []
+        self._memory_plan = plan_memory(config, self._job.model, sampled, self._placement.trainers.size, self._gpu_bytes())
+        if self._placement.trainers.is_member:
+            self._memory_plan.check(config)
         store = WeightStore(Path(config.run.dir) / "weights")
         self._engines = self._make_engines(store)
         for engine in self._engines.values():
@@ -98,7 +102,6 @@ class Session:
         self._engine = self._engines[config.train.policy]
         self._flow = self._job.make_flow(self._engines, config.agent.max_turns)
         self.judge = self._job.make_judge()
-        self._memory_plan = self._job.memory_plan(self._placement.trainers.size, self._samples and not self._placement.is_split)
         self._run_dir = self._job.open_run_dir({"memory_plan": self._memory_plan.parts})
         if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
             planner = self._job.policies["planner"].tokenizer
@@ -113,11 +116,9 @@ class Session:
             self._feed = self._open_feed()
         self._warm = self._evaluate_warm()
 
-    def _check_memory(self) -> None:
-        device, trainers = self.world.device, self._placement.trainers
-        if device.type == "cuda" and trainers.is_member:
-            total = torch.cuda.get_device_properties(device).total_memory
-            check_memory(self._config, self._job.model.num_parameters(), trainers.size, total)
+    def _gpu_bytes(self) -> int:
+        device = self.world.device
+        return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
     def _make_engines(self, store: WeightStore) -> dict[str, Engine]:
         """The trained policy has its weights from the store; the other one, if there is one, is frozen."""
@@ -201,10 +202,13 @@ class Session:
         if config.algorithm.name != "appo":
             return [[] for _ in groups]
 
-        def score(samples: Sequence[Sample]) -> ResponseScores:
+        def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
             assert self._learner is not None, "branching ranks train"
+            told = entropies if recipe.sampler_tells_entropies(config) else None
             against_reference = recipe.branches_against_reference(config)
-            return self._learner.trainer.score_samples(samples, config.train.token_budget, against_reference)
+            scores = self._learner.trainer.score_samples(samples, config.train.token_budget, against_reference, told)
+            self._scored = scores.by_origin(samples, *recipe.scored_before(config))
+            return scores
 
         num_branches = config.rollout.group_size - config.appo.num_roots
         seed = derive_seed(config.run.seed, "branch", step)
@@ -232,14 +236,14 @@ class Session:
 
     def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """What this rank trains of what all ranks have sampled; collective."""
-        return self._placement.deal(samples)
+        return self._placement.deal(hand_on(samples, self._scored))
 
-    def train(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
+    def train(self, step: int, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
         """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all ranks that train; none on the others."""
         if self._learner is None:
             return {}
         self._engine.sleep()
-        return self._learner.train(minibatches)
+        return self._learner.train(step, minibatches)
 
     def publish(self, version: int) -> None:
         """Put the policy's weights into the store; collective, and done on every rank when it returns."""

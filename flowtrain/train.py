@@ -50,7 +50,7 @@ def train(config: Config) -> int:
                 samples = run.deal(batch.samples)
             with clock("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
-                stats = run.train(rows)
+                stats = run.train(step, rows)
             with clock("publish"):
                 run.publish(step)
             with clock("load"):

@@ -157,6 +157,8 @@ class Completion:
     finish_reason: FinishReason
     kept: KeptTokens | None = None
     """What each id was sampled from, it among them; None: from all tokens."""
+    entropies: tuple[float, ...] = ()
+    """One per id, in nats, over all tokens at the sampler's temperature; () where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,8 @@ class Turn:
     """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
     response_kept: KeptTokens | None = None
     """The engine's, as for `Completion`."""
+    response_entropies: tuple[float, ...] = ()
+    """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
     prompt_text: str = ""
     """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; "" otherwise."""
     verifier_call: Call | None = None
@@ -361,3 +365,7 @@ class Sample:
     """(group index, trajectory, turn) it was made of; None where nobody asks."""
     kept: KeptTokens | None = None
     """What the log-probs are taken among, the trainer's as the sampler's; None: all tokens."""
+    old_logprobs: tuple[float, ...] = ()
+    """The trainer's own, where it has scored the sample before; else ()."""
+    ref_logprobs: tuple[float, ...] = ()
+    """The reference policy's, likewise."""

@@ -127,11 +127,12 @@ class Flow:
 
     def _rewind(self, rollout: _Rollout, start: Start) -> None:
         """Bring the rollout to where it leaves the other one."""
-        rollout.memory = Memory(analysis=start.root.analysis)
-        for turn in start.turns():
-            rollout.memory = rollout.memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
-            rollout.turns.append(turn)
+        rollout.memory, rollout.turns = _memory_before(start.root, start.point.turn), start.turns()
         rollout.shown, rollout.opening = self._shown(rollout.memory), start.opening()
+
+    def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
+        """What the modules of that turn read, a hint apart."""
+        return self._shown(_memory_before(trajectory, turn))
 
     def _shown(self, memory: Memory) -> Memory:
         return bounded(memory, self.limits.memory_tokens, self.planner.measure) if self.limits.memory_tokens else memory
@@ -192,6 +193,7 @@ class Flow:
             verdict_text=verified.text,
             plan_s=plan_s,
             response_kept=done.kept,
+            response_entropies=done.entropies,
             prompt_text=plan.prompt_text,
             retrieved=retrieved,
             verifier_call=verified.call,
@@ -226,3 +228,10 @@ def _role(name: str) -> Iterator[None]:
         yield
     except EngineError as error:
         raise _RoleFailed(f"{name}: {error}") from error
+
+
+def _memory_before(trajectory: Trajectory, turn: int) -> Memory:
+    memory = Memory(analysis=trajectory.analysis)
+    for done in trajectory.turns[:turn]:
+        memory = memory.add(MemoryEntry.of(done.action, done.command, done.result))
+    return memory

@@ -1,6 +1,7 @@
 """The refiner (InfoFlow, arXiv 2510.26575, section 3): turns what a search found into short evidence; only its text enters the memory.
 
-It is not trained here. What it is given follows the paper's outline: the question, what is known, what was looked for, the passages.
+The loop does not train it; fine-tuning on good rollouts does where it is the policy (`rft.py`). What it is given follows the paper's
+outline: the question, what is known, what was looked for, the passages.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ class LLMRefiner:
     """Characters of a reply that are kept."""
 
     async def refine(self, question: str, memory: Memory, sub_goal: str, passages: str, seed: int, deadline_s: float) -> str:
-        known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in memory.entries) or "- nothing yet"
-        prompt = PROMPT.format(question=question, known=known, sub_goal=sub_goal, passages=passages)
-        reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
+        reply = await self.engine.ask(render(question, memory, sub_goal, passages), seed=seed, deadline_s=deadline_s)
         return reply.strip()[: self.max_chars]
+
+
+def render(question: str, memory: Memory, sub_goal: str, passages: str) -> str:
+    """What the model reads."""
+    known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in memory.entries) or "- nothing yet"
+    return PROMPT.format(question=question, known=known, sub_goal=sub_goal, passages=passages)
 
 
 PROMPT = """A researcher works on a question step by step. Read what the last search found and write down what matters, so that the

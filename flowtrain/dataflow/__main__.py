@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from flowtrain import serving
 from flowtrain.config import Config
@@ -100,6 +101,17 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if found.differences else 0
 
 
+def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger.audit import reading
+    from flowtrain.dataflow.timeline import draw_timeline, read_timeline
+
+    _nothing_else(rest)
+    with reading(options.database) as transaction:
+        timeline = read_timeline(transaction)
+    print(draw_timeline(timeline, Path(options.out), f"{Path(options.database).name}: {len(timeline.pushes):,} groups"))
+    return 0
+
+
 def _config(words: Sequence[str]) -> Config:
     config = parse(words)
     assert config is not None, "--help has been answered"
@@ -114,7 +126,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
     parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit,replay}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit,replay,picture}")
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
     server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
@@ -150,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     again.usage = f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
     again.epilog = f"{again.epilog}. The options are those that the service has."
     _add_database(again, "it may be in use")
+
+    example = "picture --database runs/a/flow.sqlite"
+    picture = _add(commands, "picture", _picture, "draw rates, rewards, versions and staleness over time", example)
+    _add_database(picture, "it may be in use")
+    picture.add_argument("--out", default="flow.png", help="PNG to write (default: flow.png)")
     return parser
 
 

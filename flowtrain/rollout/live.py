@@ -40,10 +40,12 @@ def run(url: str, name: str, stores: Mapping[str, str], num_units: int, words: S
         while True:
             try:
                 return _live(client, config, name, stores, num_units, token)
+            except PoliciesChanged:  # while the engines were made
+                pass
             except ExceptionGroup as failures:
                 if failures.subgroup(PoliciesChanged) is None:
                     raise _first(failures) from None
-                _log.warning("another policy is trained now: the engines start anew")
+            _log.warning("another policy is trained now: the engines start anew")
 
 
 def _live(client: Dataflow, config: Config, name: str, stores: Mapping[str, str], num_units: int, token: str) -> None:

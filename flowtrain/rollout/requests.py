@@ -71,11 +71,12 @@ def completion(
     labels: Sequence[tuple[int, int]],
     reason: FinishReason,
     kept: Sequence[Sequence[int]] | None = None,
+    entropies: Sequence[float] = (),
 ) -> Completion:
-    """`labels`: (version, first token) of each span, in order; `kept`: what each id was sampled from."""
+    """`labels`: (version, first token) of each span, in order; `kept`: what each id was sampled from, with what entropies."""
     assert len(ids) == len(logprobs) and (kept is None or len(kept) == len(ids))
     ends = [*(start for _, start in labels[1:]), len(ids)]
     spans = [VersionSpan(start, min(end, len(ids)), version) for (version, start), end in zip(labels, ends, strict=True)]
     filled = tuple(span for span in spans if span.start < span.end)
     sets = None if kept is None else KeptTokens.of(kept)
-    return Completion(tuple(ids), tuple(logprobs), filled or (VersionSpan(0, 0, labels[-1][0]),), reason, sets)
+    return Completion(tuple(ids), tuple(logprobs), filled or (VersionSpan(0, 0, labels[-1][0]),), reason, sets, tuple(entropies))

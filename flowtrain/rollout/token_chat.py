@@ -9,6 +9,12 @@ from flowtrain.rollout.engine import Engine, EngineError
 from flowtrain.types import FinishReason, Sampling
 
 
+def encode_chat(tokenizer: ChatTokenizer, prompt: str) -> list[int]:
+    """The tokens of one user message, up to where the reply begins."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 class TokenChat:
     """See `ChatEngine`."""
 
@@ -40,9 +46,7 @@ class TokenChat:
     async def _reply(self, prompt: str, seed: int, deadline_s: float) -> str:
         engine, options = self.engine, self._options
         assert engine is not None, f"{self._label} has no engine yet"
-        conversation = [{"role": "user", "content": prompt}]
-        text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        prompt_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        prompt_ids = encode_chat(self._tokenizer, prompt)
         room = engine.max_tokens - len(prompt_ids)
         if room < 1:
             raise EngineError(f"{self._label}: a prompt of {len(prompt_ids)} tokens does not fit into {engine.max_tokens}")

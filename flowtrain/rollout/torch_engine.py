@@ -39,6 +39,8 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
     """What each id was sampled from; nothing where that is all tokens."""
+    entropies: list[float] = field(default_factory=list)
+    """Nothing unless the engine tells them."""
     finish_reason: FinishReason | None = None
 
 
@@ -53,10 +55,11 @@ class TorchEngine:
         version: int = 0,
         max_batch_size: int = 256,
         scrub_every: int = 0,
+        tells_entropies: bool = False,
     ) -> None:
         """The model's weights are taken to be `version` until `load` was called; `scrub_every` as for `WeightReader`.
 
-        Without a store they stay what they are.
+        Without a store they stay what they are. `tells_entropies`: fill `Completion.entropies`.
         """
         self._model = model.eval()
         self._tokenizer = tokenizer
@@ -68,6 +71,7 @@ class TorchEngine:
         """What the last load did."""
         self._version = version
         self._max_batch_size = max_batch_size
+        self._tells_entropies = tells_entropies
         self._waiting: list[_Request] = []
         self._batcher: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
@@ -158,6 +162,9 @@ class TorchEngine:
         for step in range(uniform_BT.shape[1]):
             under_way = [requests[i] for i in rows]
             logprob_BV = _logprobs(logits_BV, temperature_B[rows])
+            if self._tells_entropies:
+                for request, entropy in zip(under_way, _entropies(logprob_BV).tolist(), strict=True):
+                    request.entropies.append(entropy)
             if any(request.sampling.is_truncated for request in under_way):
                 logprob_BV = _truncate(logprob_BV, under_way)
             ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
@@ -223,6 +230,11 @@ def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
     return (logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]).log_softmax(-1)
 
 
+def _entropies(logprob_BV: Tensor) -> Tensor:
+    """In nats, [B]."""
+    return torch.special.entr(logprob_BV.exp()).sum(-1)
+
+
 def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
     """Log-probs among what top-k and then top-p keep, -inf elsewhere; each request that they bound notes what was kept."""
     bounds = [(r.sampling.top_k, r.sampling.top_p) if r.sampling.is_truncated else (0, 1.0) for r in requests]
@@ -257,4 +269,4 @@ def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
 def _completion(request: _Request) -> Completion:
     assert request.finish_reason is not None
     kept = request.kept if request.sampling.is_truncated else None
-    return completion(request.ids, request.logprobs, [(request.version, 0)], request.finish_reason, kept)
+    return completion(request.ids, request.logprobs, [(request.version, 0)], request.finish_reason, kept, request.entropies)

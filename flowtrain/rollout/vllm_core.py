@@ -207,7 +207,8 @@ class Core:
             self._is_loading = False
 
     async def _sleep(self) -> None:
-        await self._llm.sleep(level=1)
+        if not self._is_asleep:  # where nodes sample, many steps pass between two loads
+            await self._llm.sleep(level=1)
         self._is_asleep = True
 
     async def _connect(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
 
+from flowtrain.training.scores import Origin
 from flowtrain.training.trainer import ResponseScores
 from flowtrain.types import BranchPoint, Group, Sample, Turn
 
@@ -43,8 +44,8 @@ class BranchRule:
     """The branch keeps the token that was chosen and goes on after it, as the released code does."""
 
 
-ScoreTokens = Callable[[Sequence[Sample]], ResponseScores]
-"""Scores of the responses of samples, one after the other; collective."""
+ScoreTokens = Callable[[Sequence[Sample], Sequence[float]], ResponseScores]
+"""(samples, the entropies that the sampler told of their responses) -> scores of the responses, one after the other; collective."""
 
 
 def find_points(
@@ -58,8 +59,8 @@ def find_points(
     """
     roots = [(g, n, root) for g, group in enumerate(groups) for n, root in enumerate(group.trajectories) if not root.error]
     turns = [(s, turn, t) for s, (_, _, root) in enumerate(roots) for turn, t in enumerate(root.turns) if t.response_ids]
-    samples = [_sample(turn) for *_, turn in turns]
-    scored = score(samples)
+    samples = [_sample(turn, (groups[roots[s][0]].index, roots[s][1], number)) for s, number, turn in turns]
+    scored = score(samples, [x for *_, turn in turns for x in turn.response_entropies])
     places = _Places.of(turns, len(roots), scored.logprob_T.device)
     if rule.kind == "arpo":
         found = _after_tools(places, scored.entropy_T, random.Random(seed))
@@ -79,10 +80,10 @@ def find_points(
     return [[BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in places] for places in chosen]
 
 
-def _sample(turn: Turn) -> Sample:
+def _sample(turn: Turn, origin: Origin) -> Sample:
     num_tokens = len(turn.response_ids)
     tokens = turn.prompt_ids, turn.response_ids, turn.response_logprobs
-    return Sample(*tokens, (0.0,) * num_tokens, (1.0,) * num_tokens, kept=turn.response_kept)
+    return Sample(*tokens, (0.0,) * num_tokens, (1.0,) * num_tokens, origin=origin, kept=turn.response_kept)
 
 
 def choose(strict: Sequence[Sequence[Place]], loose: Sequence[Sequence[Place]], num_branches: int, spread: str) -> list[Place]:

@@ -50,6 +50,19 @@ class TokenScores:
         return found
 
 
+Scored = tuple[tuple[float, ...], tuple[float, ...]]
+"""Log-probs of a sample under the policy and under the reference, as `Sample` has them; () for what is not known."""
+
+
+def hand_on(samples: Sequence[Sample], scored: Mapping[Origin, Scored]) -> list[Sample]:
+    """The samples with what is known of them already."""
+    if not scored:
+        return list(samples)
+    nothing: Scored = ((), ())
+    known = [nothing if sample.origin is None else scored.get(sample.origin, nothing) for sample in samples]
+    return [replace(s, old_logprobs=old, ref_logprobs=ref) for s, (old, ref) in zip(samples, known, strict=True)]
+
+
 def annotate(
     groups: Sequence[Group],
     samples: Sequence[Sample],

@@ -1,11 +1,12 @@
 """The optimizer step: packed rows in, new weights and statistics out.
 
 One global normaliser per mini-batch (the sum of all token weights over all ranks and micro-batches) makes the gradient independent of how
-samples are spread over rows and ranks.
+samples are spread over rows and ranks. A step whose loss or gradient is not finite is skipped, by all ranks alike.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,10 +37,19 @@ from flowtrain.training.balance import balance, give_back
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
-from flowtrain.training.scores import Origin, TokenScores
+from flowtrain.training.scores import Origin, Scored, TokenScores
+from flowtrain.training.totals import Totals
 from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.types import Sample, UserError
+
+_log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 3
+"""Optimizer steps in a row that are skipped before the run ends."""
+
+_ROUNDING = 1e-5
+"""Nats by which two ways to compute an fp32 log-prob may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class OptimSpec:
     """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
     m2po: float | None = None
     """Largest mean square of the log-ratios that lead away from the old policy, over a mini-batch; None: the clip of the loss alone."""
+    has_ref: bool = False
+    """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,18 @@ class ResponseScores:
     entropy_T: Tensor
     old_logprob_T: Tensor
     """Of the sampler, or of the reference policy."""
+
+    def by_origin(self, samples: Sequence[Sample], has_old: bool, has_ref: bool) -> dict[Origin, Scored]:
+        """What the trainer is to know of these samples: the policy's log-probs as old ones, the others as those of the reference policy."""
+        if not has_old and not has_ref:
+            return {}
+        num_tokens = [len(sample.response_ids) for sample in samples]
+        parts = zip(samples, self.logprob_T.split(num_tokens), self.old_logprob_T.split(num_tokens), strict=True)
+        return {
+            sample.origin: (tuple(old.tolist()) if has_old else (), tuple(ref.tolist()) if has_ref else ())
+            for sample, old, ref in parts
+            if sample.origin is not None
+        }
 
 
 class Trainer:
@@ -86,7 +110,9 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
+        self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._scores, self._origins = TokenScores(), list[Origin]()
+        self._num_skipped = 0
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -97,8 +123,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, minibatches: Sequence[Sequence[Row]]) -> dict[str, float]:
-        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all."""
+    def step(self, minibatches: Sequence[Sequence[Row]], number: int = 0) -> dict[str, float]:
+        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all.
+
+        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in a row were skipped.
+        """
         totals, self._scores = Totals(), TokenScores()
         self._origins = [origin for rows in minibatches for row in rows for origin in row.origins if origin is not None]
         totals.num_flops = self._needed_flops(minibatches)
@@ -111,19 +140,23 @@ class Trainer:
                 trusted = self._within_region(rows, self._optim.m2po)
                 totals.ratio_bounds.append(1 + trusted.clip_high)
                 self._token_loss = self._aware_of_future(trusted)
-            self.forward_backward(rows, normaliser, totals, int(num_rows))
-            totals.grad_norms.append(self.optim_step())
+            loss = self.forward_backward(rows, normaliser, totals, int(num_rows))
+            totals.close_step(self.optim_step(loss, number))
         return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
     def own_scores(self) -> dict[Origin, tuple[float, ...]]:
         """The log-probs of the last step's tokens, of the turns that this rank gave; collective, and waits for the device."""
         return give_back(self._scores.by_origin(), self._origins, self._world)
 
-    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> None:
-        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective."""
+    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> Tensor:
+        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective.
+
+        Returns this rank's part of the loss.
+        """
         num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
+        losses = []
         for index in range(num_rows):
             if self._world.size > 1:
                 self.model.set_requires_gradient_sync(self._reduces_every_row or index == num_rows - 1)
@@ -131,15 +164,37 @@ class Trainer:
             out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
             out.loss.backward()
             self._scores.add(row, out.logprob_T)
-            totals.add(out.stats, out.loss.detach() / self._world.size, _mismatch(out.logprob_T, row), row)
+            losses.append(out.loss.detach() / self._world.size)
+            totals.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
+        return torch.stack(losses).sum()
 
-    def optim_step(self) -> float:
-        """Clip, step, clear. Returns the gradient norm before clipping."""
+    def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
+        """Clip, step, clear. Returns the gradient norm before clipping.
+
+        None where it is not finite, or the `loss` of any rank is not: then weights and moments stay as they are.
+        """
         limit = self._optim.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.optimizer.step()
+        sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = float(sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm)
+        whole_loss, sum_of_norms = self._world.sum([float(loss), norm])  # one decision on all ranks
+        is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
+        if is_finite:
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._num_skipped = 0 if is_finite else self._num_skipped + 1
+        if not is_finite:
+            self._report_skip(number, norm, whole_loss)
+        return norm if is_finite else None
+
+    def _report_skip(self, number: int, norm: float, loss: float) -> None:
+        if self._num_skipped >= MOST_SKIPPED:
+            raise UserError(
+                f"step {number}: {self._num_skipped} optimizer steps in a row were skipped, the last with a gradient norm of {norm} and "
+                f"a loss of {loss}; weights are as before them. See how grad_norm, ratio_max and logprob_mismatch grew in metrics.jsonl; "
+                f"a learning rate below {self.optimizer.param_groups[0]['lr']:g} may help, or model.dtype = 'float32'"
+            )
+        if self._world.is_main:
+            _log.warning("step %d: an optimizer step is skipped: its gradient norm is %s and its loss %s", number, norm, loss)
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[LogProbs]:
@@ -149,23 +204,37 @@ class Trainer:
         scores = [score_row(model, row, self._temperature) for row in padded]
         return scores[: len(rows)]
 
-    def score_samples(self, samples: Sequence[Sample], token_budget: int, against_reference: bool) -> ResponseScores:
-        """The policy's view of all response tokens, in the order of the samples; collective."""
-        rows = [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
-        scores = self.score(self.model, rows)
-        old = [row.sampler_logprob_T for row in rows]
+    def score_samples(
+        self, samples: Sequence[Sample], token_budget: int, against_reference: bool, entropies: Sequence[float] | None = None
+    ) -> ResponseScores:
+        """The policy's view of all response tokens, in the order of the samples; collective.
+
+        With the `entropies` that the sampler told, the sampler's view is taken for the policy's, and no pass is needed for it.
+        """
+        old_T = sampler_T = self._fp32([x for sample in samples for x in sample.logprobs])
         if against_reference:
             assert self._reference is not None, "there is no reference policy"
-            old = [score.logprob_T for score in self.score(self._reference, rows)]
+            old_T, _ = self._score_in_order(self._reference, samples, token_budget)
+        if entropies is None:
+            return ResponseScores(*self._score_in_order(self.model, samples, token_budget), old_T)
+        # Equal policies are to be equal: a score would make much of what is rounding.
+        logprob_T = torch.where((sampler_T - old_T).abs() < _ROUNDING, old_T, sampler_T)
+        return ResponseScores(logprob_T, self._fp32(entropies), old_T)
+
+    def _score_in_order(self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows change."""
+        scores = self.score(model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)])
+        order = packing_order(samples)
+        num_tokens = [len(samples[index].response_ids) for index in order]
 
         def in_order(parts: list[Tensor]) -> Tensor:
-            if not parts:
-                return torch.zeros(0, device=self._world.device)
-            order = packing_order(samples)
-            of_samples = torch.cat(parts).split([len(samples[index].response_ids) for index in order])
-            return torch.cat([part for _, part in sorted(zip(order, of_samples, strict=True), key=lambda pair: pair[0])])
+            of_samples = zip(order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True)
+            return torch.cat([self._fp32([]), *(part for _, part in sorted(of_samples, key=lambda pair: pair[0]))])
 
-        return ResponseScores(in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores]), in_order(old))
+        return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
+
+    def _fp32(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._world.device)
 
     def _aware_of_future(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         return spec if self._future is None else future_aware(spec, self._future)
@@ -180,7 +249,7 @@ class Trainer:
 
     def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
         """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + (self._loss.kl_coef > 0) + (self._optim.m2po is not None)
+        num_passes = 3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[Row]) -> list[Row]:
@@ -188,7 +257,7 @@ class Trainer:
         rows = [row.to(self._world.device) for row in rows]
         if self._optim.rescore:
             rows = [replace(row, old_logprob_T=old.logprob_T) for row, old in zip(rows, self.score(self.model, rows), strict=True)]
-        if self._loss.kl_coef > 0:
+        if self._scores_reference:
             assert self._reference is not None
             rows = [replace(row, ref_logprob_T=ref.logprob_T) for row, ref in zip(rows, self.score(self._reference, rows), strict=True)]
         return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
@@ -249,77 +318,3 @@ def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, sca
 def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
     """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it is the engines' disagreement."""
     return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()
-
-
-class Totals:
-    """Statistics of one batch, summed on the device and brought to the host once."""
-
-    def __init__(self) -> None:
-        self.grad_norms: list[float] = []
-        self.ratio_bounds: list[float] = []
-        self._stats: list[dict[str, Tensor]] = []
-        self._num_packed = self._num_unshared = self._num_rows = 0
-        self.num_flops = 0.0
-
-    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: Row) -> None:
-        is_first_step = not self.grad_norms
-        first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
-        zeros = {name: torch.zeros_like(value) for name, value in first.items()}
-        self._stats.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
-        self._num_packed += len(row.input_ids_N)
-        self._num_unshared += row.num_unshared_tokens
-        self._num_rows += 1
-
-    def reduce(self, world: World, lr: float) -> dict[str, float]:
-        sums, maxima = self._to_host()
-        names = sorted(sums)
-        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
-        (num_packed, num_unshared, num_rows, num_flops, *summed), (ratio_max, negative_ratio_min) = world.reduce(
-            [*counts, *(sums[n] for n in names)], maxima
-        )
-        totals = dict(zip(names, summed, strict=True))
-        has_tokens = totals["num_tokens_sum"] > 0
-        num_steps, num_tokens = max(len(self.grad_norms), 1), max(totals["num_tokens_sum"], 1)
-        return {
-            "num_tokens": totals["num_tokens_sum"],
-            "num_packed_tokens": num_packed,
-            "num_rows": num_rows,
-            "train_tflop": num_flops / 1e12,
-            "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
-            "num_optim_steps": len(self.grad_norms),
-            "loss": totals["loss_sum"] / num_steps,
-            "grad_norm": sum(self.grad_norms) / num_steps,
-            "lr": lr,
-            "kl": totals["kl_sum"] / num_tokens,
-            "entropy": totals["entropy_sum"] / num_tokens,
-            "clip_fraction": (totals["clipped_low_sum"] + totals["clipped_high_sum"]) / num_tokens,
-            "clip_fraction_low": totals["clipped_low_sum"] / num_tokens,
-            "clip_fraction_high": totals["clipped_high_sum"] / num_tokens,
-            "ratio_mean": totals["ratio_sum"] / num_tokens if has_tokens else 1.0,
-            "ratio_max": ratio_max if has_tokens else 1.0,
-            "ratio_min": -negative_ratio_min if has_tokens else 1.0,
-            "logprob_mismatch": totals["first_mismatch_sum"] / max(totals["first_tokens_sum"], 1),
-            **({"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)} if self.ratio_bounds else {}),
-        }
-
-    def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:
-        """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also without a row."""
-        names = [*_SUMS, "ratio_max", "ratio_min"]
-        if not self._stats:
-            return dict.fromkeys(_SUMS, 0.0), (-math.inf, -math.inf)
-        table = torch.stack([torch.stack([stats[name].double() for name in names]) for stats in self._stats]).cpu()
-        sums = dict(zip(_SUMS, table[:, :-2].sum(0).tolist(), strict=True))
-        return sums, (float(table[:, -2].max()), float((-table[:, -1]).max()))
-
-
-_SUMS = (
-    "num_tokens_sum",
-    "entropy_sum",
-    "kl_sum",
-    "ratio_sum",
-    "clipped_low_sum",
-    "clipped_high_sum",
-    "loss_sum",
-    "first_tokens_sum",
-    "first_mismatch_sum",
-)

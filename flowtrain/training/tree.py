@@ -125,19 +125,20 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
     def targets(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
 
-    logprob_T = targets([x for s in samples for x in s.logprobs])
+    has_ref = bool(samples) and all(s.ref_logprobs for s in samples)
     return Row(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
         subtree_end_N=torch.tensor(_subtree_ends(position_ids), dtype=torch.int64),
         target_row_T=torch.tensor([row for index in range(len(samples)) for row in rows_of[index]], dtype=torch.int64),
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
-        old_logprob_T=logprob_T,
-        sampler_logprob_T=logprob_T,
+        old_logprob_T=targets([x for s in samples for x in s.old_logprobs or s.logprobs]),
+        sampler_logprob_T=targets([x for s in samples for x in s.logprobs]),
         advantage_T=targets([x for s in samples for x in s.advantages]),
         weight_T=targets([x for s in samples for x in s.weights]),
         cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
         num_unshared_tokens=sum(map(len, inputs)),
+        ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         origins=tuple(s.origin for s in samples),
         **_kept(samples),
     )

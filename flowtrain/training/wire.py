@@ -24,6 +24,7 @@ _NO_ORIGIN = (-1, -1, -1)
 
 def to_bytes(samples: Sequence[Sample]) -> bytes:
     """Numbers as rows have them: int32 is enough for ids and counts, and fp32 is what log-probs and weights become."""
+    assert not any(sample.old_logprobs or sample.ref_logprobs for sample in samples), "who scores samples trains them too"
     kept = [sample.kept for sample in samples if sample.kept is not None]
     return save(
         {

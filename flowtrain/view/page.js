@@ -218,6 +218,7 @@ const isRight = (rollout) => rollout.outcomes.includes("right");
 const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "✓" : "✗");
 const tone = (rollout) => (rollout.reward == null ? "soft" : isRight(rollout) ? "right" : "wrong");
 const advantage = (rollout) => rollout.turns.find((turn) => turn.training)?.training.advantage;
+const textOf = (turn, index) => (turn.texts ? visible(turn.texts[index]).replaceAll("\n", "↵\n") : `${turn.ids[index]} `);
 const splitName = (split) => (split === "train" ? "training" : split);
 const rewardText = (rollout) => (rollout.reward == null ? "not scored" : String(+rollout.reward.toFixed(3)));
 
@@ -306,6 +307,7 @@ function drawRollout(rollout) {
         row("Answer", rollout.answer ? visible(rollout.answer) : h("span", { class: "soft" }, "(empty)")),
         row("Accepted", visible(rollout.answers.join("  |  "))),
         row("Reward", reward), row("Judge", rollout.analysis && visible(rollout.analysis)), row("Failure", rollout.error && visible(rollout.error), "wrong"),
+        row("Branch", rollout.branch && leftAt(rollout)),
         row("Ended", `${ENDS[rollout.truncated] ?? visible(rollout.truncated)}, after ${plural(rollout.turns.length, "turn")}`),
         row("Seconds", rolloutTime(rollout)))),
     h("div", { class: "split tools" }, colorSwitch(), colorScale(),
@@ -428,13 +430,56 @@ function drawGroup(members) {
       h("h2", {}, visible(first.question)),
       h("dl", { class: "rows" }, row("Accepted", visible(first.answers.join("  |  "))),
         row("Rollouts", `${members.filter(isRight).length} of ${members.length} right, mean reward ${mean.toFixed(3)}${why}`))),
-    h("div", { class: "members" }, members.map((rollout) => h("a", { class: `member ${isRight(rollout) ? "good" : ""}`, href: `#${rollout.id}` },
-      h("div", { class: "split num" }, h("span", { class: tone(rollout) }, `${mark(rollout)} ${rewardText(rollout)}`),
-        h("span", { class: "soft small" }, advantage(rollout) == null ? "" : `advantage ${signed(advantage(rollout))}`)),
-      h("div", {}, rollout.answer ? visible(rollout.answer.slice(0, 300)) : h("span", { class: "soft" }, "(empty)")),
-      h("ol", {}, rollout.turns.map((turn) => h("li", {}, h("b", {}, turn.action ? visible(turn.action.tool_name) : "malformed"), " ",
-        turn.action ? visible(turn.action.sub_goal.slice(0, 300)) : "", turn.is_error && h("span", { class: "wrong" }, " → error")))),
-      rollout.truncated && h("div", { class: "warn small" }, ENDS[rollout.truncated] ?? visible(rollout.truncated))))));
+    ...(members.some((rollout) => rollout.branch) ? drawTree(members) : [drawMembers(members)]));
+}
+
+function drawMembers(members) {
+  return h("div", { class: "members" }, members.map((rollout) => h("a", { class: `member ${isRight(rollout) ? "good" : ""}`, href: `#${rollout.id}` },
+    h("div", { class: "split num" }, h("span", { class: tone(rollout) }, `${mark(rollout)} ${rewardText(rollout)}`),
+      h("span", { class: "soft small" }, advantage(rollout) == null ? "" : `advantage ${signed(advantage(rollout))}`)),
+    h("div", {}, rollout.answer ? visible(rollout.answer.slice(0, 300)) : h("span", { class: "soft" }, "(empty)")),
+    h("ol", {}, rollout.turns.map((turn) => h("li", {}, h("b", {}, turn.action ? visible(turn.action.tool_name) : "malformed"), " ",
+      turn.action ? visible(turn.action.sub_goal.slice(0, 300)) : "", turn.is_error && h("span", { class: "wrong" }, " → error")))),
+    rollout.truncated && h("div", { class: "warn small" }, ENDS[rollout.truncated] ?? visible(rollout.truncated)))));
+}
+
+// ---- branches: every root with the places at which others left it, and how these went on
+
+const rootOf = (branch) => groups.get(branch.group)[branch.branch.root];
+const outcome = (rollout) => h("a", { class: `num ${tone(rollout)}`, href: `#${rollout.id}` }, `${mark(rollout)} ${rewardText(rollout)}`);
+const score = (branch) => number(branch.branch.score);
+
+function leftAt(rollout) {
+  const { turn, token } = rollout.branch;
+  return ["left ", h("a", { href: `#${rootOf(rollout)?.id}` }, "another rollout"), ` in turn ${turn + 1}, before token ${token}; score ${score(rollout)}`];
+}
+
+function drawTree(members) {
+  return members.filter((rollout) => !rollout.branch).map((root) => {
+    const branches = members.filter((rollout) => rollout.branch && rootOf(rollout) === root)
+      .sort((a, b) => a.branch.turn - b.branch.turn || a.branch.token - b.branch.token);
+    return h("article", { class: "card" }, drawPath(root, 0, 0, branches),
+      branches.map((branch) => drawPath(branch, branch.branch.turn, branch.branch.token, [])));
+  });
+}
+
+// A rollout from a token of a turn on, its reward beside it.
+function drawPath(rollout, firstTurn, firstToken, branches) {
+  const gained = advantage(rollout) != null && h("div", { class: "soft small" }, `advantage ${signed(advantage(rollout))}`);
+  return h("div", { class: `path ${rollout.branch ? "branch" : "root"}` }, h("div", { class: "num" }, outcome(rollout), gained),
+    h("div", {}, rollout.turns.map((turn, index) => index >= firstTurn && turnText(rollout, index, index === firstTurn ? firstToken : 0, branches)),
+      h("p", { class: "small" }, h("span", { class: "soft" }, "Answer "), rollout.answer ? visible(rollout.answer.slice(0, 300)) : "(empty)")));
+}
+
+// A turn's response from token `from` on, with a mark before each token at which a branch left, and what came of it.
+function turnText(rollout, index, from, branches) {
+  const turn = rollout.turns[index];
+  const left = (token) => branches.filter(({ branch }) => branch.turn === index && branch.token === token).map((branch) =>
+    h("a", { class: "fork num", href: `#${branch.id}`, title: `score ${score(branch)}: another rollout goes on from here` }, `⑂ ${score(branch)}`));
+  return h("p", {},
+    h("span", { class: "soft small" }, `${index + 1} `, rollout.branch && index === rollout.branch.turn && `⑂ ${score(rollout)} … `),
+    h("span", { class: "tokens" }, turn.ids.slice(from).map((id, place) => [left(from + place), textOf(turn, from + place)]), left(turn.ids.length)),
+    h("span", { class: "soft small" }, " → ", turn.is_error ? h("span", { class: "wrong" }, "error") : visible((turn.result ?? "").slice(0, 120))));
 }
 
 // ---- where one is: the fragment of the address

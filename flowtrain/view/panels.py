@@ -55,7 +55,7 @@ PANELS = (
     Panel("Loss and gradient norm", {"loss": "loss", "grad_norm": "gradient"}),
     Panel(
         "Seconds per step",
-        {f"{stage}_s": stage for stage in ("collect", "train", "publish", "load", "eval", "other")},
+        {f"{stage}_s": stage for stage in ("collect", "branch", "train", "publish", "load", "eval", "other")},
         "seconds",
         is_stack=True,
     ),

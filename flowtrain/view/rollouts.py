@@ -36,6 +36,7 @@ def rollout_record(place: Place, record: Mapping[str, Any], tokenizer: Tokenizer
         "analysis": _cut(record.get("analysis")),
         "error": _cut(record.get("error")),
         "truncated": record.get("truncated") or "",
+        "branch": record.get("branch"),
         "seconds": record.get("seconds"),
         "seed": str(record.get("seed")),  # 64 bits, of which a number in JavaScript holds 53
         "outcomes": _outcomes(place, record.get("truncated"), logged),

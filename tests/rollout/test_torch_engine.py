@@ -85,6 +85,26 @@ def test_the_sampler_reports_the_logprobs_that_the_trainer_computes(engine: Torc
     assert (recorded - truth).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_entropies_are_those_that_the_trainer_computes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tiny_path: str, top_k: int
+) -> None:
+    """At temperature 0.7, over all tokens even where few are kept, of responses that end at different steps."""
+    engine = TorchEngine(model, tokenizer, None, tells_entropies=True)
+    completions = generate(engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)])
+    policy = models.load_model(tiny_path, torch.float32)
+    for prompt, done in zip(PROMPTS, completions, strict=True):
+        ones = (1.0,) * len(done.ids)
+        (row,) = pack_rows([Sample(prompt, done.ids, done.logprobs, ones, ones, kept=done.kept)], 1000)
+        with torch.no_grad():
+            truth = logprobs(forward_rows(policy, row), row.target_ids_T, temperature=0.7, kept=row.kept).entropy_T
+        assert done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
+
+
+def test_nobody_is_told_entropies_who_did_not_ask(engine: TorchEngine) -> None:
+    assert generate(engine, [(PROMPTS[0], Sampling(4, 1.0))])[0].entropies == ()
+
+
 def test_greedy_is_what_transformers_generates(engine: TorchEngine, model: PreTrainedModel) -> None:
     completions = generate(engine, [(p, Sampling(12, 0.0, seed=i)) for i, p in enumerate(PROMPTS)])
     for prompt, completion in zip(PROMPTS, completions, strict=True):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from flowkernels import branching_score
+from flowkernels import LossSpec, branching_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
-from flowtrain.training.branching import BranchRule, Place, choose, find_points
+from flowtrain.config import Config
+from flowtrain.options import parse
+from flowtrain.recipe import optim_spec, scored_before
+from flowtrain.training import model as models
+from flowtrain.training.branching import BranchRule, Place, ScoreTokens, choose, find_points
+from flowtrain.training.scores import hand_on
 from flowtrain.training.trainer import ResponseScores, Trainer
+from flowtrain.training.tree import pack
 from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
@@ -28,11 +36,11 @@ def rollout(*turns: Turn) -> Trajectory:
     return Trajectory(TASK, turns, "", seconds=0.0, seed=0)
 
 
-def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> Callable[[Sequence[Sample]], ResponseScores]:
+def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ScoreTokens:
     """Scores as given; of samples, only their lengths are looked at."""
     ratio = torch.zeros(len(entropy)) if log_ratio is None else torch.tensor(log_ratio)
 
-    def score(samples: Sequence[Sample]) -> ResponseScores:
+    def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
         assert sum(len(s.response_ids) for s in samples) == len(entropy)
         return ResponseScores(ratio, torch.tensor(entropy, dtype=torch.float32), torch.zeros(len(entropy)))
 
@@ -40,7 +48,7 @@ def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -
 
 
 def points(
-    groups: Sequence[Group], score: Callable[[Sequence[Sample]], ResponseScores], rule: BranchRule, num: int, blank: Sequence[int] = ()
+    groups: Sequence[Group], score: ScoreTokens, rule: BranchRule, num: int, blank: Sequence[int] = ()
 ) -> list[list[tuple[int, int, int]]]:
     is_blank = NOT_BLANK.clone()
     is_blank[list(blank)] = True
@@ -174,6 +182,92 @@ def test_every_rule_runs_on_real_scores(
     turns = [turn(s.response_ids, s.prompt_ids, s.logprobs) for s in random_samples(12)]
     groups = [Group(g, tuple(rollout(*turns[6 * g + 2 * r : 6 * g + 2 * r + 2]) for r in range(3))) for g in range(2)]
     rule = BranchRule(kind, spacing=1)  # type: ignore[arg-type]
-    found = find_points(groups, lambda samples: trainer.score_samples(samples, 40, False), rule, 4, 0, NOT_BLANK)
+    found = find_points(groups, lambda samples, _: trainer.score_samples(samples, 40, False), rule, 4, 0, NOT_BLANK)
     assert [len(each) for each in found] == [4, 4] or kind == "arpo"
     assert all(p.turn > 0 and p.token == 0 for each in found for p in each) or kind != "arpo"
+
+
+def num_passes(model: PreTrainedModel, do: Callable[[], object]) -> int:
+    passes: list[object] = []
+    hook = model.register_forward_hook(lambda *_: passes.append(None))
+    do()
+    hook.remove()
+    return len(passes)
+
+
+def test_what_the_sampler_told_spares_the_policys_pass(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    samples, reference = random_samples(5), make_trainer().model.eval()
+    trainer = make_trainer(reference=reference)
+    entropies = [float(n) for n, _ in enumerate(x for s in samples for x in s.response_ids)]
+    found: list[ResponseScores] = []
+    assert num_passes(trainer.model, lambda: found.append(trainer.score_samples(samples, 1000, False, entropies))) == 0
+    assert found[0].entropy_T.tolist() == entropies
+    assert found[0].logprob_T.tolist() == found[0].old_logprob_T.tolist() == torch.tensor([x for s in samples for x in s.logprobs]).tolist()
+    assert num_passes(reference, lambda: found.append(trainer.score_samples(samples, 1000, True, entropies))) == 1
+    assert found[1].logprob_T.tolist() == found[0].logprob_T.tolist() != found[1].old_logprob_T.tolist()
+
+
+def test_rounding_between_sampler_and_reference_is_no_difference(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Or the first step, in which both policies are the same, would branch where its noise is."""
+    trainer = make_trainer(reference=make_trainer().model.eval())
+    (sample,) = random_samples(1, seed=3)
+    truth = trainer.score_samples([sample], 1000, against_reference=False).logprob_T
+    noise = torch.tensor([9e-6, -9e-6] * len(truth))[: len(truth)]
+    noise[-1] = 3e-3
+    told = replace(sample, logprobs=tuple((truth + noise).tolist()))
+    scored = trainer.score_samples([told], 1000, True, [1.0] * len(truth))
+    assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.old_logprob_T[:-1])
+    assert float(scored.logprob_T[-1] - scored.old_logprob_T[-1]) == pytest.approx(3e-3, rel=1e-2)
+
+
+def test_what_was_scored_is_not_scored_again_and_trains_the_same(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]], tiny_path: str
+) -> None:
+    """Two mini-batches, with ratios to the trainer's own log-probs and a KL term: the same weights as where the update scores anew."""
+    loss, samples = LossSpec(kl_coef=0.3), [replace(s, minibatch=n % 2, origin=(0, n, 0)) for n, s in enumerate(random_samples(8))]
+    updates = []
+    for is_given in (True, False):
+        reference = models.load_model(tiny_path, torch.float64).requires_grad_(False).eval()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.05)
+        trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
+        scores = trainer.score_samples(samples, 1000, against_reference=True)
+        batch = hand_on(samples, scores.by_origin(samples, is_given, is_given))
+        rows, stats = pack(batch, 2, 1000), dict[str, float]()
+        assert num_passes(reference, lambda: stats.update(trainer.step(rows))) == (0 if is_given else 2)  # noqa: B023
+        updates.append((stats, [p.detach().clone() for p in trainer.model.parameters()]))
+    (ours, our_weights), (theirs, their_weights) = updates
+    assert ours["kl"] > 1e-3 and ours["ratio_max"] > 1.001
+    assert {k: v for k, v in ours.items() if k != "train_tflop"} == pytest.approx(
+        {k: v for k, v in theirs.items() if k != "train_tflop"}, rel=1e-4
+    )
+    for a, b in zip(our_weights, their_weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert ours["train_tflop"] == pytest.approx(theirs["train_tflop"] * 3 / 5)
+
+
+def test_only_what_the_loss_asks_for_is_handed_on() -> None:
+    """(by the policy, by the reference policy)"""
+
+    def config(*words: str) -> Config:
+        found = parse(["--appo.spacing", "2", *words])
+        assert found is not None
+        return found
+
+    def known(*words: str) -> tuple[bool, bool]:
+        return scored_before(config("--algorithm.name", "appo", *words))
+
+    rescore, bf16 = ("--train.rescore", "true"), ("--model.dtype", "bfloat16")
+    assert known(*rescore, *bf16) == (True, True) and known(*bf16) == (False, True)
+    assert known(*rescore) == (False, True), "the sampler told, so nobody has scored with the policy"
+    assert known(*rescore, *bf16, "--algorithm.kl_coef", "0") == (True, False)
+    assert known(*rescore, *bf16, "--appo.omega", "behavior") == known(*rescore, *bf16, "--appo.rule", "entropy") == (True, False)
+    assert known(*rescore, *bf16, "--appo.rule", "arpo") == (False, False), "branches are trained too"
+    assert scored_before(config(*rescore, *bf16)) == (False, False)
+    optim = optim_spec(config("--algorithm.name", "appo", *rescore, *bf16))
+    assert (optim.rescore, optim.has_ref) == (False, True)

@@ -11,7 +11,8 @@ import torch
 from flowkernels import LossSpec
 from torch import Tensor
 
-from flowtrain.training.trainer import Totals, Trainer, forward_rows
+from flowtrain.training.totals import Totals
+from flowtrain.training.trainer import Trainer, forward_rows
 from flowtrain.training.tree import Row, pack_row, pack_rows
 from flowtrain.types import Sample
 

@@ -12,10 +12,11 @@ from flowkernels import LossSpec
 from torch import Tensor
 
 from flowtrain.training import model as models
+from flowtrain.training.totals import Totals
 from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.types import Sample, UserError
 
 pytest.register_assert_rewrite("gradients")
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of  # noqa: E402
@@ -175,6 +176,70 @@ def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer, random_
     assert all(torch.equal(a, b) for a, b in zip(weights_of(skipping), weights_of(plain), strict=True))
 
 
+# --- what is not finite ---------------------------------------------------------------------------------------------------------------
+
+
+def broken(samples: Sequence[Sample]) -> list[Sample]:
+    """One advantage among them is not a number."""
+    return [*samples[1:], replace(samples[0], advantages=(math.nan,) * len(samples[0].advantages))]
+
+
+def state_of(trainer: Trainer) -> list[Tensor]:
+    """Weights and moments, copied."""
+    moments = [x.clone() for state in trainer.optimizer.state.values() for x in state.values()]
+    return [*weights_of(trainer), *moments]
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    """Alone and among mini-batches; what follows goes on as if it had not been."""
+    first, second = (pack_rows(random_samples(5, seed=seed), 30) for seed in (1, 2))
+    bad = pack_rows(broken(random_samples(5, seed=3)), 30)
+    marred, plain = make_trainer(), make_trainer()
+    assert marred.step([first]) == plain.step([first])
+    before = state_of(marred)
+    stats = marred.step([bad])
+    assert all(torch.equal(a, b) for a, b in zip(state_of(marred), before, strict=True))
+    assert all(p.grad is None or not p.grad.any() for p in marred.model.parameters())
+    assert (stats["num_steps_skipped"], stats["num_optim_steps"], stats["loss"], stats["grad_norm"]) == (1, 0, 0, 0)
+    among, without = marred.step([first, bad, second]), plain.step([first, second])
+    assert (among["num_steps_skipped"], among["num_optim_steps"]) == (1, 2)
+    assert all(map(math.isfinite, (*stats.values(), *among.values())))
+    told = set(among) - {"num_steps_skipped", "num_rows", "num_packed_tokens", "shared_token_share", "train_tflop"}
+    assert {name: among[name] for name in told} == {name: without[name] for name in told}
+    assert all(torch.equal(a, b) for a, b in zip(state_of(marred), state_of(plain), strict=True))
+
+
+@pytest.mark.parametrize(("factor", "loss"), [(math.inf, 0.5), (1.0, math.nan), (1.0, math.inf)], ids=["gradient", "loss nan", "loss inf"])
+def test_gradient_and_loss_are_both_looked_at(
+    make_trainer: MakeTrainer, random_samples: MakeSamples, factor: float, loss: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer()
+    rows = pack_rows(random_samples(4), 30)
+    trainer.step([rows])
+    before = state_of(trainer)
+    trainer.forward_backward(rows, 1.0, Totals())
+    parameter = next(trainer.model.parameters())
+    assert parameter.grad is not None
+    parameter.grad *= factor
+    assert trainer.optim_step(torch.tensor(loss), 7) is None
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), before, strict=True))
+    assert "step 7" in caplog.text and str(loss) in caplog.text
+    trainer.forward_backward(rows, 1.0, Totals())
+    norm = trainer.optim_step(torch.tensor(0.5))
+    assert norm is not None and norm > 0
+
+
+def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+    good, bad = pack_rows(random_samples(4), 30), pack_rows(broken(random_samples(4)), 30)
+    trainer = make_trainer()
+    for _ in range(2):
+        trainer.step([bad, good, bad], 40)
+        trainer.step([good], 41)
+    trainer.step([bad, bad], 42)
+    with pytest.raises(UserError, match=r"^step 43: 3 optimizer steps in a row were skipped.* gradient norm of nan and a loss of nan"):
+        trainer.step([bad], 43)
+
+
 # --- other policies: the sampler, the one before the batch, the reference ------------------------------------------------------------
 
 
@@ -296,6 +361,7 @@ def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_train
             "num_rows": len(rows),
             "train_tflop": 4 / 3 * 3 * sum(map(flops, samples)) / 1e12,  # forward, twice as much backward, and the reference
             "num_optim_steps": 1,
+            "num_steps_skipped": 0,
             "loss": loss,
             "grad_norm": stats["grad_norm"],
             "lr": 1e-2,

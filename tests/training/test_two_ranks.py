@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ import torch
 from flowkernels import LossSpec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.totals import Totals
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import Row, pack
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample
+from flowtrain.types import Sample, UserError
 
 pytestmark = pytest.mark.dist
 
@@ -109,7 +113,37 @@ def run(path: str, out: Path) -> None:
     stats = [trainer.step(rows_of(0, world.rank, world.size))]
     write(out / "bf16.safetensors", trainer, world)
     (out / f"bf16.{world.rank}.json").write_text(json.dumps(stats))
+    (out / f"skipped.{world.rank}.json").write_text(json.dumps(skip(make_trainer(path, world, LossSpec(), {}), world)))
     end_process(0)
+
+
+def skip(trainer: Trainer, world: World) -> list[bool | float]:
+    """A step that goes wrong on the last rank's account alone, then three times an infinite loss there with a gradient that is sound."""
+    is_last = world.rank == world.size - 1
+    trainer.step(rows_of(1, world.rank, world.size))
+    before = state_of(trainer)
+    first, _ = rows_of(0, world.rank, world.size)
+    stats = trainer.step([[replace(row, advantage_T=row.advantage_T * (math.nan if is_last else 1.0)) for row in first]])
+    told: list[bool | float] = [stats["num_steps_skipped"], stats["num_optim_steps"], same(state_of(trainer), before)]
+    trainer.step(rows_of(0, world.rank, world.size))
+    before = state_of(trainer)
+    for _ in range(3):
+        try:
+            trainer.forward_backward(first, 1.0, Totals(), 5)
+            told.append(trainer.optim_step(torch.tensor(math.inf if is_last else 0.0), 9) is None)
+        except UserError as error:
+            told.append(str(error).startswith("step 9: 3 optimizer steps in a row"))
+    return [*told, same(state_of(trainer), before)]
+
+
+def state_of(trainer: Trainer) -> list[Tensor]:
+    """This rank's shards of weights and moments, copied."""
+    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in [*trainer.model.parameters(), *moments]]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def write(path: Path, trainer: Trainer, world: World) -> None:
@@ -224,6 +258,11 @@ def test_bf16_keeps_fp32_master_weights(results: dict[int, Path], tiny_path: str
         assert stats["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
         assert stats["loss"] == pytest.approx(exact["loss"], rel=0.05, abs=0.01)
         assert stats["num_tokens"] == exact["num_tokens"]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(results: dict[int, Path], size: int, rank: int) -> None:
+    assert json.loads((results[size] / f"skipped.{rank}.json").read_text()) == [1, 0, True, True, True, True, True]
 
 
 if __name__ == "__main__":

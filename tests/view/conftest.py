@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowtrain.report import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
-from flowtrain.types import Action, FinishReason, Group, Task, ToolResult, Trajectory, Turn, TurnTraining, Verdict, VersionSpan
+from flowtrain.types import Action, BranchPoint, FinishReason, Group, Task, ToolResult, Trajectory, Turn, TurnTraining, Verdict, VersionSpan
 
 CONFIG = """
 [model]
@@ -79,6 +80,17 @@ class RunMaker:
     def group(self, index: int, step: int, text: str) -> Group:
         rewards = [float(member < (step + index) % (GROUP_SIZE + 1)) for member in range(GROUP_SIZE)]
         return Group(index, tuple(self.trajectory(text, reward, n, len(set(rewards)) > 1) for n, reward in enumerate(rewards)))
+
+    def branched(self, text: str) -> Group:
+        """Two roots, and three branches: of turn 2 of the first, and two of turn 1 of the second, one of these at its beginning."""
+        roots = [self.trajectory(text, reward, n) for n, reward in enumerate((1.0, 0.0))]
+        points = [BranchPoint(0, 1, 2, 2.5), BranchPoint(1, 0, 5, 1.25), BranchPoint(1, 0, 0, 3.0)]
+        rewards = (0.0, 1.0, 0.0)
+        branches = [
+            replace(self.trajectory(text, reward, n, is_trained=False), branch=point, answer=f"branch {n}")
+            for n, (point, reward) in enumerate(zip(points, rewards, strict=True), 2)
+        ]
+        return Group(0, (*roots, *branches))
 
     def make(self, text: str = "What is the capital of Chad?", name: str = "run") -> Path:
         run = RunDir.create(self.root / name, CONFIG, {"seed": 3, "world_size": 1, "git_commit": "0123456789abcdef"})

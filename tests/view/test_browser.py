@@ -12,6 +12,7 @@ import pytest
 pytest.register_assert_rewrite("browser")
 from browser import CHROMIUM, Browser  # noqa: E402
 
+from flowtrain.report import TrajectoryLog  # noqa: E402
 from flowtrain.view.page import build_page  # noqa: E402
 
 HOSTILE = "</script><img src=x onerror='window.pwned = 1'><script>window.pwned = 1</script>\u2028\ud800\x1b[31m <b>bold</b>"
@@ -111,6 +112,41 @@ def test_keys_and_links(browser: Browser, page: Path) -> None:
     assert len(texts(browser, ".turn")) == 3
 
 
+@pytest.fixture
+def branched(runs: Any, tmp_path: Path) -> Path:
+    run = runs.make()
+    TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("Chad?")])
+    path = tmp_path / "branched.html"
+    path.write_text(build_page(run, 100), encoding="utf-8")
+    return path
+
+
+def test_roots_show_where_others_left_and_how_these_went_on(browser: Browser, branched: Path) -> None:
+    """A branch stands under its root, from the first token that is its own on, with its reward beside it."""
+    browser.open(branched, "#group.train.5.0")
+    assert texts(browser, ".member") == [] and len(texts(browser, ".path.root")) == 2
+    assert texts(browser, ".path > .num > a") == ["✓ 1", "✗ 0", "✗ 0", "✗ 0", "✓ 1"], "by their place in the root"
+    assert texts(browser, ".root .fork") == ["⑂ 2.5", "⑂ 3", "⑂ 1.25"]
+    forks = browser.eval("[...document.querySelectorAll('.fork')].map((x) => x.hash)")
+    assert forks == ["#train.5.0.2", "#train.5.0.4", "#train.5.0.3"]
+    whole = "Chad?"
+    first, second = (
+        browser.eval(f"[...document.querySelectorAll('.root')[{n}].querySelectorAll('.tokens')].map((x) => x.innerText)") for n in (0, 1)
+    )
+    assert "⑂" not in first[0] + first[2] and "".join(first[1].split("⑂ 2.5")).split() == first[0].split()
+    assert second[0].startswith("⑂ 3") and second[0].count("⑂") == 2 and second[1].split() == first[0].split()
+    own = browser.eval("[...document.querySelectorAll('.branch')].map((x) => [...x.querySelectorAll('.tokens')].map((y) => y.innerText))")
+    assert [len(turns) for turns in own] == [2, 3, 3], "turns that were taken over are not told again"
+    assert first[1].endswith(own[0][0]) and own[1][0].split() == first[0].split() and second[0].endswith(own[2][0])
+    assert whole in first[0] and len(own[2][0]) < len(own[1][0])
+    assert [text.endswith(f"Answer branch {n}") for text, n in zip(texts(browser, ".branch"), (2, 4, 3), strict=True)] == [True] * 3
+    browser.eval("document.querySelector('.fork').click()")
+    assert browser.eval("location.hash") == "#train.5.0.2"
+    assert "left another rollout in turn 2, before token 2; score 2.5" in texts(browser, ".rows dd")
+    browser.eval("document.querySelector('.rows dd a').click()")
+    assert browser.eval("location.hash") == "#train.5.0.0"
+
+
 def test_tokens_tell_both_log_probs(browser: Browser, page: Path) -> None:
     browser.open(page, "#train.2.1.3")
     browser.eval("document.querySelector('.turn').scrollIntoView()")
@@ -143,8 +179,10 @@ def test_a_prompt_is_folded_to_what_is_new(browser: Browser, page: Path) -> None
 
 def test_hostile_text_stays_text(browser: Browser, runs: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(build_page(runs.make(HOSTILE), 100), encoding="utf-8", errors="backslashreplace")
-    for fragment in ("", "#train.2.1.3", "#group.train.2.1"):
+    run = runs.make(HOSTILE)
+    TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched(HOSTILE)])
+    path.write_text(build_page(run, 100), encoding="utf-8", errors="backslashreplace")
+    for fragment in ("", "#train.2.1.3", "#group.train.2.1", "#group.train.5.0"):
         browser.open(path, fragment)
         browser.eval("document.querySelectorAll('details').forEach((x) => { x.open = true; })")
         assert browser.eval("window.pwned === undefined && document.querySelectorAll('img, b b, script').length === 2")

@@ -66,6 +66,13 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
     assert rollouts["held-out.4.3.0"]["split"] == "held-out"
 
 
+def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
+    TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
+    rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
+    assert rollouts["train.5.0.2"]["branch"] == {"root": 0, "turn": 1, "token": 2, "score": 2.5}
+    assert rollouts["train.5.0.0"]["branch"] is rollouts["train.1.0.0"]["branch"] is None
+
+
 def test_what_two_prompts_share_is_counted_as_javascript_counts(runs: Any) -> None:
     page = data(runs.make("😀 é"))
     first, second, _ = page["rollouts"][0]["turns"]

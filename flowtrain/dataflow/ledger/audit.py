@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,11 +72,18 @@ _FINDS = {
 
 def audit_database(database: str | Path) -> Audit:
     """Of a ledger that may be in use. UserError where there is none."""
+    with reading(database) as transaction:
+        return audited(transaction)
+
+
+@contextmanager
+def reading(database: str | Path) -> Iterator[Transaction]:
+    """One state of a ledger that may be in use. UserError where there is none."""
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
     with closing(connect(database)) as found, found.read() as transaction:
         ledger_row(transaction, found.name)
-        return audited(transaction)
+        yield transaction
 
 
 def audited(transaction: Transaction) -> Audit:

@@ -54,7 +54,7 @@ CREATE TABLE trainers (policy TEXT NOT NULL, life TEXT NOT NULL, start_s DOUBLE 
     PRIMARY KEY (policy, life));
 
 CREATE TABLE batches (policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL, num_groups BIGINT NOT NULL,
-    max_staleness BIGINT NOT NULL, stats TEXT NOT NULL, PRIMARY KEY (policy, step));
+    max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL, stats TEXT NOT NULL, PRIMARY KEY (policy, step));
 CREATE TABLE places (policy TEXT NOT NULL, step BIGINT NOT NULL, place BIGINT NOT NULL, unit BIGINT NOT NULL,
     is_replay BIGINT NOT NULL, PRIMARY KEY (policy, step, place));
 CREATE UNIQUE INDEX places_fresh_once ON places (policy, unit) WHERE is_replay = 0;

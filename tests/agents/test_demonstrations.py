@@ -1,0 +1,89 @@
+"""What is imitated of a refiner: exactly what it read, and what it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from char_tokenizer import CharTokenizer
+
+from flowtrain.agents import Flow, FlowLimits, Memory
+from flowtrain.agents.demonstrations import refinements
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.planner import Opening, Plan
+from flowtrain.agents.refiner import LLMRefiner, Refiner
+from flowtrain.agents.tools import ToolCard
+from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory
+
+TASK = Task("t", "How large are Chad and Mali?", ("x",))
+GOALS = (("area of Chad", "Archive"), ("nonsense", "Nothing"), ("area of Mali", "Archive"), ("area of Niger", "Clock"))
+
+
+class Planner:
+    """Follows GOALS; the second turn is malformed."""
+
+    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+        action = None if turn == 1 else Action("", "", *GOALS[turn])
+        return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "", action)
+
+    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError
+
+    def measure(self, memory: Memory) -> int:
+        return sum(len(entry.result) for entry in memory.entries)
+
+
+@dataclass
+class Tool:
+    card: ToolCard
+
+    async def execute(self, query: str) -> str:
+        return f"The {query} is 1284. " * 30
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Model:
+    """Notes what it is asked."""
+
+    asked: list[str] = field(default_factory=list)
+    name: str = "model"
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.asked.append(prompt)
+        return f"Evidence {len(self.asked)}: " + "1284 " * 60
+
+
+def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]:
+    tools = {name: Tool(ToolCard(name, "", finds_passages=name == "Archive")) for name in ("Archive", "Clock")}
+    limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)
+    rules = RuleVerifier(lambda question, memory: False), RuleGenerator(last_result)
+    flow = Flow(Planner(), RuleExecutor(tools, 5.0, 1000), *rules, limits, refiner=refiner, passage_tools=frozenset({"Archive"}))
+    return flow, asyncio.run(flow.run(TASK, 0))
+
+
+@pytest.mark.parametrize("memory_tokens", [0, 250])
+def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> None:
+    """Of searches alone; under a budget of the memory it has read what that left."""
+    model, tokenizer = Model(), CharTokenizer()
+    flow, rollout = make(LLMRefiner(model, 1000), memory_tokens)
+    samples = refinements(flow, [rollout], tokenizer, 0, 1000)
+    assert [tokenizer.decode(sample.prompt_ids) for sample in samples] == model.asked and len(model.asked) == 2
+    assert [tokenizer.decode(sample.response_ids) for sample in samples] == [f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)]
+    assert all(set(sample.weights) == {1.0} and len(sample.weights) == len(sample.response_ids) for sample in samples)
+    assert ("characters left out" in model.asked[1]) == bool(memory_tokens)
+
+
+def test_a_reply_that_may_have_been_cut_is_not_imitated() -> None:
+    flow, rollout = make(LLMRefiner(Model(), 40), 0)
+    assert refinements(flow, [rollout], CharTokenizer(), 0, 40) == []
+    assert len(refinements(flow, [rollout], CharTokenizer(), 0, 41)) == 2
+
+
+def test_without_a_refiner_there_is_nothing_to_imitate() -> None:
+    flow, rollout = make(None, 0)
+    assert any(turn.result.output for turn in rollout.turns) and refinements(flow, [rollout], CharTokenizer(), 0, 1000) == []

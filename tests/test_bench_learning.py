@@ -1,0 +1,26 @@
+"""What the studies of learning make of curves, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import learning as bench
+
+SLOW = ([0.0, 1000.0, 2000.0, 3000.0], [0.0, 0.2, 0.6, 1.0])
+FAST = ([0.0, 2000.0], [0.0, 1.0])
+
+
+def test_tokens_to_a_level_are_those_of_its_first_crossing() -> None:
+    assert bench.tokens_to(0.4, SLOW) == 1500 and bench.tokens_to(1.0, SLOW) == 3000 and bench.tokens_to(0.0, SLOW) == 0
+    assert bench.tokens_to(1.1, SLOW) is None
+    assert bench.tokens_to(0.5, ([0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 0.0, 1.0])) == 5
+
+
+def test_a_row_compares_at_equal_tokens_and_seed_by_seed() -> None:
+    """Up to 2000 tokens: two seeds of a straight line to 1, against a line to 0.2 and then to 0.6."""
+    row = bench.row("fast", [FAST, FAST], [SLOW, SLOW], 2000.0, 0.8)
+    assert (row["final"], row["final +-"], row["gain +-"], row["to level"], row["reached"]) == (1, 0, 0, 1.6, 2)
+    assert row["mean"] == pytest.approx(0.5) and row["gain"] == pytest.approx(0.5 - (0.1 + 0.4) / 2, abs=2e-3)
+    slow = bench.row("slow", [SLOW, FAST], [SLOW, SLOW], 2000.0, 1.5)
+    assert slow["final"] == pytest.approx(0.8) and slow["final +-"] == pytest.approx(12.706 * 0.2, rel=1e-3)
+    assert slow["to level"] is None and slow["reached"] == 0
