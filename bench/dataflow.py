@@ -2,8 +2,8 @@
 
 In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real ledger: training steps per hour in
 the synchronous loop and through the dataflow, over how long the trainer takes; the trainer's idle share by size of the pool, and once it
-has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With --learning, instead
-of all that: reward per sampled token, through the dataflow and not, in real training runs.
+has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With
+--learning, instead of all that: reward per sampled token, through the dataflow and not, in real training runs.
 
 What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as AgentFlow's trainer expects, with a long tail;
 latencies do not depend on the load. 32 questions with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -71,25 +71,27 @@ def main() -> None:
         return
     if words:
         parser.error(f"{words[0]}: options of the run go with --learning")
-    collected_s = fmean(synchronous_s(args.steps))
-    train_s = {share: (collected_s + PUBLISH_S) * share / (1 - share) for share in SHARES}
-    rates = [row for share in SHARES for row in rate_rows(share, train_s[share], collected_s, args.steps)]
-    parts = [
-        rates,
-        [
-            *(size_row(number, train_s[SHARE], args.steps) for number in range(4, len(SITES) + 1)),
-            *(advised_row(first, train_s[SHARE], 2 * args.steps) for first in (2, 16)),
-        ],
-        far_rows(train_s[SHARE], args.steps),
-        dataflow_service.rows(args.groups, 160, args.postgres),
-    ]
-    for rows in parts:
+    found: list[dict[str, Any]] = []
+    for part in _parts(args.steps, args.groups, args.postgres):
+        rows = list(part)
         print_table(rows)
-        print()
+        print(flush=True)
+        found += rows
     if args.json:
-        write_json(args.json, [row for rows in parts for row in rows])
+        write_json(args.json, found)
     if args.plot:
-        plot(rates, args.plot)
+        plot([row for row in found if "trainer_share" in row], args.plot)
+
+
+def _parts(num_steps: int, num_groups: int, postgres: str) -> Iterator[Iterable[dict[str, Any]]]:
+    """The tables, made when their turn comes."""
+    collected_s = fmean(synchronous_s(num_steps))
+    train_s = {share: (collected_s + PUBLISH_S) * share / (1 - share) for share in SHARES}
+    yield chain.from_iterable(rate_rows(share, train_s[share], collected_s, num_steps) for share in SHARES)
+    fixed = (size_row(number, train_s[SHARE], num_steps) for number in range(4, len(SITES) + 1))
+    yield chain(fixed, (advised_row(first, train_s[SHARE], 2 * num_steps) for first in (2, 16)))
+    yield far_rows(train_s[SHARE], num_steps)
+    yield dataflow_service.rows(num_groups, 160, postgres)
 
 
 @dataclass(frozen=True, slots=True)

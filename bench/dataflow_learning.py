@@ -38,7 +38,7 @@ def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[st
         run = _synchronous if arm == "synchronous" else _through_dataflow
         run(place, [*ARMS[arm], *options], seed, warm[seed % len(warm)])
         tokens, rewards = learning.curve(place)
-        factor = _sampled_per_trained(place)
+        factor = sampled_per_trained(place)
         curves[arm].append(([factor * number for number in tokens], rewards))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = curves["synchronous"]
@@ -50,28 +50,33 @@ def _synchronous(folder: Path, options: Sequence[str], seed: int, model: str) ->
 
 
 def _through_dataflow(folder: Path, options: Sequence[str], seed: int, model: str) -> None:
-    """Leaves, besides the run, `status.json`: the ledger's last report."""
+    """Leaves beside the run's folder that of the service, with the ledger's last report."""
     if (folder / "summary.json").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    beside = _beside(folder)
+    beside.mkdir(parents=True, exist_ok=True)
     common = [*CONFIG, *options, "--run.seed", str(seed), "--model.path", model, "--run.threads", "1"]
-    with service(str(folder / "ledger.db"), common) as (url, token):
+    with service(str(beside / "ledger.db"), common) as (url, token):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWTRAIN_TOKEN": token}
         node = [sys.executable, "-m", "flowtrain.rollout", "--dataflow", url, "--name", "node"]
         trainer = [sys.executable, "-m", "flowtrain.train", *common, *learning.SHORT, "--run.dir", str(folder), "--dataflow.url", url]
-        with (folder / "node.log").open("w") as log, subprocess.Popen(node, env=environment, stdout=log, stderr=log) as working:
+        with (beside / "node.log").open("w") as log, subprocess.Popen(node, env=environment, stdout=log, stderr=log) as working:
             done = subprocess.run([*trainer, "--run.resume", "auto"], env=environment, capture_output=True, text=True)
             if done.returncode:
                 working.terminate()
                 raise SystemExit(f"{folder}: {done.stderr[-2000:]}")
             with Client(url, token, wait_s=60.0) as client:
-                (folder / "status.json").write_text(json.dumps(client.status()))
+                (beside / "status.json").write_text(json.dumps(client.status()))
             working.terminate()
 
 
-def _sampled_per_trained(folder: Path) -> float:
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-service")
+
+
+def sampled_per_trained(folder: Path) -> float:
     """Tokens of all groups that came in, as a multiple of those that were trained."""
-    path = folder / "status.json"
+    path = _beside(folder) / "status.json"
     if not path.exists():
         return 1.0
     groups = json.loads(path.read_text())["policies"]["planner"]["groups"]

@@ -90,6 +90,10 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
             "UPDATE shares SET state = 'filtered' WHERE unit = (SELECT min(unit) FROM shares WHERE state = 'served')",
             "the filter says yes, the",
         ),
+        (
+            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE unit = (SELECT max(unit) FROM shares WHERE state = 'served')",
+            "the filter says no, the ledger has yes",
+        ),
         ("UPDATE bumps SET version = version + 1 WHERE event = (SELECT max(event) FROM bumps)", ""),
         ("DELETE FROM bumps WHERE event = (SELECT min(event) FROM bumps)", "the curator had seen"),
         ("UPDATE places SET place = 9 WHERE step = 7 AND place = 0", "batch of step 7, planner: the selector takes ["),
@@ -105,7 +109,7 @@ def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: st
         assert database.execute(change).rowcount > 0
     flow = ledger(copy, **RULES)
     found = replay(flow).differences
-    assert (difference in found[0] + found[-1]) if difference else found == ()
+    assert difference in "".join(found) if difference else found == ()
     flow.close()
 
 
