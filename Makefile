@@ -16,7 +16,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls test test-vllm lint typecheck bench
+.PHONY: setup quickstart controls demo-elastic test test-vllm lint typecheck bench
 
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
@@ -41,6 +41,13 @@ controls: setup
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
 	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
+
+# A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine.
+demo-elastic: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-planner
+	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-verifier \
+		--train.policy verifier --rft.num_steps 500
+	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic
 
 test: setup
 	$(BIN)/python -m pytest -m 'not vllm'

@@ -73,7 +73,8 @@ class Demo:
         self._options, self._token = options, secrets.token_urlsafe(24)
         self._dir, self._cleanup = Path(options.dir), ExitStack()
         self._nodes: dict[str, Process] = {}
-        self._run_options = ("--config", _CONFIG, "--train.num_steps", str(options.steps), *options.words)
+        short = ("--dataflow.lease_s", "10", "--dataflow.max_staleness", "2", "--eval.num_tasks", "100", "--eval.every", "0")
+        self._run_options = ("--config", _CONFIG, "--train.num_steps", str(options.steps), *short, *options.words)
         self.database = self._dir / "flow.sqlite"
 
     def __enter__(self) -> Demo:

@@ -72,7 +72,7 @@ def draw_timeline(timeline: Timeline, out: Path, title: str) -> Path:
         every: Any = figure.subplots(4, 1, sharex=True, height_ratios=(3, 3, 2, 2))
         for axes, draw in zip(every, (_draw_rates, _draw_rewards, _draw_versions, _draw_staleness), strict=True):
             draw(axes, timeline)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper left", ncols=6)
         every[-1].set_xlabel("seconds since the first lease")
@@ -116,7 +116,7 @@ def _draw_rewards(axes: Any, timeline: Timeline) -> None:
     window = max(len(rewards) // 20, 1)
     axes.plot(times, rewards, ".", color=GREY, markersize=2, alpha=0.4)
     axes.plot(times, trailing(rewards, window), color=BLUE, label=f"mean of the last {window} groups")
-    axes.set(title="Reward of committed groups", ylabel="mean reward", ylim=(0, 1.02))
+    axes.set(title="Reward of committed groups", ylabel="mean reward", ylim=(0, 1))
 
 
 def _draw_versions(axes: Any, timeline: Timeline) -> None:
@@ -127,7 +127,8 @@ def _draw_versions(axes: Any, timeline: Timeline) -> None:
     counts = list(accumulate(change for *_, change in timeline.leases))
     right = axes.twinx()
     right.step([time for time, *_ in timeline.leases], counts, where="post", color=ORANGE, linestyle=":", label="nodes")
-    right.set(ylabel="nodes at work", ylim=(0, max(counts) + 1))
+    right.set(ylabel="nodes at work", ylim=(0, max(counts) + 1), yticks=range(max(counts) + 1))
+    right.grid(visible=False)
     right.legend(loc="lower right")
     axes.set(title="Versions, and nodes that come and go", ylabel="version")
 
