@@ -242,7 +242,7 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
     with copied.served() as url:
         killed = start(url, run, size=size, before=AFTER_STEP_3)
         assert -signal.SIGKILL in [process.wait() for process in killed]
-        assert copied.policy()["checkpoint"] == 2 and copied.policy()["step"] >= 3
+        assert copied.policy()["step"] >= 3 and copied.policy()["checkpoint"] in (0, 2), "the last report may have died with the run"
         ended(start(url, run, size=size))
         assert copied.ledger.audit().problems == ()
     assert copied.units() == whole[1] and seeds(run) == seeds(whole[0])
