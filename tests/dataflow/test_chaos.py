@@ -119,7 +119,7 @@ def faulty_calls(database: str | Path, seed: int) -> None:
         ledger.close()
 
 
-@pytest.mark.parametrize("first", range(0, 100, 10))
+@pytest.mark.parametrize("first", range(0, 140, 10))
 def test_services_of_one_sqlite_file(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 10):
         faulty_calls(tmp_path / f"{seed}.sqlite", seed)
