@@ -47,7 +47,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
 Steps differ because the tokens of a step do.
 """
 SHORT = [
-    *("--eval.every", "10", "--eval.num_tasks", "100", "--checkpoint.every", "0"),
+    *("--run.threads", "1", "--eval.every", "10", "--eval.num_tasks", "100", "--checkpoint.every", "0"),
     *("--log.num_rollouts", "0", "--log.tensorboard", "false"),
 ]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -81,7 +81,8 @@ def main() -> None:
         curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
-    rows = [row(arm, runs, first, budget, args.level) for arm, runs in curves.items()]
+    grid = coarsest([run for runs in curves.values() for run in runs], budget)
+    rows = [row(arm, runs, first, grid, args.level) for arm, runs in curves.items()]
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -107,10 +108,19 @@ def curve(folder: Path) -> Curve:
     return [total for total, _ in points], [reward for _, reward in points]
 
 
-def row(arm: str, runs: Sequence[Curve], first: Sequence[Curve], budget: float, level: float) -> dict[str, Any]:
+def coarsest(runs: Sequence[Curve], budget: float) -> list[float]:
+    """The numbers of tokens at which all are compared: where the run with the fewest evaluations was evaluated, and the budget.
+
+    Between evaluations curves are straight lines, which lie below what is concave; on a grid of its own a run with more of them would gain.
+    """
+    return [*min(([t for t in tokens if t < budget] for tokens, _ in runs), key=len), budget]
+
+
+def row(arm: str, runs: Sequence[Curve], first: Sequence[Curve], grid: Sequence[float], level: float) -> dict[str, Any]:
     """`first`: the runs of the first arm, in the same order of seeds."""
-    final, mean = [reward_at(budget, run) for run in runs], [mean_reward(budget, run) for run in runs]
-    gain = [a - mean_reward(budget, run) for a, run in zip(mean, first, strict=True)]
+    budget = grid[-1]
+    final, mean = [reward_at(budget, run) for run in runs], [mean_reward(grid, run) for run in runs]
+    gain = [a - mean_reward(grid, run) for a, run in zip(mean, first, strict=True)]
     reached = [tokens for run in runs if (tokens := tokens_to(level, run)) is not None]
     return {
         "arm": arm,
@@ -131,9 +141,9 @@ def reward_at(tokens: float, run: Curve) -> float:
     return float(np.interp(tokens, *run))
 
 
-def mean_reward(budget: float, run: Curve) -> float:
+def mean_reward(grid: Sequence[float], run: Curve) -> float:
     """Area under the curve, by its width."""
-    return float(np.interp(np.linspace(0, budget, 101), *run).mean())
+    return float(np.trapezoid(np.interp(grid, *run), grid) / grid[-1])
 
 
 def tokens_to(level: float, run: Curve) -> float | None:
