@@ -41,8 +41,8 @@ def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[st
         factor = sampled_per_trained(place)
         curves[arm].append(([factor * number for number in tokens], rewards))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
-    first = curves["synchronous"]
-    return [learning.row(arm, runs, first, budget, _LEVEL) for arm, runs in curves.items()]
+    grid = learning.coarsest([run for runs in curves.values() for run in runs], budget)
+    return [learning.row(arm, runs, curves["synchronous"], grid, _LEVEL) for arm, runs in curves.items()]
 
 
 def _synchronous(folder: Path, options: Sequence[str], seed: int, model: str) -> None:

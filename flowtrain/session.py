@@ -22,7 +22,7 @@ from flowtrain.algorithms import Advantages
 from flowtrain.clock import Clock
 from flowtrain.command import Interrupt
 from flowtrain.config import Config
-from flowtrain.evals import Evaluation, RolloutStats, evaluate, summary
+from flowtrain.evals import Evaluation, RolloutStats, comparison, evaluate
 from flowtrain.evals.verdicts import verdict_metrics
 from flowtrain.feed import Feed, connect
 from flowtrain.job import Job, resume_point
@@ -361,7 +361,7 @@ class Session:
         splits = self._job.tasks.held_out
         sampled = {split: self._evaluate(split, -1) for split in splits}
         greedy = {split: self._evaluate(split, -1, temperature=0.0) for split in splits}
-        return summary(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
+        return comparison(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
 
     def _log_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """This rank's rollouts of the main split, as groups of one."""

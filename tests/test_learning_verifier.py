@@ -78,7 +78,8 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
         for step in range(NUM_STEPS + 1):
             engines["verifier"].load(step)
             seen.append(score(collect(flow, order.sample(job.tasks.train, 8), group_size=8, seed=step)))
-            learner.train(pack(algorithm(seen[-1], 8).samples, job.config.train.num_minibatches, job.config.train.token_budget))
+            rows = pack(algorithm(seen[-1], 8).samples, job.config.train.num_minibatches, job.config.train.token_budget)
+            learner.train(step + 1, rows)
             learner.publish(step + 1)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, "there is something to learn"

@@ -24,7 +24,7 @@ class Trainer:
     def __init__(self, called: list[str]) -> None:
         self.called = called
 
-    def step(self, minibatches: Any) -> dict[str, float]:
+    def step(self, minibatches: Any, number: int) -> dict[str, float]:
         self.called.append("trainer steps")
         return {"num_minibatches": len(minibatches)}
 
@@ -38,7 +38,7 @@ def test_the_engine_sleeps_while_the_rank_trains_and_finds_its_memory_free(monke
     session, trainer = Session(config), Trainer(called)
     session._engine = Engine(called)  # type: ignore[assignment]
     session._learner = Learner(job, None, None, trainer, None)  # type: ignore[arg-type]
-    assert session.train([[], []]) == {"num_minibatches": 2}
+    assert session.train(1, [[], []]) == {"num_minibatches": 2}
     assert called == ["engine sleeps", "trainer steps", *(["torch gives back"] if sleep else [])]
 
 
@@ -46,4 +46,4 @@ def test_a_rank_that_only_samples_does_not_put_its_engine_to_sleep() -> None:
     called: list[str] = []
     session = Session(Config())
     session._engine, session._learner = Engine(called), None  # type: ignore[assignment]
-    assert session.train([[]]) == {} and called == []
+    assert session.train(1, [[]]) == {} and called == []

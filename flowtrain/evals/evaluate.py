@@ -48,7 +48,7 @@ def evaluate(
     )
 
 
-def summary(sampled: Mapping[str, Evaluation], greedy: Mapping[str, Evaluation], main_split: str) -> dict[str, Any]:
+def comparison(sampled: Mapping[str, Evaluation], greedy: Mapping[str, Evaluation], main_split: str) -> dict[str, Any]:
     """What summary.json tells of a policy, by split sampled at its temperature and greedily."""
     main = sampled[main_split]
     return {
