@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flowtrain.config import Checkpoint
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, Join, Lease, LeaseRequest, Progress, Push, Register
@@ -36,6 +37,7 @@ PROMPT, RESPONSE = 90, 24
 """Tokens."""
 NUM_THREADS, PER_REQUEST = 8, 64
 NODE, POLICY = "bench", "planner"
+_CHECKPOINT_EVERY = Checkpoint().every
 
 
 def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]:
@@ -99,10 +101,10 @@ def _leased(client: Client, num: int) -> tuple[Lease, ...]:
 
 
 def _batch(client: Client, step: int) -> None:
-    """And the trainer's report of it, whose checkpoint lets the ledger forget the groups."""
+    """And the trainer's report of it; now and then there is a checkpoint, which lets the ledger forget groups."""
     batch = client.batch(BatchRequest(POLICY, step, wait_s=10.0))
     assert len(batch.groups) == NUM_GROUPS, batch.num_missing
-    client.progress(Progress(POLICY, step, step))
+    client.progress(Progress(POLICY, step, step - step % _CHECKPOINT_EVERY))
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:

@@ -111,7 +111,8 @@ class TrainerRequests(LedgerBase):
         )
         num_events = number_groups(transaction, meta.num_events)
         fresh = waiting(transaction, policy)
-        again = reused(consumed(transaction, policy, step), policy.num_groups, self._options.replay_share, step - 1)
+        share = self._options.replay_share
+        again = reused(consumed(transaction, policy, step), policy.num_groups, share, step - 1) if share else []
         num = policy.num_groups - len(again)
         if len(fresh) < num:
             return num - len(fresh)
