@@ -26,7 +26,6 @@ _LEVEL = 0.8
 ARMS: dict[str, list[str]] = {
     "synchronous": [],
     "dataflow": ["--dataflow.max_staleness", "2"],
-    "dataflow, decoupled PPO": ["--dataflow.max_staleness", "2", "--train.rescore", "true", "--algorithm.tis", "2.0"],
 }
 
 
