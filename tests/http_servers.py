@@ -11,9 +11,9 @@ from flowtrain.serving import address, make_server
 
 
 @contextlib.contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, port: int = 0) -> Iterator[str]:
     """The URL of a real server; it runs in a thread, connections wait from the first moment on."""
-    server, listener = make_server(app)
+    server, listener = make_server(app, port=port)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from safetensors.torch import load_file
 
 pytest.register_assert_rewrite("cli_runs")
 from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of  # noqa: E402
+from http_servers import running  # noqa: E402
 
 from flowtrain.dataflow.codec import pack_group  # noqa: E402
 from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register  # noqa: E402
 from flowtrain.dataflow.ledger import Ledger, open_ledger  # noqa: E402
 from flowtrain.dataflow.service import Service  # noqa: E402
 from flowtrain.options import parse  # noqa: E402
-from flowtrain.serving import address, make_server  # noqa: E402
 from flowtrain.types import (  # noqa: E402
     Action,
     Call,
@@ -113,15 +112,10 @@ class Dataflow:
     @contextlib.contextmanager
     def served(self, port: int = 0) -> Iterator[str]:
         """The URL."""
-        server, listener = make_server(Service(self.ledger, self.ledger.run, TOKEN), port=port)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
         try:
-            yield address(listener)
+            with running(Service(self.ledger, self.ledger.run, TOKEN), port) as url:
+                yield url
         finally:
-            server.should_exit = True
-            thread.join(20)
-            listener.close()
             self.ledger.close()
 
     def units(self) -> list[tuple[int, int, int]]:
