@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from flowtrain import plugins
 from flowtrain.agents.tools.base import Tool
 from flowtrain.config import Config
 from flowtrain.rollout.chat import ChatEngine
@@ -50,7 +51,7 @@ BUILT_IN = {
 
 def make_tools(names: Sequence[str], context: ToolContext) -> dict[str, Tool]:
     """The tools by name, in that order; close them when done. Those made before one that fails are closed."""
-    offered = _offered()
+    offered = plugins.offered("tool", GROUP, BUILT_IN)
     for key, asked in (("agent.tools", names), ("plugins", context.config.plugins)):
         if unknown := [name for name in asked if name not in offered]:
             raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(offered)}")
@@ -61,15 +62,6 @@ def make_tools(names: Sequence[str], context: ToolContext) -> dict[str, Tool]:
             cleanup.callback(tools[name].close)
         cleanup.pop_all()
     return tools
-
-
-def _offered() -> dict[str, EntryPoint]:
-    """Every tool that can be asked for; built-in ones first."""
-    offered = dict(BUILT_IN)
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _package(entry))):
-        if (other := offered.setdefault(entry.name, entry)) != entry:
-            raise UserError(f"tool {entry.name!r} is offered by {_package(other)} and by {_package(entry)}; uninstall one of them")
-    return offered
 
 
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
@@ -83,11 +75,9 @@ def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
         card_name = tool.card.name
     # Foreign code may fail in any way, and the traceback would show our lines before its own.
     except Exception as error:
-        raise UserError(f"tool {name!r} of package {_package(entry)} cannot be made: {type(error).__name__}: {error}") from error
+        raise UserError(f"tool {name!r} of package {plugins.package(entry)} cannot be made: {type(error).__name__}: {error}") from error
     if card_name != name:
-        raise UserError(f"tool {name!r} of package {_package(entry)} calls itself {card_name!r} on its card; both names must be the same")
+        raise UserError(
+            f"tool {name!r} of package {plugins.package(entry)} calls itself {card_name!r} on its card; both names must be the same"
+        )
     return tool
-
-
-def _package(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "flowtrain itself"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from inspect import signature
 from typing import Any
 
 from pydantic import ValidationError
 
+from flowtrain import plugins
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.dataflow.rules.base import Curator, Filter, Selector
 from flowtrain.types import UserError
@@ -79,10 +80,12 @@ def _make(point: Point, name: str, options: Mapping[str, Any]) -> Any:
         raise
     # Foreign code may fail in any way, and the traceback would show our lines before its own.
     except Exception as error:
-        raise UserError(f"{point.key} {name!r} of package {_package(entry)} cannot be made: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{point.key} {name!r} of package {plugins.package(entry)} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     if missing := [method for method in point.methods if not callable(getattr(rule, method, None))]:
         needs = ", ".join(point.methods)
-        raise UserError(f"{point.key} {name!r} of package {_package(entry)} has no method {missing[0]}; it needs {needs}")
+        raise UserError(f"{point.key} {name!r} of package {plugins.package(entry)} has no method {missing[0]}; it needs {needs}")
     return rule
 
 
@@ -108,13 +111,6 @@ def _explained(point: Point, name: str, error: ValidationError) -> str:
 
 
 def _offered(point: Point) -> dict[str, EntryPoint]:
-    """By name, built-in ones first."""
-    offered = {name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group) for name, value in point.built_in.items()}
-    for entry in sorted(entry_points(group=point.group), key=lambda entry: (entry.name, _package(entry))):
-        if (other := offered.setdefault(entry.name, entry)) != entry:
-            raise UserError(f"{point.key} {entry.name!r} is offered by {_package(other)} and by {_package(entry)}; uninstall one of them")
-    return offered
-
-
-def _package(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "flowtrain itself"
+    """By name."""
+    built_in = {name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group) for name, value in point.built_in.items()}
+    return plugins.offered(point.key, point.group, built_in)
