@@ -54,7 +54,7 @@ test: setup
 
 # In a process of their own: parts of them run vLLM in it, which does not bear all that the other tests import.
 test-vllm: $(VENV)/.vllm
-	$(BIN)/python -m pytest tests/rollout/test_vllm_engine.py tests/weights/test_vllm_plugin.py
+	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/weights/test_vllm_plugin.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
-# No -march=native: the code picks AVX2 or AVX-512 when it runs. GCC 12 warns falsely within its own AVX-512 headers.
+# No -march=native: the code picks AVX2 or AVX-512 when it runs. GCC 12 warns falsely within its own
+# AVX-512 headers.
 FLAGS = ["-O3", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-pthread"]
 
 setup(

@@ -1,7 +1,9 @@
-"""Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:  python -m bench.aot [--json F]
+"""Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:
+python -m bench.aot [--json F]
 
-Each kernel is compiled at its production block size in the variants that matter (dtype, and every optional term on or off) for the
-targets below, by the compiler that Triton carries; a spill in any of them is an error (exit code 1).
+Each kernel is compiled at its production block size in the variants that matter (dtype, and every
+optional term on or off) for the targets below, by the compiler that Triton carries; a spill in any
+of them is an error (exit code 1).
 """
 
 from __future__ import annotations
@@ -52,28 +54,47 @@ _POINTERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--targets", default=",".join(TARGETS), help=f"comma-separated (default: {','.join(TARGETS)})")
+    parser.add_argument(
+        "--targets",
+        default=",".join(TARGETS),
+        help=f"comma-separated (default: {','.join(TARGETS)})",
+    )
     args = parser.parse_args()
     rows = table(args.targets.split(","))
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
-    spilled = [f"{row['kernel']} {row['variant']} on {row['target']}" for row in rows if row["spills"]]
+    spilled = [
+        f"{row['kernel']} {row['variant']} on {row['target']}" for row in rows if row["spills"]
+    ]
     if spilled:
         sys.exit(f"spills: {'; '.join(spilled)}")
 
 
 def table(targets: list[str]) -> list[dict[str, Any]]:
     return [
-        {"kernel": name, "variant": variant, "target": target, **compile_one(kernel, constants, dtype, TARGETS[target], options)}
+        {
+            "kernel": name,
+            "variant": variant,
+            "target": target,
+            **compile_one(kernel, constants, dtype, TARGETS[target], options),
+        }
         for name, variant, kernel, constants, dtype, options in variants()
         for target in targets
     ]
 
 
 def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, int]]]:
-    """(kernel, variant, function, constexprs and absent pointers, dtype of the logits (->gradient), compiler options)."""
-    no_kept = {"HAS_KEPT": False, "kept_ids_ptr": None, "kept_offsets_ptr": None, "kept_copy_ptr": None, "HAS_SOFTCAP": False}
+    """(kernel, variant, function, constexprs and absent pointers, dtype of the logits (->gradient),
+    compiler options).
+    """
+    no_kept = {
+        "HAS_KEPT": False,
+        "kept_ids_ptr": None,
+        "kept_offsets_ptr": None,
+        "kept_copy_ptr": None,
+        "HAS_SOFTCAP": False,
+    }
     no_entropy = {"HAS_ENTROPY": False, "dentropy_ptr": None}
     rows_all = {"HAS_KEPT": True, "HAS_SOFTCAP": True}
     clip = {"POLICY": 0, "KL": 2, "HAS_OLD": True, "HAS_GRADIENT": True}
@@ -81,36 +102,103 @@ def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, i
     loss_all = {**clip, "HAS_REF": True, "HAS_DUAL": True, "HAS_ENTROPY": True}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         logits = torch.empty(1, 1, dtype=dtype)
-        score, loss = rows_triton.score_config(logits).arguments(), rows_triton.loss_config(logits).arguments()
+        score, loss = (
+            rows_triton.score_config(logits).arguments(),
+            rows_triton.loss_config(logits).arguments(),
+        )
         yield "score", name, rows_triton.score_kernel, *_split({**no_kept, **score}, name)
         yield "score", f"{name} all", rows_triton.score_kernel, *_split({**rows_all, **score}, name)
-        yield "gradient", name, rows_triton.gradient_kernel, *_split({**no_kept, **no_entropy, **score}, name)
-        yield "gradient", f"{name} all", rows_triton.gradient_kernel, *_split({**rows_all, "HAS_ENTROPY": True, **score}, name)
+        yield (
+            "gradient",
+            name,
+            rows_triton.gradient_kernel,
+            *_split({**no_kept, **no_entropy, **score}, name),
+        )
+        yield (
+            "gradient",
+            f"{name} all",
+            rows_triton.gradient_kernel,
+            *_split({**rows_all, "HAS_ENTROPY": True, **score}, name),
+        )
         yield "loss", name, loss_triton.loss_kernel, *_split({**no_kept, **clip_only, **loss}, name)
-        yield "loss", f"{name} all", loss_triton.loss_kernel, *_split({**rows_all, **loss_all, **loss}, name)
+        yield (
+            "loss",
+            f"{name} all",
+            loss_triton.loss_kernel,
+            *_split({**rows_all, **loss_all, **loss}, name),
+        )
         scored_only = {**no_kept, **clip_only, "HAS_GRADIENT": False, "out_ptr": None}
-        yield "loss", f"{name} no gradient", loss_triton.loss_kernel, *_split({**scored_only, **loss}, name)
-        yield "scale", name, loss_triton.scale_kernel, *_split({"BLOCK": 4096, "num_warps": 8}, name)
+        yield (
+            "loss",
+            f"{name} no gradient",
+            loss_triton.loss_kernel,
+            *_split({**scored_only, **loss}, name),
+        )
+        yield (
+            "scale",
+            name,
+            loss_triton.scale_kernel,
+            *_split({"BLOCK": 4096, "num_warps": 8}, name),
+        )
     mixed = rows_triton.loss_config(torch.empty(1, 1)).arguments()
-    yield "loss", "fp32->bf16", loss_triton.loss_kernel, *_split({**no_kept, **clip_only, **mixed}, "fp32->bf16")
+    yield (
+        "loss",
+        "fp32->bf16",
+        loss_triton.loss_kernel,
+        *_split({**no_kept, **clip_only, **mixed}, "fp32->bf16"),
+    )
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **loss_triton.STATISTICS}
     yield "statistics", "", loss_triton.statistics_kernel, *_split(statistics, "fp32")
-    yield "scan", "", branching_triton.scan_kernel, *_split({"HAS_MASK": True, **branching_triton.LAUNCH}, "fp32")
-    yield "branching", "", branching_triton.score_kernel, *_split(dict(branching_triton.LAUNCH), "fp32")
-    yield "delta count", "", sparse_delta_triton.count_kernel, *_split(dict(sparse_delta_triton.TILE), "int16")
-    yield "delta compact", "", sparse_delta_triton.compact_kernel, *_split(dict(sparse_delta_triton.TILE), "int16")
+    yield (
+        "scan",
+        "",
+        branching_triton.scan_kernel,
+        *_split({"HAS_MASK": True, **branching_triton.LAUNCH}, "fp32"),
+    )
+    yield (
+        "branching",
+        "",
+        branching_triton.score_kernel,
+        *_split(dict(branching_triton.LAUNCH), "fp32"),
+    )
+    yield (
+        "delta count",
+        "",
+        sparse_delta_triton.count_kernel,
+        *_split(dict(sparse_delta_triton.TILE), "int16"),
+    )
+    yield (
+        "delta compact",
+        "",
+        sparse_delta_triton.compact_kernel,
+        *_split(dict(sparse_delta_triton.TILE), "int16"),
+    )
     for name, writes in (("", True), ("no write", False)):
-        yield "delta scatter", name, sparse_delta_triton.scatter_kernel, *_split({"WRITES": writes, **sparse_delta_triton.SCATTER}, "int16")
-    yield "delta digest", "", sparse_delta_triton.digest_kernel, *_split(dict(sparse_delta_triton.DIGEST), "int16")
+        yield (
+            "delta scatter",
+            name,
+            sparse_delta_triton.scatter_kernel,
+            *_split({"WRITES": writes, **sparse_delta_triton.SCATTER}, "int16"),
+        )
+    yield (
+        "delta digest",
+        "",
+        sparse_delta_triton.digest_kernel,
+        *_split(dict(sparse_delta_triton.DIGEST), "int16"),
+    )
 
 
 def _split(arguments: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Launch arguments into the kernel's own and the compiler's."""
-    options: dict[str, int] = {name: arguments.pop(name) for name in ("num_warps", "maxnreg") if name in arguments}
+    options: dict[str, int] = {
+        name: arguments.pop(name) for name in ("num_warps", "maxnreg") if name in arguments
+    }
     return arguments, dtype, options
 
 
-def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, target: GPUTarget, options: dict[str, int]) -> dict[str, Any]:
+def compile_one(
+    kernel: Any, constants: dict[str, Any], dtype: str, target: GPUTarget, options: dict[str, int]
+) -> dict[str, Any]:
     """Registers per thread, shared bytes per program and bytes spilled to memory per thread."""
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -118,17 +206,29 @@ def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, target: GPUT
             signature[name], constexprs[(index,)] = "constexpr", constants[name]
         else:
             signature[name] = _type(name, dtype)
-            if signature[name].startswith("*") or name in ("num_vocab", "num_words", "row_stride", "out_stride"):
+            if signature[name].startswith("*") or name in (
+                "num_vocab",
+                "num_words",
+                "row_stride",
+                "out_stride",
+            ):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     if target.backend == "hip":  # a warp is twice as wide there, and no register limit is set
         options = {"num_warps": max(1, options["num_warps"] * 32 // target.warp_size)}
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, attributes), target=target, options=options
+    )
     shared = compiled.metadata.shared
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
-        # Scalar registers that are saved into vector registers do not touch memory and do not count.
+        # Scalar registers that are saved into vector registers do not touch memory and do not
+        # count.
         spills = int(_find(r"\.private_segment_fixed_size:\s+(\d+)", text))
-        return {"registers": int(_find(r"\.vgpr_count:\s+(\d+)", text)), "spills": spills, "shared": shared}
+        return {
+            "registers": int(_find(r"\.vgpr_count:\s+(\d+)", text)),
+            "spills": spills,
+            "shared": shared,
+        }
     return {**_ptxas(compiled.asm["ptx"], target.arch), "shared": shared}
 
 
@@ -151,7 +251,10 @@ def _ptxas(ptx: str, arch: int) -> dict[str, Any]:
         name = _find(r"\.target\s+(sm_\w+)", ptx)
         command = [program, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    stores, loads = int(_find(r"(\d+) bytes spill stores", report)), int(_find(r"(\d+) bytes spill loads", report))
+    stores, loads = (
+        int(_find(r"(\d+) bytes spill stores", report)),
+        int(_find(r"(\d+) bytes spill loads", report)),
+    )
     return {"registers": int(_find(r"Used (\d+) registers", report)), "spills": stores + loads}
 
 

@@ -1,16 +1,20 @@
 """The dataflow:  python -m bench.dataflow [--json F] [--plot F] [--postgres URL]
 
-In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real ledger: training steps per hour in
-the synchronous loop and through the dataflow, over how long the trainer takes; the trainer's idle share by size of the pool, and once it
-has the advised size; pools of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback. With
---learning, instead of all that: reward per sampled token, through the dataflow and not, in real training runs.
+In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real
+ledger: training steps per hour in the synchronous loop and through the dataflow, over how long the
+trainer takes; the trainer's idle share by size of the pool, and once it has the advised size; pools
+of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback.
+With --learning, instead of all that: reward per sampled token, through the dataflow and not, in
+real training runs.
 
-What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as AgentFlow's trainer expects, with a long tail;
-latencies do not depend on the load. 32 questions with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous
-step's rollouts are under way at once. Both have the same trainer, which takes the same time for every step; the share that it has of a
-synchronous step is what counts, and no pool makes the loop faster than 1 / share, so there is a row for each of several. (verl reports 270
-of 790 s for its update, 34 %: Qwen2.5-Math-7B, 32 H20.) A version takes 2 s from publishing to being loaded (AstraFlow: 1.1 to 2.4 s for
-1.7B). The first steps are left out, until the pipeline is full.
+What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as
+AgentFlow's trainer expects, with a long tail; latencies do not depend on the load. 32 questions
+with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous step's
+rollouts are under way at once. Both have the same trainer, which takes the same time for every
+step; the share that it has of a synchronous step is what counts, and no pool makes the loop faster
+than 1 / share, so there is a row for each of several. (verl reports 270 of 790 s for its update, 34
+%: Qwen2.5-Math-7B, 32 H20.) A version takes 2 s from publishing to being loaded (AstraFlow: 1.1 to
+2.4 s for 1.7B). The first steps are left out, until the pipeline is full.
 """
 
 from __future__ import annotations
@@ -29,13 +33,23 @@ import matplotlib
 
 from bench import dataflow_learning, dataflow_service
 from bench.measure import print_table, write_json
-from bench.simulated_pool import Node, Nodes, Site, Trainer, World, collect_s, course, rollout_seeds, staleness
+from bench.simulated_pool import (
+    Node,
+    Nodes,
+    Site,
+    Trainer,
+    World,
+    collect_s,
+    course,
+    rollout_seeds,
+    staleness,
+)
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.local_pool import Controller
-from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Task
+from flowtrain.utils.seeds import derive_seed
 
 NUM_GROUPS, GROUP_SIZE, MAX_STALENESS = 32, 8, 4
 SITES = [Site(f"node-{number}") for number in range(8)]
@@ -44,8 +58,12 @@ PUBLISH_S = 2.0
 """In the synchronous loop, until the new version is loaded."""
 SHARES, SHARE = (0.1, 0.2, 0.34, 0.5), 0.34
 """Of a synchronous step, the trainer's."""
-FAR = [Site(f"speed-{speed:g}", slots=96, speed=speed, round_trip_s=0.3, load_s=5.0) for speed in (1.0, 0.6, 0.3)]
-"""Pools in other regions, as AstraFlow's experiment has them: 300 ms, and 1.5 GB of a delta at 4 Gbit/s take 3 s more."""
+FAR = [
+    Site(f"speed-{speed:g}", slots=96, speed=speed, round_trip_s=0.3, load_s=5.0)
+    for speed in (1.0, 0.6, 0.3)
+]
+"""Pools in other regions, as AstraFlow's experiment has them: 300 ms, and 1.5 GB of a delta at 4
+Gbit/s take 3 s more."""
 LOOK_S = 300.0
 """Between two looks at the pool."""
 NUM_STEPS, NUM_FIRST = 40, 8
@@ -56,12 +74,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     parser.add_argument("--plot", metavar="F", help="draw the rates into this PNG file")
-    parser.add_argument("--postgres", metavar="URL", default="", help="of a server where a database may be made, for the last part too")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"training steps of a simulation (default: {NUM_STEPS})")
-    parser.add_argument("--groups", type=int, default=2048, help="groups that the service gets at once (default: 2048)")
-    parser.add_argument("--learning", nargs="+", metavar="WARM", help="only train the quickstart, from these models of flowtrain.rft")
+    parser.add_argument(
+        "--postgres",
+        metavar="URL",
+        default="",
+        help="of a server where a database may be made, for the last part too",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=NUM_STEPS,
+        help=f"training steps of a simulation (default: {NUM_STEPS})",
+    )
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=2048,
+        help="groups that the service gets at once (default: 2048)",
+    )
+    parser.add_argument(
+        "--learning",
+        nargs="+",
+        metavar="WARM",
+        help="only train the quickstart, from these models of flowtrain.rft",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of that (default: 3)")
-    parser.add_argument("--dir", type=Path, default=Path("runs/dataflow"), help="folder of its runs (default: runs/dataflow)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("runs/dataflow"),
+        help="folder of its runs (default: runs/dataflow)",
+    )
     args, words = parser.parse_known_args()
     if args.learning:
         rows = dataflow_learning.rows(args.learning, args.seeds, args.dir, words)
@@ -87,7 +130,9 @@ def _parts(num_steps: int, num_groups: int, postgres: str) -> Iterator[Iterable[
     """The tables, made when their turn comes."""
     collected_s = fmean(synchronous_s(num_steps))
     train_s = {share: (collected_s + PUBLISH_S) * share / (1 - share) for share in SHARES}
-    yield chain.from_iterable(rate_rows(share, train_s[share], collected_s, num_steps) for share in SHARES)
+    yield chain.from_iterable(
+        rate_rows(share, train_s[share], collected_s, num_steps) for share in SHARES
+    )
     fixed = (size_row(number, train_s[SHARE], num_steps) for number in range(4, len(SITES) + 1))
     yield chain(fixed, (advised_row(first, train_s[SHARE], 2 * num_steps) for first in (2, 16)))
     yield far_rows(train_s[SHARE], num_steps)
@@ -121,9 +166,13 @@ def run(sites: Sequence[Site], train_s: float, num_steps: int, max_waiting: int 
 def ledger(world: World, max_waiting: int) -> Iterator[Ledger]:
     """A new one, whose clock is the world's."""
     dataflow = {"max_staleness": MAX_STALENESS, "max_waiting": max_waiting}
-    config = Config.model_validate({"rollout": {"num_questions": NUM_GROUPS, "group_size": GROUP_SIZE}, "dataflow": dataflow})
+    config = Config.model_validate(
+        {"rollout": {"num_questions": NUM_GROUPS, "group_size": GROUP_SIZE}, "dataflow": dataflow}
+    )
     tasks = [Task(f"task-{number}", "?", ("answer",)) for number in range(1000)]
-    memory = Path("/dev/shm")  # a disk's commits would only make it slower, and virtual time does not see that
+    memory = Path(
+        "/dev/shm"
+    )  # a disk's commits would only make it slower, and virtual time does not see that
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         opened = Ledger(Path(folder) / "ledger.db", config, TaskCursor(tasks, 0), clock=world.clock)
         yield opened
@@ -135,22 +184,45 @@ def ledger(world: World, max_waiting: int) -> Iterator[Ledger]:
 
 def synchronous_s(num_steps: int, share: float = 1.0, patience_s: float = 0.0) -> list[float]:
     """Of each step, until its rollouts are done: the same rollouts as in the dataflow."""
-    seeds = [rollout_seeds(derive_seed(0, "unit", unit + 1), GROUP_SIZE) for unit in range(num_steps * NUM_GROUPS)]
-    steps = [seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS] for step in range(NUM_FIRST, num_steps)]
+    seeds = [
+        rollout_seeds(derive_seed(0, "unit", unit + 1), GROUP_SIZE)
+        for unit in range(num_steps * NUM_GROUPS)
+    ]
+    steps = [
+        seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS] for step in range(NUM_FIRST, num_steps)
+    ]
     return [collect_s(list(chain.from_iterable(step)), SITES, share, patience_s) for step in steps]
 
 
-def rate_rows(share: float, train_s: float, collected_s: float, num_steps: int) -> list[dict[str, Any]]:
+def rate_rows(
+    share: float, train_s: float, collected_s: float, num_steps: int
+) -> list[dict[str, Any]]:
     cut_s = fmean(synchronous_s(num_steps, 0.9, 60.0))
-    paths = {"synchronous": _waited(collected_s, train_s), "synchronous, rest cut at 90 % + 60 s": _waited(cut_s, train_s)}
-    for path, max_waiting in (("dataflow", 0), (f"dataflow, max_waiting {2 * NUM_GROUPS}", 2 * NUM_GROUPS)):
+    paths = {
+        "synchronous": _waited(collected_s, train_s),
+        "synchronous, rest cut at 90 % + 60 s": _waited(cut_s, train_s),
+    }
+    for path, max_waiting in (
+        ("dataflow", 0),
+        (f"dataflow, max_waiting {2 * NUM_GROUPS}", 2 * NUM_GROUPS),
+    ):
         through = run(SITES, train_s, num_steps, max_waiting)
         late = staleness(through.trainer.trained)
-        paths[path] = {"step_s": through.step_s, "idle_share": through.idle_share, **{key: late[key] for key in list(late)[:2]}}
+        paths[path] = {
+            "step_s": through.step_s,
+            "idle_share": through.idle_share,
+            **{key: late[key] for key in list(late)[:2]},
+        }
     first_s = paths["synchronous"]["step_s"]
     common = {"trainer_share": share, "train_s": train_s}
     return [
-        {**common, "path": path, **row, "steps_per_h": 3600 / row["step_s"], "times_sync": first_s / row["step_s"]}
+        {
+            **common,
+            "path": path,
+            **row,
+            "steps_per_h": 3600 / row["step_s"],
+            "times_sync": first_s / row["step_s"],
+        }
         for path, row in paths.items()
     ]
 
@@ -166,15 +238,24 @@ def _waited(collected_s: float, train_s: float) -> dict[str, float]:
 
 def size_row(num_nodes: int, train_s: float, num_steps: int) -> dict[str, Any]:
     found = run(SITES[:num_nodes], train_s, num_steps)
-    return {"pool": f"{num_nodes} nodes", "train_s": train_s, "step_s": found.step_s, "idle_share": found.idle_share}
+    return {
+        "pool": f"{num_nodes} nodes",
+        "train_s": train_s,
+        "step_s": found.step_s,
+        "idle_share": found.idle_share,
+    }
 
 
 def advised_row(first: int, train_s: float, num_steps: int) -> dict[str, Any]:
-    """A pool that begins with `first` nodes and follows the advice that it gets every `LOOK_S`; the second half of the run."""
+    """A pool that begins with `first` nodes and follows the advice that it gets every `LOOK_S`; the
+    second half of the run.
+    """
     world = World()
     with ledger(world, 0) as opened:
         trainer = Trainer(world, opened, NUM_GROUPS, MAX_STALENESS, train_s, num_steps)
-        nodes = Nodes(world, lambda name: Node(world, opened, Site(name), MAX_STALENESS, trainer.look))
+        nodes = Nodes(
+            world, lambda name: Node(world, opened, Site(name), MAX_STALENESS, trainer.look)
+        )
         nodes.resize(first)
         processes: Any = nodes  # it wants them to be real ones
         controller = Controller(processes, smallest=1, largest=4 * len(SITES))
@@ -206,8 +287,16 @@ def far_rows(train_s: float, num_steps: int) -> list[dict[str, Any]]:
     for node, speed in zip(found.nodes, speeds, strict=True):
         own = [(unit, ages) for unit, ages in found.trainer.trained if unit in node.units]
         part = len(own) / len(found.trainer.trained)
-        pool: dict[str, Any] = {"far pool": node.site.name, "round_trip_s": node.site.round_trip_s, "load_s": node.site.load_s}
-        rows.append(pool | {"of_speed": speed / sum(speeds), "of_trained": part, "idle_share": found.idle_share} | staleness(own))
+        pool: dict[str, Any] = {
+            "far pool": node.site.name,
+            "round_trip_s": node.site.round_trip_s,
+            "load_s": node.site.load_s,
+        }
+        rows.append(
+            pool
+            | {"of_speed": speed / sum(speeds), "of_trained": part, "idle_share": found.idle_share}
+            | staleness(own)
+        )
     return rows
 
 
@@ -219,8 +308,17 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name in dict.fromkeys(row["path"] for row in rows):
         own = [row for row in rows if row["path"] == name]
-        axes.plot([row["trainer_share"] for row in own], [row["steps_per_h"] for row in own], marker="o", label=name)
-    axes.set(xlabel="trainer's share of a synchronous step", ylabel="steps per hour (simulated latencies)", ylim=(0, None))
+        axes.plot(
+            [row["trainer_share"] for row in own],
+            [row["steps_per_h"] for row in own],
+            marker="o",
+            label=name,
+        )
+    axes.set(
+        xlabel="trainer's share of a synchronous step",
+        ylabel="steps per hour (simulated latencies)",
+        ylim=(0, None),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)

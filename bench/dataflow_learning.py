@@ -1,7 +1,9 @@
-"""Does training through the dataflow learn as much from a sampled token as the synchronous loop does? The quickstart, with several seeds.
+"""Does training through the dataflow learn as much from a sampled token as the synchronous loop
+does? The quickstart, with several seeds.
 
-Every seed starts from the same warm model in both loops. Through the dataflow it is service, trainer and one node that run at the same
-time, each with one thread. Tokens of groups that were dropped count as sampled. Compared as in `bench.learning`.
+Every seed starts from the same warm model in both loops. Through the dataflow it is service,
+trainer and one node that run at the same time, each with one thread. Tokens of groups that were
+dropped count as sampled. Compared as in `bench.learning`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ ARMS: dict[str, list[str]] = {
 }
 
 
-def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[str]) -> list[dict[str, Any]]:
-    """One per arm; seed i starts from warm model i modulo their number. Runs that are there already are taken as they are."""
+def rows(
+    warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One per arm; seed i starts from warm model i modulo their number. Runs that are there already
+    are taken as they are.
+    """
     curves: dict[str, list[learning.Curve]] = {arm: [] for arm in ARMS}
     for seed, arm in tqdm([(seed, arm) for seed in range(num_seeds) for arm in ARMS], desc="runs"):
         place = folder / arm.replace(", ", "-").replace(" ", "_") / str(seed)
@@ -41,7 +47,9 @@ def rows(warm: Sequence[str], num_seeds: int, folder: Path, options: Sequence[st
         curves[arm].append(([factor * number for number in tokens], rewards))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     grid = learning.coarsest([run for runs in curves.values() for run in runs], budget)
-    return [learning.row(arm, runs, curves["synchronous"], grid, _LEVEL) for arm, runs in curves.items()]
+    return [
+        learning.row(arm, runs, curves["synchronous"], grid, _LEVEL) for arm, runs in curves.items()
+    ]
 
 
 def _synchronous(folder: Path, options: Sequence[str], seed: int, model: str) -> None:
@@ -54,13 +62,37 @@ def _through_dataflow(folder: Path, options: Sequence[str], seed: int, model: st
         return
     beside = _beside(folder)
     beside.mkdir(parents=True, exist_ok=True)
-    common = [*CONFIG, *options, "--run.seed", str(seed), "--model.path", model, "--run.threads", "1"]
+    common = [
+        *CONFIG,
+        *options,
+        "--run.seed",
+        str(seed),
+        "--model.path",
+        model,
+        "--run.threads",
+        "1",
+    ]
     with service(str(beside / "ledger.db"), common) as (url, token):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWTRAIN_TOKEN": token}
-        node = [sys.executable, "-m", "flowtrain.rollout", "--dataflow", url, "--name", "node"]
-        trainer = [sys.executable, "-m", "flowtrain.train", *common, *learning.SHORT, "--run.dir", str(folder), "--dataflow.url", url]
-        with (beside / "node.log").open("w") as log, subprocess.Popen(node, env=environment, stdout=log, stderr=log) as working:
-            done = subprocess.run([*trainer, "--run.resume", "auto"], env=environment, capture_output=True, text=True)
+        node = [sys.executable, "-m", "flowtrain.node", "--dataflow", url, "--name", "node"]
+        trainer = [
+            sys.executable,
+            "-m",
+            "flowtrain.train",
+            *common,
+            *learning.SHORT,
+            "--run.dir",
+            str(folder),
+            "--dataflow.url",
+            url,
+        ]
+        with (
+            (beside / "node.log").open("w") as log,
+            subprocess.Popen(node, env=environment, stdout=log, stderr=log) as working,
+        ):
+            done = subprocess.run(
+                [*trainer, "--run.resume", "auto"], env=environment, capture_output=True, text=True
+            )
             if done.returncode:
                 working.terminate()
                 raise SystemExit(f"{folder}: {done.stderr[-2000:]}")

@@ -1,8 +1,10 @@
-"""What the service of the dataflow costs, in real time: `python -m flowtrain.dataflow serve` over HTTP on loopback, its database on disk.
+"""What the service of the dataflow costs, in real time: `python -m flowtrain.dataflow serve` over
+HTTP on loopback, its database on disk.
 
-"alone": one lease, one push and a place in one batch, one after another, while nothing else happens: what the service adds to a group.
-"at once": many groups are leased, then pushed by 8 threads, then served, on the cores that service and client share. Groups are as large as
-those of the quickstart, and packed beforehand, for that is the nodes' work.
+"alone": one lease, one push and a place in one batch, one after another, while nothing else
+happens: what the service adds to a group. "at once": many groups are leased, then pushed by 8
+threads, then served, on the cores that service and client share. Groups are as large as those of
+the quickstart, and packed beforehand, for that is the nodes' work.
 """
 
 from __future__ import annotations
@@ -28,11 +30,29 @@ from urllib.parse import urlsplit
 from flowtrain.config import Checkpoint
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import BatchRequest, Join, Lease, LeaseRequest, Progress, Push, Register
-from flowtrain.types import Action, FinishReason, Group, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    Lease,
+    LeaseRequest,
+    Progress,
+    Push,
+    Register,
+)
+from flowtrain.types import (
+    Action,
+    FinishReason,
+    Group,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 16, 8, 2
-"""The quickstart's: groups of a step, rollouts of a group; and turns that its rollouts have in the middle of training."""
+"""The quickstart's: groups of a step, rollouts of a group; and turns that its rollouts have in the
+middle of training."""
 PROMPT, RESPONSE = 90, 24
 """Tokens."""
 NUM_THREADS, PER_REQUEST = 8, 64
@@ -52,7 +72,11 @@ def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]
 
 
 def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dict[str, Any]]:
-    sizes = {"rollout.num_questions": NUM_GROUPS, "rollout.group_size": GROUP_SIZE, "dataflow.max_waiting": num_groups + num_alone}
+    sizes = {
+        "rollout.num_questions": NUM_GROUPS,
+        "rollout.group_size": GROUP_SIZE,
+        "dataflow.max_waiting": num_groups + num_alone,
+    }
     options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
     with service(database, options) as (url, token), Client(url, token, wait_s=120.0) as client:
         client.join(Join(NODE, NODE))
@@ -60,7 +84,10 @@ def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dic
         alone, num_bytes = _alone(client, num_alone)
         at_once = _at_once(client, num_groups, next_step=num_alone // NUM_GROUPS + 1)
     common = {"database": name, "bytes_per_group": num_bytes}
-    return [{**common, "service": "alone", "groups": num_alone, **alone}, {**common, "service": "at once", "groups": num_groups, **at_once}]
+    return [
+        {**common, "service": "alone", "groups": num_alone, **alone},
+        {**common, "service": "at once", "groups": num_groups, **at_once},
+    ]
 
 
 def _alone(client: Client, num_groups: int) -> tuple[dict[str, float], int]:
@@ -75,18 +102,32 @@ def _alone(client: Client, num_groups: int) -> tuple[dict[str, float], int]:
         if (number + 1) % NUM_GROUPS == 0:
             seconds, _ = _timed(partial(_batch, client, (number + 1) // NUM_GROUPS))
             batches_s.append(seconds / NUM_GROUPS)
-    medians = {name: 1e3 * statistics.median(of) for name, of in (("lease", leases_s), ("push", pushes_s), ("batch", batches_s))}
-    return {**{f"{name}_ms": value for name, value in medians.items()}, "ms_per_group": sum(medians.values())}, len(payload)
+    medians = {
+        name: 1e3 * statistics.median(of)
+        for name, of in (("lease", leases_s), ("push", pushes_s), ("batch", batches_s))
+    }
+    return {
+        **{f"{name}_ms": value for name, value in medians.items()},
+        "ms_per_group": sum(medians.values()),
+    }, len(payload)
 
 
 def _at_once(client: Client, num_groups: int, next_step: int) -> dict[str, float]:
     """Groups per second of each part, and of all of them one after another."""
-    leased_s, leases = _timed(lambda: [lease for _ in range(0, num_groups, PER_REQUEST) for lease in _leased(client, PER_REQUEST)])
+    leased_s, leases = _timed(
+        lambda: [
+            lease
+            for _ in range(0, num_groups, PER_REQUEST)
+            for lease in _leased(client, PER_REQUEST)
+        ]
+    )
     pushes = [Push(NODE, lease.unit, lease.attempt, pack_group(group(lease))) for lease in leases]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         pushed_s, _ = _timed(lambda: list(threads.map(client.push, pushes)))
     num_steps = len(leases) // NUM_GROUPS
-    served_s, _ = _timed(lambda: list(map(partial(_batch, client), range(next_step, next_step + num_steps))))
+    served_s, _ = _timed(
+        lambda: list(map(partial(_batch, client), range(next_step, next_step + num_steps)))
+    )
     parts = {"lease": leased_s, "push": pushed_s, "batch": served_s}
     return {
         **{f"{name}_per_s": len(leases) / seconds for name, seconds in parts.items()},
@@ -95,13 +136,17 @@ def _at_once(client: Client, num_groups: int, next_step: int) -> dict[str, float
 
 
 def _leased(client: Client, num: int) -> tuple[Lease, ...]:
-    leases = client.lease(LeaseRequest(NODE, NODE, num, {POLICY: 0}, key=secrets.token_hex(8))).leases
+    leases = client.lease(
+        LeaseRequest(NODE, NODE, num, {POLICY: 0}, key=secrets.token_hex(8))
+    ).leases
     assert len(leases) == num, "there is room for all"
     return leases
 
 
 def _batch(client: Client, step: int) -> None:
-    """And the trainer's report of it; now and then there is a checkpoint, which lets the ledger forget groups."""
+    """And the trainer's report of it; now and then there is a checkpoint, which lets the ledger
+    forget groups.
+    """
     batch = client.batch(BatchRequest(POLICY, step, wait_s=10.0))
     assert len(batch.groups) == NUM_GROUPS, batch.num_missing
     client.progress(Progress(POLICY, step, step - step % _CHECKPOINT_EVERY))
@@ -117,7 +162,14 @@ def group(lease: Lease) -> Group:
     """As large as one of the quickstart, and as hard to compress: what is sampled is drawn."""
     order = random.Random(lease.seed)
     rollouts = tuple(
-        Trajectory(lease.task, tuple(_turn(order, number) for number in range(NUM_TURNS)), "1284", 0.7, rollout, reward=rollout % 2)
+        Trajectory(
+            lease.task,
+            tuple(_turn(order, number) for number in range(NUM_TURNS)),
+            "1284",
+            0.7,
+            rollout,
+            reward=rollout % 2,
+        )
         for rollout in range(GROUP_SIZE)
     )
     return Group(lease.index, rollouts)
@@ -145,8 +197,20 @@ def _turn(order: random.Random, number: int) -> Turn:
 def service(database: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """`python -m flowtrain.dataflow serve` as a process of its own: its URL and token."""
     token = secrets.token_urlsafe(16)
-    command = [sys.executable, "-m", "flowtrain.dataflow", "serve", "--database", database, "--port", "0", *options]
-    with subprocess.Popen(command, env={**os.environ, "FLOWTRAIN_TOKEN": token}, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "flowtrain.dataflow",
+        "serve",
+        "--database",
+        database,
+        "--port",
+        "0",
+        *options,
+    ]
+    with subprocess.Popen(
+        command, env={**os.environ, "FLOWTRAIN_TOKEN": token}, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         try:

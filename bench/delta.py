@@ -1,10 +1,13 @@
-"""Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--sizes …] [--densities …] [--threads …] [--model-steps N]
+"""Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--sizes …] [--densities …]
+[--threads …] [--model-steps N]
 
-Three tables. First, bytes per changed word: ours at level 1 and at level 2 (which reads the old exponents as context), the entropy bounds
-of that very data (plain, and given the old exponent), and the wire formats of others, each checked to bring back the new weights; on
-synthetic weights, and on a small model trained by AdamW. Second, speed: GB/s of model bytes (2 per word) to pack and to apply in place,
-million changed words per second, and `of touch`, the time of a numpy maximum over old and new in the same turns divided by the time to
-pack. Third, peak memory beyond the weights. Times are the best of several turns, in which rivals alternate.
+Three tables. First, bytes per changed word: ours at level 1 and at level 2 (which reads the old
+exponents as context), the entropy bounds of that very data (plain, and given the old exponent), and
+the wire formats of others, each checked to bring back the new weights; on synthetic weights, and on
+a small model trained by AdamW. Second, speed: GB/s of model bytes (2 per word) to pack and to apply
+in place, million changed words per second, and `of touch`, the time of a numpy maximum over old and
+new in the same turns divided by the time to pack. Third, peak memory beyond the weights. Times are
+the best of several turns, in which rivals alternate.
 """
 
 from __future__ import annotations
@@ -29,13 +32,28 @@ _ISAS = ("scalar", "avx2", "avx512")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--sizes", default="512,2048", help="MiB of synthetic weights (default: %(default)s)")
-    parser.add_argument("--densities", default="0.5,1,3,10", help="percent of words that change (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", default="512,2048", help="MiB of synthetic weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--densities",
+        default="0.5,1,3,10",
+        help="percent of words that change (default: %(default)s)",
+    )
     parser.add_argument("--threads", default="1,2", help="default: %(default)s")
-    parser.add_argument("--model-steps", type=int, default=300, help="of training before real changes are taken; 0: none (default: 300)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns, of which the best counts (default: 5)")
+    parser.add_argument(
+        "--model-steps",
+        type=int,
+        default=300,
+        help="of training before real changes are taken; 0: none (default: 300)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="turns, of which the best counts (default: 5)"
+    )
     args = parser.parse_args()
     sizes, threads = ([int(x) for x in text.split(",") if x] for text in (args.sizes, args.threads))
     densities = [float(x) / 100 for x in args.densities.split(",") if x]
@@ -52,7 +70,9 @@ def main() -> None:
         print_table(rows)
         print()
     if args.json:
-        write_json(args.json, [{"table": name, **row} for name, rows in tables.items() for row in rows])
+        write_json(
+            args.json, [{"table": name, **row} for name, rows in tables.items() for row in rows]
+        )
 
 
 def _progress(text: str) -> None:
@@ -66,7 +86,9 @@ def size_row(step: Step) -> dict[str, Any]:
     """Bytes per changed word."""
     _progress(f"sizes: {step.name}")
     bound = bounds(step)
-    per_changed = {f"level {level}": _our_bytes(step, level) / bound.num_changed for level in (1, 2)}
+    per_changed = {
+        f"level {level}": _our_bytes(step, level) / bound.num_changed for level in (1, 2)
+    }
     theirs = {name: _their_bytes(name, step) / bound.num_changed for name in FORMATS}
     one, two = per_changed.values()
     return {
@@ -103,7 +125,9 @@ def _their_bytes(name: str, step: Step) -> int:
     num_bytes = 0
     for old, new in zip(step.old, step.new, strict=True):
         wire = FORMATS[name].pack(old, new)
-        assert np.array_equal(FORMATS[name].unpack(wire, old), new), f"{name} did not lead to the new weights"
+        assert np.array_equal(FORMATS[name].unpack(wire, old), new), (
+            f"{name} did not lead to the new weights"
+        )
         num_bytes += len(wire)
     return num_bytes
 
@@ -141,8 +165,12 @@ def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[dic
     assert _delta.use_isa("best")
 
 
-def _speed(old: Words, new: Words, level: int, cases: Sequence[tuple[str, int]], repeats: int) -> tuple[dict[str, float], int]:
-    """Best seconds of each run, all in turn; and how many words change. Applying goes there and back again."""
+def _speed(
+    old: Words, new: Words, level: int, cases: Sequence[tuple[str, int]], repeats: int
+) -> tuple[dict[str, float], int]:
+    """Best seconds of each run, all in turn; and how many words change. Applying goes there and
+    back again.
+    """
     base = _delta.digest(old)
     delta = _delta.encode(old, new, level=level, base_digest=base)
     back = _delta.invert(delta, old, level=level)
@@ -156,7 +184,9 @@ def _speed(old: Words, new: Words, level: int, cases: Sequence[tuple[str, int]],
         _delta.apply([which], [old], num_threads=num_threads)
 
     with ThreadPoolExecutor(max(count for _, count in cases)) as pool:
-        runs: dict[str, Callable[[], Any]] = {f"touch {count}": _touch(old, new, count, pool) for _, count in cases}
+        runs: dict[str, Callable[[], Any]] = {
+            f"touch {count}": _touch(old, new, count, pool) for _, count in cases
+        }
         for isa, count in cases:
             runs[f"pack {isa} {count}"] = partial(pack, isa, count)
             runs[f"apply {isa} {count}"] = partial(apply, delta, isa, count)
@@ -167,7 +197,11 @@ def _speed(old: Words, new: Words, level: int, cases: Sequence[tuple[str, int]],
 
 def _touch(old: Words, new: Words, num_threads: int, pool: ThreadPoolExecutor) -> Callable[[], Any]:
     """Reads every byte of both, and next to nothing else; numpy lets other threads run meanwhile."""
-    shares = [share.view(np.uint64) for words in (old, new) for share in np.array_split(words.reshape(-1, 4), num_threads)]
+    shares = [
+        share.view(np.uint64)
+        for words in (old, new)
+        for share in np.array_split(words.reshape(-1, 4), num_threads)
+    ]
     if num_threads == 1:
         return lambda: [share.max() for share in shares]
     return lambda: [*pool.map(lambda share: share.max(), shares)]

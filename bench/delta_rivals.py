@@ -1,4 +1,6 @@
-"""The wire formats of others for a sparse update of 16-bit weights, in numpy and zstandard: sizes are theirs, speeds would not be."""
+"""The wire formats of others for a sparse update of 16-bit weights, in numpy and zstandard: sizes
+are theirs, speeds would not be.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ class WireFormat:
 
 def _astraflow_pack(old: Words, new: Words) -> bytes:
     where = np.flatnonzero(old != new)
-    return struct.pack("<QHHi", len(where), 2, 1, 0) + where.astype("<u8").tobytes() + new[where].tobytes()
+    return (
+        struct.pack("<QHHi", len(where), 2, 1, 0)
+        + where.astype("<u8").tobytes()
+        + new[where].tobytes()
+    )
 
 
 def _astraflow_unpack(wire: bytes, old: Words) -> Words:
@@ -40,7 +46,11 @@ def _coo_pack(old: Words, new: Words) -> bytes:
 
 def _coo_unpack(wire: bytes, old: Words) -> Words:
     num_changed = len(wire) // 6
-    return _written(old, np.frombuffer(wire, "<u4", num_changed), np.frombuffer(wire, np.uint16, num_changed, 4 * num_changed))
+    return _written(
+        old,
+        np.frombuffer(wire, "<u4", num_changed),
+        np.frombuffer(wire, np.uint16, num_changed, 4 * num_changed),
+    )
 
 
 def _xor_pack(old: Words, new: Words) -> bytes:
@@ -56,7 +66,11 @@ def _gap_pack(values: Callable[[Words, Words], Words]) -> Callable[[Words, Words
         where = np.flatnonzero(old != new)
         gaps = np.diff(where, prepend=-1) - 1
         width = 2 if gaps.size == 0 or gaps.max() < 2**16 else 4 if gaps.max() < 2**32 else 8
-        plain = struct.pack("<QB", len(where), width) + gaps.astype(f"<u{width}").tobytes() + values(old[where], new[where]).tobytes()
+        plain = (
+            struct.pack("<QB", len(where), width)
+            + gaps.astype(f"<u{width}").tobytes()
+            + values(old[where], new[where]).tobytes()
+        )
         return zstandard.ZstdCompressor(level=1).compress(plain)
 
     return pack
@@ -66,8 +80,16 @@ def _gap_unpack(values: Callable[[Words, Words], Words]) -> Callable[[bytes, Wor
     def unpack(wire: bytes, old: Words) -> Words:
         plain = zstandard.ZstdDecompressor().decompress(wire)
         num_changed, width = struct.unpack_from("<QB", plain)
-        where = np.cumsum(np.frombuffer(plain, f"<u{width}", num_changed, 9).astype(np.int64) + 1) - 1
-        return _written(old, where, values(old[where], np.frombuffer(plain, np.uint16, num_changed, 9 + width * num_changed)))
+        where = (
+            np.cumsum(np.frombuffer(plain, f"<u{width}", num_changed, 9).astype(np.int64) + 1) - 1
+        )
+        return _written(
+            old,
+            where,
+            values(
+                old[where], np.frombuffer(plain, np.uint16, num_changed, 9 + width * num_changed)
+            ),
+        )
 
     return unpack
 
@@ -84,12 +106,25 @@ def _written(old: Words, where: NDArray[np.integer], values: Words) -> Words:
 
 FORMATS = {
     "astraflow": WireFormat(
-        "AstraFlow: a header of 16 bytes, u64 indices (its choice above 4.29e9 weights), bf16 values", _astraflow_pack, _astraflow_unpack
+        "AstraFlow: a header of 16 bytes, u64 indices (its choice above 4.29e9 weights), bf16 "
+        "values",
+        _astraflow_pack,
+        _astraflow_unpack,
     ),
-    "coo": WireFormat("verl, vLLM sparse_nccl, TRL: u32 indices, bf16 values", _coo_pack, _coo_unpack),
-    "xor_zstd": WireFormat("slime, miles, SGLang: the XOR image of a whole tensor, zstd 1", _xor_pack, _xor_unpack),
+    "coo": WireFormat(
+        "verl, vLLM sparse_nccl, TRL: u32 indices, bf16 values", _coo_pack, _coo_unpack
+    ),
+    "xor_zstd": WireFormat(
+        "slime, miles, SGLang: the XOR image of a whole tensor, zstd 1", _xor_pack, _xor_unpack
+    ),
     "gap_zstd": WireFormat(
-        "NeMo-RL, overwrite: u16 gaps (wider where one needs it), bf16 values, zstd 1", _gap_pack(_second), _gap_unpack(_second)
+        "NeMo-RL, overwrite: u16 gaps (wider where one needs it), bf16 values, zstd 1",
+        _gap_pack(_second),
+        _gap_unpack(_second),
     ),
-    "gap_xor_zstd": WireFormat("NeMo-RL, XOR: the same with old ^ new as values", _gap_pack(np.bitwise_xor), _gap_unpack(np.bitwise_xor)),
+    "gap_xor_zstd": WireFormat(
+        "NeMo-RL, XOR: the same with old ^ new as values",
+        _gap_pack(np.bitwise_xor),
+        _gap_unpack(np.bitwise_xor),
+    ),
 }

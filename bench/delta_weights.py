@@ -1,4 +1,6 @@
-"""16-bit weights before and after an optimizer step, made to a wanted density or from real training, and their entropy bounds."""
+"""16-bit weights before and after an optimizer step, made to a wanted density or from real
+training, and their entropy bounds.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,18 @@ class Step:
 
 
 def synthetic(num_bytes: int, density: float) -> Step:
-    """One tensor of normal(0, 0.02) weights in rows of 4,096 whose scales are log-normal (sigma 0.5), fp32 masters.
+    """One tensor of normal(0, 0.02) weights in rows of 4,096 whose scales are log-normal (sigma
+    0.5), fp32 masters.
 
-    Every master moves by lr times a clipped Adam ratio, normal(0, 0.5) within +-1; the lr is solved so that this share of the bf16 words
-    changes.
+    Every master moves by lr times a clipped Adam ratio, normal(0, 0.5) within +-1; the lr is solved
+    so that this share of the bf16 words changes.
     """
     num_words = num_bytes // 2
     lr = _solve_lr(density)
     old, new = np.empty(num_words, np.uint16), np.empty(num_words, np.uint16)
-    for seed, start in enumerate(tqdm(range(0, num_words, _CHUNK), desc=f"weights, {100 * density:g} %", disable=None)):
+    for seed, start in enumerate(
+        tqdm(range(0, num_words, _CHUNK), desc=f"weights, {100 * density:g} %", disable=None)
+    ):
         master, ratio = _masters(min(_CHUNK, num_words - start), seed)
         old[start : start + _CHUNK] = _bf16(master)
         new[start : start + _CHUNK] = _bf16(master - np.float32(lr) * ratio)
@@ -81,14 +86,18 @@ def _bf16(values: NDArray[np.float32]) -> Words:
 
 
 def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[Step]:
-    """A byte-level Qwen3 of 3.3 M parameters learns the text of this repository for `num_steps` at lr 1e-3.
+    """A byte-level Qwen3 of 3.3 M parameters learns the text of this repository for `num_steps` at
+    lr 1e-3.
 
-    That makes the weights those of a trained model rather than fresh noise. Then, from the same point for each lr, AdamW takes 20 steps
-    that settle its moments at that lr, and the bf16 view is compared before and after the 21st.
+    That makes the weights those of a trained model rather than fresh noise. Then, from the same
+    point for each lr, AdamW takes 20 steps that settle its moments at that lr, and the bf16 view is
+    compared before and after the 21st.
     """
     torch.manual_seed(0)
     tokenizer = models.new_tokenizer(["text"], vocab_size=258)
-    model = models.new_model(tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128)
+    model = models.new_model(
+        tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128
+    )
     model.set_attn_implementation("sdpa")
     folder = Path(__file__).resolve().parents[1]
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("flowtrain/**/*.py")))
@@ -107,7 +116,13 @@ def _optimizer(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
 
 
-def _train(model: PreTrainedModel, ids: Tensor, lr: float, num_steps: int, optimizer: torch.optim.AdamW | None = None) -> float:
+def _train(
+    model: PreTrainedModel,
+    ids: Tensor,
+    lr: float,
+    num_steps: int,
+    optimizer: torch.optim.AdamW | None = None,
+) -> float:
     optimizer = optimizer or _optimizer(model, lr)
     loss = torch.zeros(())
     for _ in tqdm(range(num_steps), desc=f"training, lr {lr:g}", disable=None):
@@ -122,7 +137,10 @@ def _train(model: PreTrainedModel, ids: Tensor, lr: float, num_steps: int, optim
 
 
 def _view(model: PreTrainedModel) -> list[Words]:
-    return [p.detach().bfloat16().view(torch.int16).flatten().numpy().view(np.uint16).copy() for p in model.parameters()]
+    return [
+        p.detach().bfloat16().view(torch.int16).flatten().numpy().view(np.uint16).copy()
+        for p in model.parameters()
+    ]
 
 
 # ---- bounds
@@ -130,7 +148,9 @@ def _view(model: PreTrainedModel) -> list[Words]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes per changed word that no code can beat that treats words alike; and the same where the old exponent is known."""
+    """Bytes per changed word that no code can beat that treats words alike; and the same where the
+    old exponent is known.
+    """
 
     num_changed: int
     density: float
@@ -139,7 +159,9 @@ class Bounds:
 
 
 def bounds(step: Step) -> Bounds:
-    """h(d)/d bits for where, the entropy of the wrap differences for what; conditioned, each exponent has its own density and values."""
+    """h(d)/d bits for where, the entropy of the wrap differences for what; conditioned, each
+    exponent has its own density and values.
+    """
     words, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
     values = np.zeros((256, 65536), np.int64)
     for old, new in zip(step.old, step.new, strict=True):

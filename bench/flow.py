@@ -1,12 +1,15 @@
 """The flow:  python -m bench.flow [--json F]
 
-Rollouts per minute with SIMULATED latencies of language models and tools, on the real turn loop: 256 rollouts in flight on one event loop
-against 16 workers that roll out one at a time each, which is AgentFlow's released design. Both get the same latencies. Then what the loop
-itself costs per turn when every module answers at once, and what a sandbox call takes.
+Rollouts per minute with SIMULATED latencies of language models and tools, on the real turn loop:
+256 rollouts in flight on one event loop against 16 workers that roll out one at a time each, which
+is AgentFlow's released design. Both get the same latencies. Then what the loop itself costs per
+turn when every module answers at once, and what a sandbox call takes.
 
-The latencies are drawn, because no public run states them. What AgentFlow's trainer does state is that it expects 150 s per rollout, cuts
-a tool command at 120 s and a rollout at 500 s; its rollouts of T turns make 2 + 3 T calls of a language model and T of a tool, and T is
-about 2 where 3 are allowed. Log-normal calls with the medians and spreads below make that: 150 s a rollout on average, with a long tail.
+The latencies are drawn, because no public run states them. What AgentFlow's trainer does state is
+that it expects 150 s per rollout, cuts a tool command at 120 s and a rollout at 500 s; its rollouts
+of T turns make 2 + 3 T calls of a language model and T of a tool, and T is about 2 where 3 are
+allowed. Log-normal calls with the medians and spreads below make that: 150 s a rollout on average,
+with a long tail.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ from typing import Any
 
 from bench.measure import print_table, write_json
 from flowtrain.agents import Flow, FlowLimits, Memory
+from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Opening, Plan, PolicyPlanner
+from flowtrain.agents.planner import Plan, PolicyPlanner, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
-from flowtrain.agents.tools import ToolCard
-from flowtrain.agents.tools.base_generator import GuessGenerator
-from flowtrain.agents.tools.sandbox import bubblewrap, limits, seccomp
-from flowtrain.agents.tools.sandbox.host import Backend, ProcessSandbox
 from flowtrain.agents.verifier import RuleVerifier, Verification
-from flowtrain.rollout.collect import collect
-from flowtrain.seeds import derive_seed
+from flowtrain.tools import ToolCard
+from flowtrain.tools.base_generator import GuessGenerator
+from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
+from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
 from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, ToolResult, Verdict
+from flowtrain.utils.seeds import derive_seed
 
 CHAT_MEDIAN_S, CHAT_SPREAD = 7.5, 0.8
 TOOL_MEDIAN_S, TOOL_SPREAD = 20.0, 1.0
@@ -50,13 +53,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     parser.add_argument(
-        "--scale", type=float, default=400.0, help="how many times faster than life the simulated latencies pass (default: 400)"
+        "--scale",
+        type=float,
+        default=400.0,
+        help="how many times faster than life the simulated latencies pass (default: 400)",
     )
-    parser.add_argument("--in-flight", type=int, default=256, help="rollouts on the event loop at a time (default: 256)")
-    parser.add_argument("--calls", type=int, default=100, help="timed calls of each sandbox (default: 100)")
+    parser.add_argument(
+        "--in-flight",
+        type=int,
+        default=256,
+        help="rollouts on the event loop at a time (default: 256)",
+    )
+    parser.add_argument(
+        "--calls", type=int, default=100, help="timed calls of each sandbox (default: 100)"
+    )
     args = parser.parse_args()
     parts = [
-        [row for number in (args.in_flight, 4 * args.in_flight) for row in rate_rows(number, args.in_flight, args.scale)],
+        [
+            row
+            for number in (args.in_flight, 4 * args.in_flight)
+            for row in rate_rows(number, args.in_flight, args.scale)
+        ],
         [overhead_row(args.in_flight, 3)],
         [sandbox_row(name, make, code, args.calls) for name, make, code in sandboxes()],
     ]
@@ -72,7 +89,9 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds of a call by what it is for: the same for the same rollout, turn and purpose, whoever asks and when."""
+    """Seconds of a call by what it is for: the same for the same rollout, turn and purpose, whoever
+    asks and when.
+    """
 
     scale: float
 
@@ -88,35 +107,49 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Planner, executor, verifier, generator and tool in one: they wait and say next to nothing. A sub-goal tells rollout and turn."""
+    """Planner, executor, verifier, generator and tool in one: they wait and say next to nothing. A
+    sub-goal tells rollout and turn.
+    """
 
     latencies: Latencies
 
     card = ToolCard("Simulated", "Waits.")
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         key = f"{seed} {turn}"
         if turn == 0:
             await asyncio.sleep(self.latencies.chat_s(key, "analysis"))
         await asyncio.sleep(self.latencies.chat_s(key, "plan"))
-        return Plan((), Completion((), (), (), FinishReason.STOP), "", Action("", "", key, "Simulated"))
+        return Plan(
+            (), Completion((), (), (), FinishReason.STOP), "", Action("", "", key, "Simulated")
+        )
 
     async def execute(self, query: str) -> str:
         await asyncio.sleep(self.latencies.tool_s(query))
         return "result"
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:
         return 0
 
-    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+    async def verify(
+        self, task: Task, memory: Memory, seed: int, deadline_s: float
+    ) -> Verification:
         key = memory.entries[-1].sub_goal
         await asyncio.sleep(self.latencies.chat_s(key, "verdict"))
-        return Verification(Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE)
+        return Verification(
+            Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE
+        )
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+    async def answer(
+        self, question: str, memory: Memory, seed: int, deadline_s: float
+    ) -> tuple[str, str]:
         await asyncio.sleep(self.latencies.chat_s(memory.entries[-1].sub_goal, "answer"))
         return "answer", ""
 
@@ -131,7 +164,9 @@ class SimulatedExecutor:
     latencies: Latencies
     runner: RuleExecutor
 
-    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(
+        self, question: str, action: Action, seed: int, deadline_s: float
+    ) -> tuple[str, ToolResult]:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
         return await self.runner.execute(question, action, seed, deadline_s)
 
@@ -139,15 +174,23 @@ class SimulatedExecutor:
 def simulated_flow(scale: float) -> Flow:
     latencies = Latencies(scale)
     modules = Simulated(latencies)
-    executor = SimulatedExecutor(latencies, RuleExecutor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400))
-    return Flow(modules, executor, modules, modules, FlowLimits(MAX_TURNS, ROLLOUT_TIMEOUT_S / scale))
+    executor = SimulatedExecutor(
+        latencies, RuleExecutor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
+    )
+    return Flow(
+        modules, executor, modules, modules, FlowLimits(MAX_TURNS, ROLLOUT_TIMEOUT_S / scale)
+    )
 
 
 def rate_rows(num_rollouts: int, in_flight: int, scale: float) -> list[dict[str, Any]]:
-    """The event loop and the workers on the same rollouts; rates are those of life, the scale taken out again."""
+    """The event loop and the workers on the same rollouts; rates are those of life, the scale taken
+    out again.
+    """
     flow = simulated_flow(scale)
     tasks = [Task(str(n), "?", ("answer",)) for n in range(num_rollouts)]
-    seeds = [derive_seed(0, index, task.id, 0) for index, task in enumerate(tasks)]  # those that collect gives
+    seeds = [
+        derive_seed(0, index, task.id, 0) for index, task in enumerate(tasks)
+    ]  # those that collect gives
 
     def workers() -> None:
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
@@ -165,7 +208,10 @@ def rate_rows(num_rollouts: int, in_flight: int, scale: float) -> list[dict[str,
             "rollouts_per_min": 60 * num_rollouts / (seconds * scale),
             "times_workers": workers_s / seconds,
         }
-        for path, at_once, seconds in (("event loop", in_flight, loop_s), ("blocking workers", NUM_WORKERS, workers_s))
+        for path, at_once, seconds in (
+            ("event loop", in_flight, loop_s),
+            ("blocking workers", NUM_WORKERS, workers_s),
+        )
     ]
 
 
@@ -198,7 +244,9 @@ class Characters:
 
 
 def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
-    """The real modules of the embedded default around an engine that answers at once: prompt, parsing, command, tool, memory, records."""
+    """The real modules of the embedded default around an engine that answers at once: prompt,
+    parsing, command, tool, memory, records.
+    """
     engine: Any = InstantEngine(" area of Chad\nTool Name: Base_Generator")
     tokenizer: Any = Characters()
     tools = {"Base_Generator": GuessGenerator(["1284"])}
@@ -241,7 +289,9 @@ def sandboxes() -> list[tuple[str, Callable[[], Backend], str]]:
     return [*found, ("limits", partial(limits.backend, ()), COMPUTE)]
 
 
-def sandbox_row(name: str, make: Callable[[], Backend], code: str, num_calls: int) -> dict[str, Any]:
+def sandbox_row(
+    name: str, make: Callable[[], Backend], code: str, num_calls: int
+) -> dict[str, Any]:
     """One call after another, on one worker that is warm."""
     with warnings.catch_warnings(action="ignore"):
         sandbox = ProcessSandbox(make(), num_workers=1, timeout_s=10.0)

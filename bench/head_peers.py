@@ -1,13 +1,17 @@
-"""Heads of other projects: log-probs of targets straight from hidden states, called as their sources have it.
+"""Heads of other projects: log-probs of targets straight from hidden states, called as their
+sources have it.
 
-Liger 0.8.5's `FusedLinearScaledCrossEntropy` (CuTe on sm_90, chunks of 512 tokens in torch elsewhere), verl 0.9.1's Triton kernels, Apple's
-cut-cross-entropy 25.1.1 and QuACK 0.6.5 give a number per token, on which any loss can be put. Liger's `FusedLinearGRPOLoss` is the same
-loss whole: sequence by sequence, in chunks of 2048 tokens and 4096 ids. QuACK's fast head is `chunked_linear_cross_entropy`, which sums a
-cross entropy: another loss, the same three products, as PyTorch's `linear_cross_entropy`.
+Liger 0.8.5's `FusedLinearScaledCrossEntropy` (CuTe on sm_90, chunks of 512 tokens in torch
+elsewhere), verl 0.9.1's Triton kernels, Apple's cut-cross-entropy 25.1.1 and QuACK 0.6.5 give a
+number per token, on which any loss can be put. Liger's `FusedLinearGRPOLoss` is the same loss
+whole: sequence by sequence, in chunks of 2048 tokens and 4096 ids. QuACK's fast head is
+`chunked_linear_cross_entropy`, which sums a cross entropy: another loss, the same three products,
+as PyTorch's `linear_cross_entropy`.
 
-Never run on a GPU. Compared with torch, in value and both gradients: cut-cross-entropy's and Liger's torch code on a CPU
-(`tests/kernels/test_head_peers.py`, where they are installed), and verl's kernels in Triton's interpreter with their `is_cuda` asserts
-taken out. QuACK's and Apple's kernels run in neither: their calls are read off the signatures.
+Never run on a GPU. Compared with torch, in value and both gradients: cut-cross-entropy's and
+Liger's torch code on a CPU (`tests/kernels/test_head_peers.py`, where they are installed), and
+verl's kernels in Triton's interpreter with their `is_cuda` asserts taken out. QuACK's and Apple's
+kernels run in neither: their calls are read off the signatures.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ def missing(peer: str, device: str) -> str | None:
     if peer in MODULES:
         try:
             importlib.import_module(MODULES[peer])
-        except Exception as error:  # noqa: BLE001  some break in their own ways where a version or a driver does not fit
+        except Exception as error:  # noqa: BLE001
             return f"{MODULES[peer]} cannot be imported: {error}"
     return None
 
@@ -46,14 +50,20 @@ def missing(peer: str, device: str) -> str | None:
 def trl(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     from trl.kernels import ChunkedLogProbFunction
 
-    logprob_T: Tensor = ChunkedLogProbFunction.apply(hidden_TD, weight_VD, None, targets_T, 1.0, 8192, None, 1.0, ("entropy",))[0]
+    logprob_T: Tensor = ChunkedLogProbFunction.apply(
+        hidden_TD, weight_VD, None, targets_T, 1.0, 8192, None, 1.0, ("entropy",)
+    )[0]
     return logprob_T
 
 
 def liger(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction,
+    )
 
-    loss_T: Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden_TD, weight_VD, targets_T)
+    loss_T: Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden_TD, weight_VD, targets_T
+    )
     return -loss_T
 
 
@@ -70,7 +80,9 @@ def cce(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
     impl = "cce" if hidden_TD.is_cuda else "torch_compile"
-    loss_T: Tensor = linear_cross_entropy(hidden_TD, weight_VD, targets_T, reduction="none", impl=impl)
+    loss_T: Tensor = linear_cross_entropy(
+        hidden_TD, weight_VD, targets_T, reduction="none", impl=impl
+    )
     return -loss_T
 
 
@@ -78,7 +90,9 @@ def quack(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """The one of its heads with a number per token: it keeps all logits."""
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
-    loss_T: Tensor = linear_cross_entropy_func(hidden_TD, weight_VD, None, targets_T, reduction="none", inplace_backward=True)
+    loss_T: Tensor = linear_cross_entropy_func(
+        hidden_TD, weight_VD, None, targets_T, reduction="none", inplace_backward=True
+    )
     return -loss_T
 
 
@@ -86,16 +100,36 @@ LOGPROBS = {"trl": trl, "liger": liger, "verl": verl, "cce": cce, "quack": quack
 
 
 def liger_grpo(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, advantage_T: Tensor, old_T: Tensor, length: int, clip: tuple[float, float]
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    advantage_T: Tensor,
+    old_T: Tensor,
+    length: int,
+    clip: tuple[float, float],
 ) -> Tensor:
-    """Of sequences of equal length with an advantage each, and of weights 1 / T: "dapo" divides by the number of tokens."""
+    """Of sequences of equal length with an advantage each, and of weights 1 / T: "dapo" divides by
+    the number of tokens.
+    """
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     size = len(targets_T) // length
-    options: dict[str, Any] = {"beta": 0.0, "use_ref_model": False, "loss_type": "dapo", "epsilon_low": clip[0], "epsilon_high": clip[1]}
-    ids, old, advantage = targets_T.view(size, length), old_T.view(size, length), advantage_T[::length].contiguous()
+    options: dict[str, Any] = {
+        "beta": 0.0,
+        "use_ref_model": False,
+        "loss_type": "dapo",
+        "epsilon_low": clip[0],
+        "epsilon_high": clip[1],
+    }
+    ids, old, advantage = (
+        targets_T.view(size, length),
+        old_T.view(size, length),
+        advantage_T[::length].contiguous(),
+    )
     hidden, mask = hidden_TD.view(size, length, -1), torch.ones_like(ids)
-    loss: Tensor = LigerFusedLinearGRPOLoss(**options)(hidden, weight_VD, ids, mask, advantage, old_per_token_logps=old)[0]
+    loss: Tensor = LigerFusedLinearGRPOLoss(**options)(
+        hidden, weight_VD, ids, mask, advantage, old_per_token_logps=old
+    )[0]
     return loss
 
 
@@ -109,6 +143,9 @@ def quack_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor)
 
 def torch_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Another loss, the same three products."""
-    function, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    function, options = (
+        torch.nn.functional.linear_cross_entropy,
+        torch.nn.LinearCrossEntropyOptions(),
+    )
     loss: Tensor = function(hidden_TD, weight_VD, targets_T, options=options)
     return loss

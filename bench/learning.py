@@ -1,10 +1,13 @@
-"""Do algorithms learn more from the same number of sampled tokens?  python -m bench.learning --warm runs/warm/model [--json F]
+"""Do algorithms learn more from the same number of sampled tokens?  python -m bench.learning --warm
+runs/warm/model [--json F]
 
-Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with several seeds; runs that are there
-already are taken as they are. Compared is the held-out reward at the same number of sampled response tokens, the most that every run has
-reached: at the end ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t) over seeds. "gain" is
-how much the mean is above that of the first arm, seed by seed; "to level" are the tokens, in thousands, until the reward is at --level for
-the first time, of the runs that get there ("reached").
+Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with
+several seeds; runs that are there already are taken as they are. Compared is the held-out reward at
+the same number of sampled response tokens, the most that every run has reached: at the end
+("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t)
+over seeds. "gain" is how much the mean is above that of the first arm, seed by seed; "to level" are
+the tokens, in thousands, until the reward is at --level for the first time, of the runs that get
+there ("reached").
 """
 
 from __future__ import annotations
@@ -26,8 +29,26 @@ from tqdm import tqdm
 
 from bench.measure import print_table, write_json
 
-APPO = ["--algorithm.name", "appo", "--appo.num_roots", "4", "--appo.spacing", "4", "--train.num_steps", "75"]
-DEEP = ["--tasks.kinds", '["sum4", "sum5"]', "--tasks.num_train", "8000", "--agent.max_turns", "6", "--agent.eval_max_turns", "6"]
+APPO = [
+    "--algorithm.name",
+    "appo",
+    "--appo.num_roots",
+    "4",
+    "--appo.spacing",
+    "4",
+    "--train.num_steps",
+    "75",
+]
+DEEP = [
+    "--tasks.kinds",
+    '["sum4", "sum5"]',
+    "--tasks.num_train",
+    "8000",
+    "--agent.max_turns",
+    "6",
+    "--agent.eval_max_turns",
+    "6",
+]
 STUDIES: dict[str, dict[str, list[str]]] = {
     "appo": {
         "flow_grpo": ["--train.num_steps", "60"],
@@ -38,16 +59,42 @@ STUDIES: dict[str, dict[str, list[str]]] = {
     },
     "infoflow": {
         "flow_grpo": [*DEEP, "--train.num_steps", "200"],
-        "infoflow, no hints": [*DEEP, "--train.num_steps", "80", "--algorithm.name", "infoflow", "--infoflow.hint_rate", "0"],
-        "infoflow": [*DEEP, "--train.num_steps", "80", "--algorithm.name", "infoflow", "--infoflow.hint_turn", "1"],
+        "infoflow, no hints": [
+            *DEEP,
+            "--train.num_steps",
+            "80",
+            "--algorithm.name",
+            "infoflow",
+            "--infoflow.hint_rate",
+            "0",
+        ],
+        "infoflow": [
+            *DEEP,
+            "--train.num_steps",
+            "80",
+            "--algorithm.name",
+            "infoflow",
+            "--infoflow.hint_turn",
+            "1",
+        ],
     },
 }
-"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's questions, InfoFlow on ones of 4 and 5 turns.
+"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's
+questions, InfoFlow on ones of 4 and 5 turns.
 
 Steps differ because the tokens of a step do.
 """
 SHORT = [
-    *("--run.threads", "1", "--eval.every", "10", "--eval.num_tasks", "100", "--checkpoint.every", "0"),
+    *(
+        "--run.threads",
+        "1",
+        "--eval.every",
+        "10",
+        "--eval.num_tasks",
+        "100",
+        "--checkpoint.every",
+        "0",
+    ),
     *("--log.num_rollouts", "0", "--log.tensorboard", "false"),
 ]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -61,19 +108,32 @@ Curve = tuple[list[float], list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--warm", nargs="+", required=True, help="model folders of flowtrain.rft; seed i starts from number i mod their number"
+        "--warm",
+        nargs="+",
+        required=True,
+        help="model folders of flowtrain.rft; seed i starts from number i mod their number",
     )
     parser.add_argument("--study", choices=list(STUDIES), default="appo", help="default: appo")
     parser.add_argument("--arms", nargs="+", help="default: all of the study")
-    parser.add_argument("--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)")
+    parser.add_argument(
+        "--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)"
+    )
     parser.add_argument("--level", type=float, default=0.8, help="reward to reach (default: 0.8)")
-    parser.add_argument("--dir", type=Path, default=Path("runs/learning"), help="folder of the runs (default: runs/learning)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("runs/learning"),
+        help="folder of the runs (default: runs/learning)",
+    )
     parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
     study = STUDIES[args.study]
     if unknown := set(args.arms or study) - set(study):
-        parser.error(f"--arms {' '.join(sorted(unknown))}: the study {args.study!r} has {', '.join(map(repr, study))}")
+        parser.error(
+            f"--arms {' '.join(sorted(unknown))}: the study {args.study!r} has "
+            f"{', '.join(map(repr, study))}"
+        )
     arms = {arm: study[arm] for arm in args.arms or study}
     curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
@@ -91,11 +151,35 @@ def main() -> None:
 
 
 def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
-    """Train one, unless it is there; one thread, because runs are compared by tokens and not by time."""
+    """Train one, unless it is there; one thread, because runs are compared by tokens and not by
+    time.
+    """
     if not (folder / "summary.json").exists():
-        command = [sys.executable, "-m", "flowtrain.train", "--config", "configs/quickstart.toml", *SHORT, *options]
-        place = ["--run.dir", str(folder), "--run.seed", str(seed), "--model.path", model, "--run.resume", "auto"]
-        log = subprocess.run([*command, *place], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "flowtrain.train",
+            "--config",
+            "configs/quickstart.toml",
+            *SHORT,
+            *options,
+        ]
+        place = [
+            "--run.dir",
+            str(folder),
+            "--run.seed",
+            str(seed),
+            "--model.path",
+            model,
+            "--run.resume",
+            "auto",
+        ]
+        log = subprocess.run(
+            [*command, *place],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
         if log.returncode:
             raise SystemExit(f"{folder}: {log.stderr[-2000:]}")
     return folder
@@ -104,19 +188,27 @@ def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
 def curve(folder: Path) -> Curve:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = accumulate(line.get("num_sampled_tokens", 0) for line in lines)
-    points = [(float(total), line["eval_reward"]) for total, line in zip(tokens, lines, strict=True) if "eval_reward" in line]
+    points = [
+        (float(total), line["eval_reward"])
+        for total, line in zip(tokens, lines, strict=True)
+        if "eval_reward" in line
+    ]
     return [total for total, _ in points], [reward for _, reward in points]
 
 
 def coarsest(runs: Sequence[Curve], budget: float) -> list[float]:
-    """The numbers of tokens at which all are compared: where the run with the fewest evaluations was evaluated, and the budget.
+    """The numbers of tokens at which all are compared: where the run with the fewest evaluations
+    was evaluated, and the budget.
 
-    Between evaluations curves are straight lines, which lie below what is concave; on a grid of its own a run with more of them would gain.
+    Between evaluations curves are straight lines, which lie below what is concave; on a grid of its
+    own a run with more of them would gain.
     """
     return [*min(([t for t in tokens if t < budget] for tokens, _ in runs), key=len), budget]
 
 
-def row(arm: str, runs: Sequence[Curve], first: Sequence[Curve], grid: Sequence[float], level: float) -> dict[str, Any]:
+def row(
+    arm: str, runs: Sequence[Curve], first: Sequence[Curve], grid: Sequence[float], level: float
+) -> dict[str, Any]:
     """`first`: the runs of the first arm, in the same order of seeds."""
     budget = grid[-1]
     final, mean = [reward_at(budget, run) for run in runs], [mean_reward(grid, run) for run in runs]
@@ -171,7 +263,14 @@ def plot(curves: dict[str, list[Curve]], budget: float, path: str) -> None:
         rewards = np.stack([np.interp(grid, tokens, reward) for tokens, reward in runs])
         width = np.array([half_width(column.tolist()) for column in rewards.T])
         (line,) = axes.plot(grid / 1000, rewards.mean(0), label=arm)
-        axes.fill_between(grid / 1000, rewards.mean(0) - width, rewards.mean(0) + width, color=line.get_color(), alpha=0.15, lw=0)
+        axes.fill_between(
+            grid / 1000,
+            rewards.mean(0) - width,
+            rewards.mean(0) + width,
+            color=line.get_color(),
+            alpha=0.15,
+            lw=0,
+        )
     axes.set(xlabel="sampled tokens, thousands", ylabel="held-out reward")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")

@@ -1,7 +1,8 @@
-"""What `bench.losses` compares: the same loss, PPO's clip, by flowkernels and by whoever else is installed.
+"""What `bench.losses` compares: the same loss, PPO's clip, by flowkernels and by whoever else is
+installed.
 
-Each function gives the runs of one path as {implementation: what to time}; a run returns what its error is measured on: log-probs, or the
-gradient by the logits or by the hidden states.
+Each function gives the runs of one path as {implementation: what to time}; a run returns what its
+error is measured on: log-probs, or the gradient by the logits or by the hidden states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, branching_score, linear_logprobs, linear_policy_loss, logprobs, policy_loss
+from flowkernels import (
+    LossSpec,
+    branching_score,
+    linear_logprobs,
+    linear_policy_loss,
+    logprobs,
+    policy_loss,
+)
 from torch import Tensor
 
 from bench import head_peers
@@ -20,7 +28,8 @@ from bench import head_peers
 PEERS = ("torch", "compile", *head_peers.MODULES, "linear_cross_entropy", "gemm")
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LENGTH = 512
-"""Tokens of a sequence; advantages are constant within it, because Liger's kernel takes no others."""
+"""Tokens of a sequence; advantages are constant within it, because Liger's kernel takes no others.
+"""
 Runs = dict[str, Callable[[], Tensor]]
 
 
@@ -42,7 +51,9 @@ class Batch:
         for rows in logits_TV.split(512):  # no fp32 copy of all of it
             rows.copy_(3 * torch.randn(rows.shape, generator=rng, device=device))
         target_ids_T = torch.randint(num_vocab, (num_tokens,), generator=rng, device=device)
-        return cls(logits_TV, target_ids_T, *_tokens(logprobs(logits_TV, target_ids_T).logprob_T, rng))
+        return cls(
+            logits_TV, target_ids_T, *_tokens(logprobs(logits_TV, target_ids_T).logprob_T, rng)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,21 @@ class HeadBatch:
     cu_seqlens_S1: Tensor
 
     @classmethod
-    def make(cls, num_tokens: int, size: int, num_vocab: int, dtype: torch.dtype, device: str) -> HeadBatch:
+    def make(
+        cls, num_tokens: int, size: int, num_vocab: int, dtype: torch.dtype, device: str
+    ) -> HeadBatch:
         rng = torch.Generator(device).manual_seed(0)
         hidden_TD = torch.randn(num_tokens, size, generator=rng, device=device).to(dtype)
-        weight_VD = (3 * size**-0.5 * torch.randn(num_vocab, size, generator=rng, device=device)).to(dtype)
+        weight_VD = (
+            3 * size**-0.5 * torch.randn(num_vocab, size, generator=rng, device=device)
+        ).to(dtype)
         target_ids_T = torch.randint(num_vocab, (num_tokens,), generator=rng, device=device)
-        return cls(hidden_TD, weight_VD, target_ids_T, *_tokens(linear_logprobs(hidden_TD, weight_VD, target_ids_T).logprob_T, rng))
+        return cls(
+            hidden_TD,
+            weight_VD,
+            target_ids_T,
+            *_tokens(linear_logprobs(hidden_TD, weight_VD, target_ids_T).logprob_T, rng),
+        )
 
 
 def _tokens(logprob_T: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +92,12 @@ def _tokens(logprob_T: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, Te
     noise_2T = torch.randn(2, num_tokens, generator=rng, device=device)
     advantage_T = noise_2T[0, ::LENGTH].repeat_interleave(LENGTH)[:num_tokens].contiguous()
     bounds = torch.tensor([*range(0, num_tokens, LENGTH), num_tokens], device=device)
-    return advantage_T, logprob_T + 0.2 * noise_2T[1], torch.full((num_tokens,), 1 / num_tokens, device=device), bounds
+    return (
+        advantage_T,
+        logprob_T + 0.2 * noise_2T[1],
+        torch.full((num_tokens,), 1 / num_tokens, device=device),
+        bounds,
+    )
 
 
 def logprobs_runs(batch: Batch, peers: list[str]) -> Runs:
@@ -113,17 +138,27 @@ def head_forward_runs(batch: HeadBatch, peers: list[str]) -> Runs:
         "flowkernels": lambda: linear_logprobs(hidden, weight, targets).logprob_T,
         "torch": lambda: naive_scores(hidden @ weight.t(), targets)[0],
         "compile": lambda: compiled(hidden, weight, targets),
-        **{peer: partial(run, hidden, weight, targets) for peer, run in head_peers.LOGPROBS.items()},
+        **{
+            peer: partial(run, hidden, weight, targets) for peer, run in head_peers.LOGPROBS.items()
+        },
         "gemm": lambda: _gemm_forward(hidden, weight),
     }
     if hidden.dtype != torch.float32:
-        runs["flowkernels fp32"] = lambda: linear_logprobs(hidden, weight, targets, fp32_logits=True).logprob_T
+        runs["flowkernels fp32"] = lambda: (
+            linear_logprobs(hidden, weight, targets, fp32_logits=True).logprob_T
+        )
     return _chosen(runs, peers)
 
 
 def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
-    """ "top 20 %": every fifth token has weight; "frozen": the weight takes no gradient; "gemm": the three products and nothing else."""
-    sparse_T = torch.where(torch.arange(len(batch.weight_T), device=batch.weight_T.device) % 5 == 0, batch.weight_T, 0.0)
+    """ "top 20 %": every fifth token has weight; "frozen": the weight takes no gradient; "gemm":
+    the three products and nothing else.
+    """
+    sparse_T = torch.where(
+        torch.arange(len(batch.weight_T), device=batch.weight_T.device) % 5 == 0,
+        batch.weight_T,
+        0.0,
+    )
     sparse = replace(batch, weight_T=sparse_T)
     compiled = torch.compile(_naive_head_loss, dynamic=True)
     runs: Runs = {
@@ -132,15 +167,24 @@ def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
         "flowkernels frozen": lambda: _head_gradient(_flowkernels_head_loss, batch, frozen=True),
         "torch": lambda: _head_gradient(_naive_head_loss, batch),
         "compile": lambda: _head_gradient(compiled, batch),
-        **{peer: partial(_head_gradient, partial(_peer_loss, peer), batch) for peer in head_peers.LOGPROBS},
-        "quack cross_entropy": lambda: _head_gradient(partial(_cross_entropy, head_peers.quack_cross_entropy), batch),
-        "linear_cross_entropy": lambda: _head_gradient(partial(_cross_entropy, head_peers.torch_cross_entropy), batch),
+        **{
+            peer: partial(_head_gradient, partial(_peer_loss, peer), batch)
+            for peer in head_peers.LOGPROBS
+        },
+        "quack cross_entropy": lambda: _head_gradient(
+            partial(_cross_entropy, head_peers.quack_cross_entropy), batch
+        ),
+        "linear_cross_entropy": lambda: _head_gradient(
+            partial(_cross_entropy, head_peers.torch_cross_entropy), batch
+        ),
         "gemm": lambda: _gemms(batch),
     }
     if len(batch.target_ids_T) % LENGTH == 0:
         runs["liger_grpo"] = lambda: _head_gradient(_liger_grpo, batch)
     if batch.hidden_TD.dtype != torch.float32:
-        runs["flowkernels fp32"] = lambda: _head_gradient(partial(_flowkernels_head_loss, fp32_logits=True), batch)
+        runs["flowkernels fp32"] = lambda: _head_gradient(
+            partial(_flowkernels_head_loss, fp32_logits=True), batch
+        )
     return _chosen(runs, peers)
 
 
@@ -152,15 +196,25 @@ def naive_scores(logits_TV: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tenso
     return logp_TV.gather(1, target_ids_T[:, None])[:, 0], entropy_T
 
 
-def naive_loss(logits_TV: Tensor, target_ids_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor) -> Tensor:
+def naive_loss(
+    logits_TV: Tensor,
+    target_ids_T: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_logprob_T: Tensor,
+) -> Tensor:
     """The loss alone: without the entropy that ours returns beside it."""
     logprob_T = logits_TV.float().log_softmax(-1).gather(1, target_ids_T[:, None])[:, 0]
     return clipped(logprob_T, advantage_T, weight_T, old_logprob_T)
 
 
-def clipped(logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor) -> Tensor:
+def clipped(
+    logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor
+) -> Tensor:
     ratio_T = (logprob_T - old_logprob_T).exp()
-    surrogate_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage_T)
+    surrogate_T = torch.minimum(
+        ratio_T * advantage_T, ratio_T.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage_T
+    )
     return -(weight_T * surrogate_T).sum()
 
 
@@ -171,14 +225,20 @@ def _chosen(runs: Runs, peers: list[str]) -> Runs:
 def _flowkernels_gradient(batch: Batch) -> Tensor:
     logits_TV = batch.logits_TV.detach().requires_grad_()
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens: dict[str, Any] = {"advantage_T": batch.advantage_T, "weight_T": batch.weight_T, "old_logprob_T": batch.old_logprob_T}
+    tokens: dict[str, Any] = {
+        "advantage_T": batch.advantage_T,
+        "weight_T": batch.weight_T,
+        "old_logprob_T": batch.old_logprob_T,
+    }
     out = policy_loss(logits_TV, batch.target_ids_T, spec=spec, **tokens)
     return torch.autograd.grad(out.loss, logits_TV)[0]
 
 
 def _logits_gradient(loss: Callable[..., Tensor], batch: Batch) -> Tensor:
     logits_TV = batch.logits_TV.detach().requires_grad_()
-    value = loss(logits_TV, batch.target_ids_T, batch.advantage_T, batch.weight_T, batch.old_logprob_T)
+    value = loss(
+        logits_TV, batch.target_ids_T, batch.advantage_T, batch.weight_T, batch.old_logprob_T
+    )
     return torch.autograd.grad(value, logits_TV)[0]
 
 
@@ -186,16 +246,26 @@ def _trl_scores(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
     """TRL's released log-probs with entropy: its Triton kernel on a GPU, chunks of torch on a CPU."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
-    logprob_T: Tensor = selective_log_softmax_and_entropy(logits_TV, target_ids_T, entropy_requires_grad=False)[0]
+    logprob_T: Tensor = selective_log_softmax_and_entropy(
+        logits_TV, target_ids_T, entropy_requires_grad=False
+    )[0]
     return logprob_T
 
 
-def _trl_loss(logits_TV: Tensor, target_ids_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor) -> Tensor:
+def _trl_loss(
+    logits_TV: Tensor,
+    target_ids_T: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_logprob_T: Tensor,
+) -> Tensor:
     return clipped(_trl_scores(logits_TV, target_ids_T), advantage_T, weight_T, old_logprob_T)
 
 
 def _liger_run(batch: Batch) -> Callable[[], Tensor]:
-    """Its logits are [B, L + 1, V] and contiguous, with a last position that it drops: a copy made before the clock starts."""
+    """Its logits are [B, L + 1, V] and contiguous, with a last position that it drops: a copy made
+    before the clock starts.
+    """
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     num_tokens, num_vocab = batch.logits_TV.shape
@@ -203,11 +273,26 @@ def _liger_run(batch: Batch) -> Callable[[], Tensor]:
     padded = batch.logits_TV.new_zeros(size, LENGTH + 1, num_vocab)
     padded[:, :LENGTH] = batch.logits_TV.view(size, LENGTH, num_vocab)
     old, ids = batch.old_logprob_T.view(size, LENGTH), batch.target_ids_T.view(size, LENGTH)
-    options: dict[str, Any] = {"temperature": 1.0, "beta": 0.0, "eps_low": CLIP_LOW, "eps_high": CLIP_HIGH, "inplace": False}
+    options: dict[str, Any] = {
+        "temperature": 1.0,
+        "beta": 0.0,
+        "eps_low": CLIP_LOW,
+        "eps_high": CLIP_HIGH,
+        "inplace": False,
+    }
 
     def run() -> Tensor:
         logits = padded.detach().requires_grad_()
-        per_token, _, _ = triton_grpo_loss(logits, old, None, ids, batch.advantage_T[::LENGTH], loss_type="grpo", reduce=False, **options)
+        per_token, _, _ = triton_grpo_loss(
+            logits,
+            old,
+            None,
+            ids,
+            batch.advantage_T[::LENGTH],
+            loss_type="grpo",
+            reduce=False,
+            **options,
+        )
         loss = (per_token * batch.weight_T.view(size, LENGTH)).sum()
         return torch.autograd.grad(loss, logits)[0][:, :LENGTH].flatten(0, 1)
 
@@ -216,32 +301,62 @@ def _liger_run(batch: Batch) -> Callable[[], Tensor]:
 
 def _head_gradient(loss: Callable[..., Tensor], batch: HeadBatch, frozen: bool = False) -> Tensor:
     """By the hidden states, and by the weight unless it is frozen."""
-    hidden_TD, weight_VD = batch.hidden_TD.detach().requires_grad_(), batch.weight_VD.detach().requires_grad_(not frozen)
-    value = loss(hidden_TD, weight_VD, batch.target_ids_T, batch.advantage_T, batch.weight_T, batch.old_logprob_T)
+    hidden_TD, weight_VD = (
+        batch.hidden_TD.detach().requires_grad_(),
+        batch.weight_VD.detach().requires_grad_(not frozen),
+    )
+    value = loss(
+        hidden_TD,
+        weight_VD,
+        batch.target_ids_T,
+        batch.advantage_T,
+        batch.weight_T,
+        batch.old_logprob_T,
+    )
     return torch.autograd.grad(value, [hidden_TD] if frozen else [hidden_TD, weight_VD])[0]
 
 
 def _flowkernels_head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, token_weight: Tensor, old: Tensor, fp32_logits: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantage: Tensor,
+    token_weight: Tensor,
+    old: Tensor,
+    fp32_logits: bool = False,
 ) -> Tensor:
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens: dict[str, Any] = {"advantage_T": advantage, "weight_T": token_weight, "old_logprob_T": old}
-    return linear_policy_loss(hidden, weight, targets, spec=spec, fp32_logits=fp32_logits, **tokens).loss
+    tokens: dict[str, Any] = {
+        "advantage_T": advantage,
+        "weight_T": token_weight,
+        "old_logprob_T": old,
+    }
+    return linear_policy_loss(
+        hidden, weight, targets, spec=spec, fp32_logits=fp32_logits, **tokens
+    ).loss
 
 
 def _naive_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
     return naive_loss(hidden @ weight.t(), targets, *tokens)
 
 
-def _peer_loss(peer: str, hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
+def _peer_loss(
+    peer: str, hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor
+) -> Tensor:
     return clipped(head_peers.LOGPROBS[peer](hidden, weight, targets), *tokens)
 
 
-def _liger_grpo(hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, _: Tensor, old: Tensor) -> Tensor:
-    return head_peers.liger_grpo(hidden, weight, targets, advantage, old, LENGTH, (CLIP_LOW, CLIP_HIGH))
+def _liger_grpo(
+    hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, _: Tensor, old: Tensor
+) -> Tensor:
+    return head_peers.liger_grpo(
+        hidden, weight, targets, advantage, old, LENGTH, (CLIP_LOW, CLIP_HIGH)
+    )
 
 
-def _cross_entropy(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
+def _cross_entropy(
+    function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, *_: Tensor
+) -> Tensor:
     return function(hidden, weight, targets)
 
 

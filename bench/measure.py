@@ -1,4 +1,6 @@
-"""What benchmarks share: timing rivals in turn, printing rows, keeping them as JSON with the versions they were measured under."""
+"""What benchmarks share: timing rivals in turn, printing rows, keeping them as JSON with the
+versions they were measured under.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from typing import Any
 import torch
 
 
-def time_in_turn(rivals: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run, rivals one after another within a repeat, so that a machine whose speed drifts treats all alike."""
+def time_in_turn(
+    rivals: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each run, rivals one after another within a repeat, so that a machine whose speed
+    drifts treats all alike.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     for repeat in range(-warmup, repeats):
         for name, run in rivals.items():
@@ -53,7 +59,9 @@ def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed, but not given back, would hide what the run takes
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # or memory that was freed, but not given back, would hide what the run takes
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
     before = _status_bytes("VmRSS")
     run()
@@ -61,12 +69,20 @@ def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def _status_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     facts = {
         **{name: _version(name) for name in ("torch", "triton", "transformers")},
         "driver": _driver(),

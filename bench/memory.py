@@ -1,8 +1,9 @@
 """Peak memory of a training step, predicted and measured:  python -m bench.memory [--json F]
 
-Each case in a process of its own: what `plan_memory` says of a model and a token budget, and how the process grows from before the model
-is built to the peak of its second step on full rows (on a GPU: what tensors took). On a CPU glibc is told to give back what is freed: by
-itself it keeps blocks of up to 32 MB, and a process is up to twice as large as its tensors ever were.
+Each case in a process of its own: what `plan_memory` says of a model and a token budget, and how
+the process grows from before the model is built to the peak of its second step on full rows (on a
+GPU: what tensors took). On a CPU glibc is told to give back what is freed: by itself it keeps
+blocks of up to 32 MB, and a process is up to twice as large as its tensors ever were.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.measure import print_table, write_json
 from flowtrain.config import Config
-from flowtrain.memory import plan_memory
+from flowtrain.run.memory_plan import plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.model import ShardSpec, shard
@@ -103,8 +104,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _train(case: Case, world: World) -> dict[str, int]:
-    """Two steps on two rows each; returns what was planned for them, by part. Nothing is published here."""
-    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+    """Two steps on two rows each; returns what was planned for them, by part. Nothing is published
+    here.
+    """
+    gpu_bytes = (
+        torch.cuda.get_device_properties(world.device).total_memory
+        if world.device.type == "cuda"
+        else 0
+    )
     dtype = torch.bfloat16 if gpu_bytes else torch.float32
     options = {
         "model": {"dtype": str(dtype).removeprefix("torch.")},
@@ -113,8 +120,13 @@ def _train(case: Case, world: World) -> dict[str, int]:
     }
     model = AutoModelForCausalLM.from_config(case.config(), attn_implementation=attention.NAME)
     plan = plan_memory(Config.model_validate(options), model, [], 1, gpu_bytes)
-    trainer = Trainer(shard(model, world, ShardSpec(dtype, case.recompute)), world, LossSpec(), OptimSpec(lr=1e-4))
-    rows = pack_rows([_sample(case.vocab_size, case.token_budget // 2, seed) for seed in range(4)], case.token_budget)
+    trainer = Trainer(
+        shard(model, world, ShardSpec(dtype, case.recompute)), world, LossSpec(), OptimSpec(lr=1e-4)
+    )
+    rows = pack_rows(
+        [_sample(case.vocab_size, case.token_budget // 2, seed) for seed in range(4)],
+        case.token_budget,
+    )
     assert [len(row.input_ids_N) for row in rows] == [case.token_budget] * 2
     for _ in range(2):
         trainer.step([rows])
@@ -127,7 +139,13 @@ def _sample(vocab_size: int, num_tokens: int, seed: int) -> Sample:
     ids = tuple(rng.randrange(vocab_size) for _ in range(num_tokens + 1))
     start = num_tokens * 2 // 3
     response = ids[start:]
-    return Sample(ids[:start], response, (-7.0,) * len(response), (1.0 - seed,) * len(response), (1.0,) * len(response))
+    return Sample(
+        ids[:start],
+        response,
+        (-7.0,) * len(response),
+        (1.0 - seed,) * len(response),
+        (1.0,) * len(response),
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Sampling:  python -m bench.rollout [--json F]
 
-The torch engine against transformers' own `generate`, and, where vLLM is installed, our engine on it against its `AsyncLLM` alone. The same
-prompts within a run: all of them distinct, and groups of 8 that share one, as the first turn of a GRPO batch does. End-of-sequence is
-switched off, so that all sample the same number of tokens.
+The torch engine against transformers' own `generate`, and, where vLLM is installed, our engine on
+it against its `AsyncLLM` alone. The same prompts within a run: all of them distinct, and groups of
+8 that share one, as the first turn of a GRPO batch does. End-of-sequence is switched off, so that
+all sample the same number of tokens.
 
-Last, one run each of the flow with 256 rollouts in flight and with 16 workers, whose tools are simulated (`bench/simulated_tools.py`).
+Last, one run each of the flow with 256 rollouts in flight and with 16 workers, whose tools are
+simulated (`bench/simulated_tools.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from bench import simulated_tools
 from bench.measure import median_ratio, print_table, time_in_turn, write_json
 from flowtrain.config import Vllm
-from flowtrain.rollout.engine import Engine
-from flowtrain.rollout.torch_engine import TorchEngine
-from flowtrain.rollout.vllm_engine import VllmEngine
-from flowtrain.rollout.vllm_process import VllmModel, cpu_environment
+from flowtrain.engines.protocol import Engine
+from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.engines.vllm_engine import VllmEngine
+from flowtrain.engines.vllm_process import VllmModel, cpu_environment
 from flowtrain.training.model import export, full_weights, new_model, new_tokenizer
 from flowtrain.types import Sampling
 from flowtrain.weights.store import WeightStore
@@ -39,16 +41,28 @@ Prompts = Sequence[tuple[int, ...]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each rival (default: 5)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed runs of each rival (default: 5)"
+    )
     parser.add_argument("--batch", type=int, default=128, help="requests at a time (default: 128)")
-    parser.add_argument("--new-tokens", type=int, default=16, help="tokens per response (default: 16)")
-    parser.add_argument("--rollouts", type=int, default=1024, help="rollouts of the simulation of tools (default: 1024)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=16, help="tokens per response (default: 16)"
+    )
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=1024,
+        help="rollouts of the simulation of tools (default: 1024)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, engine, vocab_size = _engine()
     order = random.Random(0)
-    distinct = [tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90))) for _ in range(args.batch)]
+    distinct = [
+        tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90)))
+        for _ in range(args.batch)
+    ]
     rows = []
     for name, prompts in _kinds(distinct).items():
         rivals = {
@@ -86,7 +100,13 @@ def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
     return model, engine, len(tokenizer)
 
 
-def _rows(name: str, rivals: Mapping[str, Callable[[], object]], prompts: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
+def _rows(
+    name: str,
+    rivals: Mapping[str, Callable[[], object]],
+    prompts: Prompts,
+    new_tokens: int,
+    repeats: int,
+) -> list[dict[str, Any]]:
     """The first rival is ours."""
     seconds = time_in_turn(rivals, repeats)
     num_tokens = len(prompts) * new_tokens
@@ -111,7 +131,13 @@ def _vllm_rows(distinct: Prompts, new_tokens: int, repeats: int) -> list[dict[st
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         export(model, tokenizer, full_weights(model), Path(folder))
-        spec = VllmModel(folder, "float32", 256, frozenset(), environment=cpu_environment(torch.get_num_threads()))
+        spec = VllmModel(
+            folder,
+            "float32",
+            256,
+            frozenset(),
+            environment=cpu_environment(torch.get_num_threads()),
+        )
         engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
         rows = []
         for name, prompts in _kinds(distinct).items():
@@ -126,7 +152,9 @@ def _vllm_rows(distinct: Prompts, new_tokens: int, repeats: int) -> list[dict[st
 
 def _engine_run(engine: Engine, prompts: Prompts, new_tokens: int) -> object:
     async def together() -> object:
-        return await asyncio.gather(*map(engine.generate, prompts, _samplings(len(prompts), new_tokens)))
+        return await asyncio.gather(
+            *map(engine.generate, prompts, _samplings(len(prompts), new_tokens))
+        )
 
     return asyncio.run(together())
 
@@ -136,12 +164,17 @@ def _vllm_run(engine: VllmEngine, prompts: Prompts, new_tokens: int) -> object:
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    core = engine._lives.present.result()
+    core = engine._supervisor.present.result()
 
     async def one(number: int) -> object:
         prompt = TokensPrompt(prompt_token_ids=list(prompts[number]))
         params = SamplingParams(
-            max_tokens=new_tokens, seed=number, logprobs=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=new_tokens,
+            seed=number,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return [output async for output in core._llm.generate(prompt, params, f"direct {number}")]
 
@@ -158,13 +191,24 @@ def _samplings(number: int, new_tokens: int) -> list[Sampling]:
 @torch.inference_mode()
 def _generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> object:
     longest = max(map(len, prompts))
-    ids, attention = torch.zeros(len(prompts), longest, dtype=torch.int64), torch.zeros(len(prompts), longest, dtype=torch.int64)
+    ids, attention = (
+        torch.zeros(len(prompts), longest, dtype=torch.int64),
+        torch.zeros(len(prompts), longest, dtype=torch.int64),
+    )
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         attention[row, longest - len(prompt) :] = 1
-    options = {"max_new_tokens": new_tokens, "do_sample": True, "top_k": 0, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": new_tokens,
+        "do_sample": True,
+        "top_k": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     out = model.generate(input_ids=ids, attention_mask=attention, pad_token_id=0, **options)
-    return [logits.log_softmax(-1) for logits in out.logits]  # a trainer needs the sampler's log-probs
+    return [
+        logits.log_softmax(-1) for logits in out.logits
+    ]  # a trainer needs the sampler's log-probs
 
 
 if __name__ == "__main__":

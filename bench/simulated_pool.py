@@ -1,8 +1,10 @@
-"""Rollout nodes and a trainer in virtual time around a real ledger: what they wait for is simulated, what the ledger answers is not.
+"""Rollout nodes and a trainer in virtual time around a real ledger: what they wait for is
+simulated, what the ledger answers is not.
 
-A rollout's calls take what `bench.flow` draws for them, from its seed alone, so every arrangement waits for the same calls. A node takes
-leases while it has slots for a whole group, renews them and loads each new version a while after it hears of it; rollouts go on meanwhile,
-and their turns say which version sampled them. A message to the ledger takes half a round trip, as does its answer.
+A rollout's calls take what `bench.flow` draws for them, from its seed alone, so every arrangement
+waits for the same calls. A node takes leases while it has slots for a whole group, renews them and
+loads each new version a while after it hears of it; rollouts go on meanwhile, and their turns say
+which version sampled them. A message to the ledger takes half a round trip, as does its answer.
 """
 
 from __future__ import annotations
@@ -34,14 +36,24 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.seeds import derive_seed
-from flowtrain.types import FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import (
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
+from flowtrain.utils.seeds import derive_seed
 
 POLICY = "planner"
 ALIVE_S = 30.0
 """Between signs of life of a trainer."""
 RETRY_S = 5.0
-"""Between requests of a node that gets no lease, at least: the ledger would let it ask sooner, which takes the simulation longer."""
+"""Between requests of a node that gets no lease, at least: the ledger would let it ask sooner,
+which takes the simulation longer."""
 TOKENS = 8
 """Of a response; the ledger counts them, the simulated trainer does not care."""
 
@@ -79,7 +91,9 @@ class Course:
 
 
 def course(seed: int, speed: float = 1.0) -> Course:
-    """The rollout of `bench.flow` with that seed, where models answer `speed` times as fast; tools do not."""
+    """The rollout of `bench.flow` with that seed, where models answer `speed` times as fast; tools
+    do not.
+    """
     latencies = Latencies(1.0)
     now, plans, key = 0.0, [], ""
     for turn in range(MAX_TURNS):
@@ -88,7 +102,10 @@ def course(seed: int, speed: float = 1.0) -> Course:
         if now >= ROLLOUT_TIMEOUT_S:
             break
         plans.append(now)
-        now += sum(latencies.chat_s(key, purpose) for purpose in ("plan", "command", "verdict")) / speed
+        now += (
+            sum(latencies.chat_s(key, purpose) for purpose in ("plan", "command", "verdict"))
+            / speed
+        )
         now += min(latencies.tool_s(key), TOOL_TIMEOUT_S)
         if random.Random(f"{key} stop").random() < STOP_SHARE:
             break
@@ -149,7 +166,14 @@ class _Made:
 class Node:
     """Joins when it is made."""
 
-    def __init__(self, world: World, ledger: Dataflow, site: Site, max_staleness: int, on_push: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        ledger: Dataflow,
+        site: Site,
+        max_staleness: int,
+        on_push: Callable[[], None],
+    ) -> None:
         self._world, self._ledger, self._on_push, self.site = world, ledger, on_push, site
         self._max_staleness = max_staleness
         self._idle = site.slots
@@ -157,7 +181,8 @@ class Node:
         self._is_asking = self._is_ended = False
         self._keys = itertools.count()
         self._since, self._seconds = world.now, {True: 0.0, False: 0.0}
-        """When it was last looked, and seconds with a rollout under way (True) and without, since they were last told."""
+        """When it was last looked, and seconds with a rollout under way (True) and without, since
+        they were last told."""
         self.units: set[int] = set()
         """Whose groups were committed from here."""
         joined = ledger.join(Join(site.name, site.name))
@@ -174,7 +199,9 @@ class Node:
         if self._made:
             self._ledger.release(Release(self.site.name, tuple(self._made), "the pool shrinks"))
 
-    def _send(self, call: Callable[[], Any], hear: Callable[[Any], None] = lambda answer: None) -> None:
+    def _send(
+        self, call: Callable[[], Any], hear: Callable[[Any], None] = lambda answer: None
+    ) -> None:
         def arrives() -> None:
             if not self._is_ended:
                 answer = call()
@@ -196,7 +223,9 @@ class Node:
         self._look()
         busy_s, waited_s = self._seconds[True], self._seconds[False]
         self._seconds = {True: 0.0, False: 0.0}
-        request = LeaseRequest(self.site.name, self.site.name, num, {POLICY: self.version}, busy_s, waited_s, key)
+        request = LeaseRequest(
+            self.site.name, self.site.name, num, {POLICY: self.version}, busy_s, waited_s, key
+        )
         self._send(lambda: self._ledger.lease(request), self._begin)
 
     def _begin(self, answer: Leases) -> None:
@@ -208,7 +237,9 @@ class Node:
             for seed in rollout_seeds(lease.seed, self._group_size):
                 path = course(seed, self.site.speed)
                 self._world.after(path.end_s, partial(self._finish, lease, seed, path))
-        self._world.after(max(answer.retry_after_s, RETRY_S) if answer.retry_after_s else 0.0, self._ask_again)
+        self._world.after(
+            max(answer.retry_after_s, RETRY_S) if answer.retry_after_s else 0.0, self._ask_again
+        )
 
     def _ask_again(self) -> None:
         self._is_asking = False
@@ -226,11 +257,19 @@ class Node:
         if made is None or self._is_ended:
             return
         began = self._world.now - path.end_s
-        versions = [self._loads[bisect_right(self._loads, (began + plan_s, 1 << 62)) - 1][1] for plan_s in path.plans_s]
+        versions = [
+            self._loads[bisect_right(self._loads, (began + plan_s, 1 << 62)) - 1][1]
+            for plan_s in path.plans_s
+        ]
         made.rollouts.append(trajectory(lease.task, seed, versions))
         if len(made.rollouts) == self._group_size:
             del self._made[lease.unit, lease.attempt]
-            push = Push(self.site.name, lease.unit, lease.attempt, pack_group(Group(lease.index, tuple(made.rollouts))))
+            push = Push(
+                self.site.name,
+                lease.unit,
+                lease.attempt,
+                pack_group(Group(lease.index, tuple(made.rollouts))),
+            )
             self._send(lambda: self._push(push))
         self._ask()
 
@@ -284,7 +323,9 @@ class Nodes:
 
     def resize(self, num: int) -> None:
         """The newest end first."""
-        self._nodes += [self._make(f"node-{next(self._count)}") for _ in range(num - len(self._nodes))]
+        self._nodes += [
+            self._make(f"node-{next(self._count)}") for _ in range(num - len(self._nodes))
+        ]
         while len(self._nodes) > num:
             self._nodes.pop().end()
         self.sizes.append((self._world.now, num))
@@ -305,8 +346,21 @@ class Step:
 class Trainer:
     """Registers when it is made, and then takes batch after batch."""
 
-    def __init__(self, world: World, ledger: Dataflow, num_groups: int, max_staleness: int, train_s: float, num_steps: int) -> None:
-        self._world, self._ledger, self._train_s, self._num_steps = world, ledger, train_s, num_steps
+    def __init__(
+        self,
+        world: World,
+        ledger: Dataflow,
+        num_groups: int,
+        max_staleness: int,
+        train_s: float,
+        num_steps: int,
+    ) -> None:
+        self._world, self._ledger, self._train_s, self._num_steps = (
+            world,
+            ledger,
+            train_s,
+            num_steps,
+        )
         self.steps: list[Step] = []
         self.trained: list[tuple[int, Counter[int]]] = []
         """Unit, and its tokens by versions that they were behind, of every group of every batch."""
@@ -330,7 +384,9 @@ class Trainer:
             self._world.after(ALIVE_S, self._live)
 
     def look(self) -> None:
-        """Is the batch full? Asked when something was pushed; the service answers a request that waits at the same moment."""
+        """Is the batch full? Asked when something was pushed; the service answers a request that
+        waits at the same moment.
+        """
         step = self.steps[-1]
         if step.served:
             return
@@ -339,15 +395,22 @@ class Trainer:
             return
         step.served = self._world.now
         for served in batch.groups:
-            ages = [(len(self.steps) - 1 - version, number) for version, number in tokens(unpack_group(served.payload))]
-            self.trained.append((served.unit, Counter(age for age, number in ages for _ in range(number))))
+            ages = [
+                (len(self.steps) - 1 - version, number)
+                for version, number in tokens(unpack_group(served.payload))
+            ]
+            self.trained.append(
+                (served.unit, Counter(age for age, number in ages for _ in range(number)))
+            )
         self._world.after(self._train_s, self._trained)
 
     def _trained(self) -> None:
         step, number = self.steps[-1], len(self.steps)
         step.trained = self._world.now
         busy_s, waited_s = step.trained - step.served, step.served - step.asked
-        self._ledger.progress(Progress(POLICY, number, number, busy_s, waited_s, is_done=number == self._num_steps))
+        self._ledger.progress(
+            Progress(POLICY, number, number, busy_s, waited_s, is_done=number == self._num_steps)
+        )
         if number < self._num_steps:
             self._next()
 
@@ -356,7 +419,11 @@ def staleness(trained: Iterable[tuple[int, Counter[int]]]) -> dict[str, float]:
     """Of the tokens: the mean, the most, and the share of each."""
     ages = sum((counts for _, counts in trained), Counter[int]())
     shares = {f"behind_{age}": ages[age] / ages.total() for age in range(max(ages) + 1)}
-    return {"staleness_mean": sum(age * number for age, number in ages.items()) / ages.total(), "staleness_max": max(ages), **shares}
+    return {
+        "staleness_mean": sum(age * number for age, number in ages.items()) / ages.total(),
+        "staleness_max": max(ages),
+        **shares,
+    }
 
 
 def tokens(group: Group) -> Iterator[tuple[int, int]]:
@@ -369,9 +436,16 @@ def tokens(group: Group) -> Iterator[tuple[int, int]]:
 # ---- the synchronous loop
 
 
-def collect_s(seeds: list[int], sites: list[Site], share: float = 1.0, patience_s: float = 0.0) -> float:
-    """Seconds until all rollouts are done, each begun when a slot is free; or `patience_s` after that share is, when the rest is cut."""
-    free = [(0.0, number, site.speed) for number, site in enumerate(site for site in sites for _ in range(site.slots))]
+def collect_s(
+    seeds: list[int], sites: list[Site], share: float = 1.0, patience_s: float = 0.0
+) -> float:
+    """Seconds until all rollouts are done, each begun when a slot is free; or `patience_s` after
+    that share is, when the rest is cut.
+    """
+    free = [
+        (0.0, number, site.speed)
+        for number, site in enumerate(site for site in sites for _ in range(site.slots))
+    ]
     heapq.heapify(free)
     ends = []
     for seed in seeds:
@@ -379,4 +453,6 @@ def collect_s(seeds: list[int], sites: list[Site], share: float = 1.0, patience_
         ends.append(now + course(seed, speed).end_s)
         heapq.heappush(free, (ends[-1], number, speed))
     ends.sort()
-    return ends[-1] if share == 1.0 else min(ends[-1], ends[int(share * len(ends)) - 1] + patience_s)
+    return (
+        ends[-1] if share == 1.0 else min(ends[-1], ends[int(share * len(ends)) - 1] + patience_s)
+    )

@@ -1,6 +1,8 @@
-"""How much waiting for tools many rollouts in flight hide: a simulation of tools (they sleep) around the real flow, collector and engine.
+"""How much waiting for tools many rollouts in flight hide: a simulation of tools (they sleep)
+around the real flow, collector and engine.
 
-Each call takes a log-normal time, with a long tail, that its question and turn decide: both rivals wait for the same calls.
+Each call takes a log-normal time, with a long tail, that its question and turn decide: both rivals
+wait for the same calls.
 """
 
 from __future__ import annotations
@@ -13,21 +15,22 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
+from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Opening, Plan
-from flowtrain.agents.tools import ToolCard
+from flowtrain.agents.planner import Plan, ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.rollout.collect import collect
-from flowtrain.rollout.engine import Engine
+from flowtrain.engines.protocol import Engine
+from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Sampling, Task
 
 MEDIAN_S, SIGMA = 0.2, 0.8
 """Of a tool call: one in a hundred takes 1.3 s or more, the longest of a run about 3 s."""
 TURNS, GROUP_SIZE, NEW_TOKENS = 3, 8, 4
-"""Few tokens, and short prompts: waiting is the subject here, and a CPU would hide it behind sampling."""
+"""Few tokens, and short prompts: waiting is the subject here, and a CPU would hide it behind
+sampling."""
 IN_FLIGHT, WORKERS = 256, 16
 
 
@@ -50,17 +53,27 @@ class SimulatedTool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlanner:
-    """Samples a response as the policy does, and then calls the tool whatever it said: a model with random weights names none."""
+    """Samples a response as the policy does, and then calls the tool whatever it said: a model with
+    random weights names none.
+    """
 
     engine: Engine
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         order = random.Random(task.id)
         prompt = tuple(order.randrange(5, 250) for _ in range(8 + 4 * turn))
-        done = await self.engine.generate(prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s))
-        return Plan(prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name))
+        done = await self.engine.generate(
+            prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s)
+        )
+        return Plan(
+            prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name)
+        )
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:
@@ -94,7 +107,13 @@ def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[flo
     tool = SimulatedTool()
     executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
     goes_on = RuleVerifier(lambda question, memory: False)
-    flow = Flow(SamplingPlanner(engine), executor, goes_on, RuleGenerator(last_result), FlowLimits(TURNS, 600.0))
+    flow = Flow(
+        SamplingPlanner(engine),
+        executor,
+        goes_on,
+        RuleGenerator(last_result),
+        FlowLimits(TURNS, 600.0),
+    )
     started = time.perf_counter()
     collect(flow, tasks, group_size=GROUP_SIZE, seed=0, max_in_flight=max_in_flight)
     return time.perf_counter() - started, tool.seconds

@@ -1,8 +1,9 @@
 """What `bench.step` trains on: a model and samples.
 
-AgentFlow's shape is a group of 8 rollouts of random tokens: a long prompt that is constant for the question, a memory that grows with the
-turns, a response a tenth as long as its prompt. The main job's batch is recorded from its own flow, with the rewards that its rollouts get:
-those of a planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
+AgentFlow's shape is a group of 8 rollouts of random tokens: a long prompt that is constant for the
+question, a memory that grows with the turns, a response a tenth as long as its prompt. The main
+components's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
+planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from flowkernels import LossSpec
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.algorithms import flow_grpo, screen
-from flowtrain.job import Job
-from flowtrain.options import parse
+from flowtrain.algorithms import filter_samples, flow_grpo
+from flowtrain.config.options import parse
 from flowtrain.rewards import score
-from flowtrain.rollout.collect import collect
+from flowtrain.run.components import RunComponents
 from flowtrain.training import attention
 from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -38,7 +39,8 @@ SHAPES = {
     "0.5b": (896, 4864, 24, 14, 2, 151936),
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
 }
-"""Width, width of the MLP, layers, heads, key heads, words; random weights. The larger two are Qwen2.5's and want a GPU."""
+"""Width, width of the MLP, layers, heads, key heads, words; random weights. The larger two are
+Qwen2.5's and want a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,15 @@ class Batch:
 
 
 def agentflow(num_turns: int, shape: str, scale: float, group_size: int = 8) -> Batch:
-    """Unscaled: 3,000 constant tokens (tools 2,300, template 300, question and analysis 400), 500 of memory per turn, 20 that close the
-    prompt, and responses of 200 to 400."""
+    """Unscaled: 3,000 constant tokens (tools 2,300, template 300, question and analysis 400), 500
+    of memory per turn, 20 that close the prompt, and responses of 200 to 400.
+    """
     rng = random.Random(0)
 
     def ids(number: float) -> tuple[int, ...]:
-        return tuple(rng.randrange(SHAPES["small"][-1]) for _ in range(max(1, round(scale * number))))
+        return tuple(
+            rng.randrange(SHAPES["small"][-1]) for _ in range(max(1, round(scale * number)))
+        )
 
     constant, closing, samples = ids(3000), ids(20), []
     for _ in range(group_size):
@@ -68,7 +73,13 @@ def agentflow(num_turns: int, shape: str, scale: float, group_size: int = 8) -> 
             response = ids(rng.uniform(200, 400))
             logprobs = tuple(-7.6 + rng.gauss(0, 0.1) for _ in response)
             samples.append(
-                Sample(constant + memory + closing, response, logprobs, (advantage,) * len(response), (1 / len(response),) * len(response))
+                Sample(
+                    constant + memory + closing,
+                    response,
+                    logprobs,
+                    (advantage,) * len(response),
+                    (1 / len(response),) * len(response),
+                )
             )
             memory += ids(500)
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
@@ -76,44 +87,69 @@ def agentflow(num_turns: int, shape: str, scale: float, group_size: int = 8) -> 
 
 
 def main_job(warm: str, num_questions: int = 16) -> Batch:
-    """8 rollouts of each question, by the planner in the folder `warm` or, if that is empty, by the expert. Every sample counts alike, as
-    TRL's loss has it."""
+    """8 rollouts of each question, by the planner in the folder `warm` or, if that is empty, by the
+    expert. Every sample counts alike, as TRL's loss has it.
+    """
     world = World.join("cpu")
-    config = parse(["--config", "configs/quickstart.toml", "--run.threads", "1", *(["--model.path", warm] if warm else [])])
+    config = parse(
+        [
+            "--config",
+            "configs/quickstart.toml",
+            "--run.threads",
+            "1",
+            *(["--model.path", warm] if warm else []),
+        ]
+    )
     assert config is not None
-    job = Job.prepare(config, world)
+    components = RunComponents.prepare(config, world)
     with tempfile.TemporaryDirectory() as folder:
-        flow = _policy(job, WeightStore(Path(folder))) if warm else _expert(job)
-        groups = score(collect(flow, job.tasks.train[:num_questions], group_size=8, seed=0))
-    batch = screen(flow_grpo(groups, "released"), job.model.config.max_position_embeddings)
-    samples = [replace(s, weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in batch.samples]
+        flow = _policy(components, WeightStore(Path(folder))) if warm else _expert(components)
+        groups = score(collect(flow, components.tasks.train[:num_questions], group_size=8, seed=0))
+    batch = filter_samples(
+        flow_grpo(groups, "released"), components.model.config.max_position_embeddings
+    )
+    samples = [
+        replace(s, weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in batch.samples
+    ]
     if not warm:
-        samples = _as_if_sampled(samples, job)
+        samples = _as_if_sampled(samples, components)
     random.Random(0).shuffle(samples)
-    job.close()
+    components.close()
     world.leave()
-    return Batch(f"main job, {'recorded' if warm else 'scripted'}", job.model, samples)
+    return Batch(
+        f"main components, {'recorded' if warm else 'scripted'}", components.model, samples
+    )
 
 
-def _policy(job: Job, store: WeightStore) -> Flow:
-    engines = job.make_policy_engines({"planner": store})
-    job.make_publisher(store, job.world).publish(named_weights(job.model), 0)
+def _policy(components: RunComponents, store: WeightStore) -> Flow:
+    engines = components.make_policy_engines({"planner": store})
+    components.make_publisher(store, components.world).publish(named_weights(components.model), 0)
     engines["planner"].load(0)
-    return job.make_flow(engines, job.config.agent.max_turns)
+    return components.make_flow(engines, components.config.agent.max_turns)
 
 
-def _expert(job: Job) -> Flow:
-    flow = job.make_flow(job.make_no_engines(), job.config.agent.max_turns)
+def _expert(components: RunComponents) -> Flow:
+    flow = components.make_flow(components.make_no_engines(), components.config.agent.max_turns)
     assert isinstance(flow.planner, PolicyPlanner)
-    return replace(flow, planner=ScriptedPlanner(flow.planner, job.config.rft.expert_error, job.tokenizer.eos_token_id))
+    return replace(
+        flow,
+        planner=ScriptedPlanner(
+            flow.planner, components.config.rft.expert_error, components.tokenizer.eos_token_id
+        ),
+    )
 
 
-def _as_if_sampled(samples: Sequence[Sample], job: Job) -> list[Sample]:
+def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list[Sample]:
     """With the log-probs that the model gives to what the expert has written."""
-    trainer = Trainer(copy.deepcopy(job.model), job.world, LossSpec(), OptimSpec(lr=0.0))
+    trainer = Trainer(
+        copy.deepcopy(components.model), components.world, LossSpec(), OptimSpec(lr=0.0)
+    )
     logprob_T = trainer.score_samples(samples, 16384, against_reference=False).logprob_T
     each = logprob_T.split([len(s.response_ids) for s in samples])
-    return [replace(s, logprobs=tuple(logprobs.tolist())) for s, logprobs in zip(samples, each, strict=True)]
+    return [
+        replace(s, logprobs=tuple(logprobs.tolist()))
+        for s, logprobs in zip(samples, each, strict=True)
+    ]
 
 
 def _random_model(shape: str, max_positions: int) -> PreTrainedModel:

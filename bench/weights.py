@@ -1,9 +1,11 @@
 """The pause of a live vLLM:  python -m bench.weights [--shape 0.5b] [--density 0.01] [--json F]
 
-One engine serves random weights of a Qwen2.5 shape. In turn it takes a sparse update, staged while it serves and applied within a pause,
-and a full reload of the same version from a checkpoint: vLLM's own `reload_weights`, within the same kind of pause, from the page cache.
-Last, an engine without the plugin reloads it: on a CPU, that packs its weights anew. After each update and reload, the digests of all words
-are compared with the manifest's. Needs vLLM, and an installed flowtrain, which vLLM finds.
+One engine serves random weights of a Qwen2.5 shape. In turn it takes a sparse update, staged while
+it serves and applied within a pause, and a full reload of the same version from a checkpoint:
+vLLM's own `reload_weights`, within the same kind of pause, from the page cache. Last, an engine
+without the plugin reloads it: on a CPU, that packs its weights anew. After each update and reload,
+the digests of all words are compared with the manifest's. Needs vLLM, and an installed flowtrain,
+which vLLM finds.
 """
 
 from __future__ import annotations
@@ -26,19 +28,52 @@ from bench.measure import median_ratio, print_table, write_json
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 SHAPES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="of Qwen2.5 (default: 0.5b)")
-    parser.add_argument("--density", type=float, default=0.01, help="share of the words that a version changes (default: 0.01)")
-    parser.add_argument("--repeats", type=int, default=5, help="versions that are timed (default: 5)")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="0.5b", help="of Qwen2.5 (default: 0.5b)"
+    )
+    parser.add_argument(
+        "--density",
+        type=float,
+        default=0.01,
+        help="share of the words that a version changes (default: 0.01)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="versions that are timed (default: 5)"
+    )
     args = parser.parse_args()
     with TemporaryDirectory(prefix="flowtrain-bench-") as folder:
         rows = asyncio.run(_measure(Path(folder), args.shape, args.density, args.repeats))
@@ -55,7 +90,12 @@ async def _measure(folder: Path, shape: str, density: float, repeats: int) -> li
     common = {"shape": shape, "words": num_words, "density": facts.pop("changed") / num_words}
     rows = []
     for path, seconds in times.items():
-        row = {"path": path, **common, "bytes": 2 * num_words, "pause_s": statistics.median(seconds)}
+        row = {
+            "path": path,
+            **common,
+            "bytes": 2 * num_words,
+            "pause_s": statistics.median(seconds),
+        }
         row["times_ours"] = median_ratio(seconds, times["sparse update"])
         rows.append({**row, **facts} if path == "sparse update" else row)
     return rows
@@ -75,7 +115,9 @@ async def _in_turn(
     llm = _start(folder, is_plugged=True)
     try:
         started = time.perf_counter()
-        await llm.init_weight_transfer_engine(WeightTransferInitRequest({"location": str(store.root)}))
+        await llm.init_weight_transfer_engine(
+            WeightTransferInitRequest({"location": str(store.root)})
+        )
         connect_s = time.perf_counter() - started
         await _update(llm, 0)
         for version in range(1, repeats + 2):
@@ -90,18 +132,27 @@ async def _in_turn(
                 times["sparse update"].append(pause_s)
                 times["full reload"].append(reload_s)
                 (held,) = await llm.collective_rpc("held_weights")
-                for key, value in zip(found, (published.delta_bytes, staged_s, held["seconds"], published.num_changed), strict=True):
+                for key, value in zip(
+                    found,
+                    (published.delta_bytes, staged_s, held["seconds"], published.num_changed),
+                    strict=True,
+                ):
                     found[key].append(value)
     finally:
         llm.shutdown()
-    return times, {key: statistics.median(values) for key, values in found.items()} | {"connect_s": connect_s}
+    return times, {key: statistics.median(values) for key, values in found.items()} | {
+        "connect_s": connect_s
+    }
 
 
 async def _reload_packed(folder: Path, repeats: int) -> list[float]:
     """The same in an engine as vLLM comes: on a CPU, it packs its weights anew."""
     llm = _start(folder, is_plugged=False)
     try:
-        return [await _paused(llm, lambda: llm.collective_rpc("reload_weights")) for _ in range(repeats + 1)][1:]
+        return [
+            await _paused(llm, lambda: llm.collective_rpc("reload_weights"))
+            for _ in range(repeats + 1)
+        ][1:]
     finally:
         llm.shutdown()
 
@@ -111,7 +162,12 @@ def _start(folder: Path, is_plugged: bool) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+    }
     if is_plugged:
         options["weight_transfer_config"] = WeightTransferConfig(backend="sparse_delta")
         options["worker_extension_cls"] = "flowtrain.weights.vllm_plugin.WeightReports"
@@ -120,13 +176,21 @@ def _start(folder: Path, is_plugged: bool) -> Any:
 
 def _new_weights(folder: Path, shape: str) -> dict[str, Tensor]:
     """Saved as a checkpoint, too."""
-    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=shape != "7b", max_position_embeddings=256, **SHAPES[shape])
+    config = Qwen2Config(
+        vocab_size=151936,
+        tie_word_embeddings=shape != "7b",
+        max_position_embeddings=256,
+        **SHAPES[shape],
+    )
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
         named = dict(Qwen2ForCausalLM(config).named_parameters())
     rng = torch.Generator().manual_seed(0)
-    weights = {name: torch.empty(meta.shape, dtype=torch.bfloat16).normal_(std=0.02, generator=rng) for name, meta in named.items()}
+    weights = {
+        name: torch.empty(meta.shape, dtype=torch.bfloat16).normal_(std=0.02, generator=rng)
+        for name, meta in named.items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
 
@@ -168,7 +232,10 @@ async def _update(llm: Any, version: int) -> tuple[float, float]:
 
 async def _check(llm: Any, store: WeightStore, version: int) -> None:
     (digests,) = await llm.collective_rpc("digest_weights")
-    wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
+    wanted = {
+        name: "".join(f"{part:016x}" for part in digest)
+        for name, digest in store.manifest(version).digests.items()
+    }
     if digests != wanted:
         raise SystemExit(f"the engine does not hold version {version}")
 

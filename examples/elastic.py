@@ -1,10 +1,13 @@
-"""Rollout nodes that die and join while two trainers learn, on one machine: what `make demo-elastic` shows.
+"""Rollout nodes that die and join while two trainers learn, on one machine: what `make
+demo-elastic` shows.
 
-    python examples/elastic.py --planner runs/demo/warm-planner/model --verifier runs/demo/warm-verifier/model --dir runs/demo/elastic
+    python examples/elastic.py --planner runs/demo/warm-planner/model --verifier
+    runs/demo/warm-verifier/model --dir runs/demo/elastic
 
-One service, two trainers (planner and verifier, each a model of its own) and three nodes start. Two nodes are killed (SIGKILL, in the
-middle of their rollouts) once a third of the planner's steps are done, two new ones join at half. At the end the ledger is audited, and a
-picture is drawn of what it saw.
+One service, two trainers (planner and verifier, each a model of its own) and three nodes start. Two
+nodes are killed (SIGKILL, in the middle of their rollouts) once a third of the planner's steps are
+done, two new ones join at half. At the end the ledger is audited, and a picture is drawn of what it
+saw.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from tqdm import tqdm
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Unavailable
-from flowtrain.serving import TOKEN_VARIABLE
+from flowtrain.utils.serving import TOKEN_VARIABLE
 
 _CONFIG = "configs/verifier.toml"
 _END_S = 30.0
@@ -37,7 +40,11 @@ class Process:
         environment = {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment
+                [sys.executable, "-u", "-m", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
             )
 
     @property
@@ -56,7 +63,9 @@ class Process:
             return self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise RuntimeError(f"{self.name} did not end in {_END_S:.0f} s; see {self.log}") from None
+            raise RuntimeError(
+                f"{self.name} did not end in {_END_S:.0f} s; see {self.log}"
+            ) from None
 
     def __enter__(self) -> Process:
         return self
@@ -73,8 +82,24 @@ class Demo:
         self._options, self._token = options, secrets.token_urlsafe(24)
         self._dir, self._cleanup = Path(options.dir), ExitStack()
         self._nodes: dict[str, Process] = {}
-        short = ("--dataflow.lease_s", "10", "--dataflow.max_staleness", "2", "--eval.num_tasks", "100", "--eval.every", "0")
-        self._run_options = ("--config", _CONFIG, "--train.num_steps", str(options.steps), *short, *options.words)
+        short = (
+            "--dataflow.lease_s",
+            "10",
+            "--dataflow.max_staleness",
+            "2",
+            "--eval.num_tasks",
+            "100",
+            "--eval.every",
+            "0",
+        )
+        self._run_options = (
+            "--config",
+            _CONFIG,
+            "--train.num_steps",
+            str(options.steps),
+            *short,
+            *options.words,
+        )
         self.database = self._dir / "flow.sqlite"
 
     def __enter__(self) -> Demo:
@@ -116,19 +141,38 @@ class Demo:
         """The model that is trained, and where the other policy begins."""
         other = "verifier" if trained == "planner" else "planner"
         models = {"planner": self._options.planner, "verifier": self._options.verifier}
-        return ("--train.policy", trained, "--model.path", models[trained], f"--policies.{other}.path", models[other])
+        return (
+            "--train.policy",
+            trained,
+            "--model.path",
+            models[trained],
+            f"--policies.{other}.path",
+            models[other],
+        )
 
     def _start(self, name: str, words: Sequence[str]) -> Process:
         return self._cleanup.enter_context(Process(name, self._dir / "logs", words, self._token))
 
     def _start_trainer(self, policy: str) -> Process:
         own = ("--run.dir", str(self._dir / policy), "--dataflow.url", self.url)
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "1", "-m", "flowtrain.train")
-        return self._start(f"trainer-{policy}", (*torchrun, *self._run_options, *self._models(policy), *own))
+        torchrun = (
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "1",
+            "-m",
+            "flowtrain.train",
+        )
+        return self._start(
+            f"trainer-{policy}", (*torchrun, *self._run_options, *self._models(policy), *own)
+        )
 
     def _join(self, *names: str) -> None:
         for name in names:
-            self._nodes[name] = self._start(name, ("flowtrain.rollout", "--dataflow", self.url, "--name", name, "--run.threads", "1"))
+            self._nodes[name] = self._start(
+                name,
+                ("flowtrain.node", "--dataflow", self.url, "--name", name, "--run.threads", "1"),
+            )
         tqdm.write(f"{', '.join(names)} join")
 
     def _kill(self, *names: str) -> None:
@@ -138,7 +182,10 @@ class Demo:
 
     def _versions(self) -> dict[str, int]:
         try:
-            return {name: policy["version"] for name, policy in self._client.status()["policies"].items()}
+            return {
+                name: policy["version"]
+                for name, policy in self._client.status()["policies"].items()
+            }
         except Unavailable:
             return {}
 
@@ -160,10 +207,14 @@ def _address(service: Process) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--planner", required=True, help="folder of its warm model")
     parser.add_argument("--verifier", required=True, help="folder of its warm model")
-    parser.add_argument("--dir", required=True, help="for everything that the demo writes; it may not exist")
+    parser.add_argument(
+        "--dir", required=True, help="for everything that the demo writes; it may not exist"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of each trainer (default: 60)")
     options, options.words = parser.parse_known_args()
     if Path(options.dir).exists():
@@ -173,7 +224,9 @@ def main() -> int:
     out = str(Path(options.dir) / "flow.png")
     flow = (sys.executable, "-m", "flowtrain.dataflow")
     subprocess.run((*flow, "picture", "--database", str(demo.database), "--out", out), check=True)
-    return subprocess.run((*flow, "audit", "--database", str(demo.database)), check=False).returncode
+    return subprocess.run(
+        (*flow, "audit", "--database", str(demo.database)), check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A rollout node in plain Python, for a dataflow and its trainers:  python examples/plain_node.py http://127.0.0.1:8400 [--units N]
+"""A rollout node in plain Python, for a dataflow and its trainers:  python examples/plain_node.py
+http://127.0.0.1:8400 [--units N]
 
-What another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain. Its "model" is a script that guesses tokens; the
-rest is in earnest: leases are renewed and given back, groups are pushed until an answer comes, FLOWTRAIN_TOKEN is the token.
+What another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain. Its
+"model" is a script that guesses tokens; the rest is in earnest: leases are renewed and given back,
+groups are pushed until an answer comes, FLOWTRAIN_TOKEN is the token.
 """
 
 import argparse
@@ -24,25 +26,36 @@ WORDS = ["Tool Name: Search\n", "Sub-Goal: capital of Chad\n", "Paris", "42"]
 
 class Service:
     def __init__(self, url: str) -> None:
-        self.url, self.headers = url, {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"}
+        self.url, self.headers = (
+            url,
+            {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"},
+        )
 
     def ask(self, method: str, **message):
-        """Until there is an answer: a message that is sent twice has no other effect than one. Refusals (HTTP 4xx) raise."""
+        """Until there is an answer: a message that is sent twice has no other effect than one.
+        Refusals (HTTP 4xx) raise.
+        """
         while True:
-            request = urllib.request.Request(f"{self.url}/v1/{method}", msgspec.msgpack.encode(message), self.headers)
+            request = urllib.request.Request(
+                f"{self.url}/v1/{method}", msgspec.msgpack.encode(message), self.headers
+            )
             try:
                 with urllib.request.urlopen(request, timeout=30) as response:
                     return msgspec.msgpack.decode(response.read())
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code not in (408, 425, 429):
-                    raise SystemExit(f"{method}: {msgspec.msgpack.decode(error.read())['error']}") from None
+                    raise SystemExit(
+                        f"{method}: {msgspec.msgpack.decode(error.read())['error']}"
+                    ) from None
             except (OSError, http.client.HTTPException):
                 pass  # it is away, or was cut
             time.sleep(random.uniform(0.2, 1.0))
 
 
 def rollout(task: dict, seed: int, version: int) -> dict:
-    """One turn. The sampled ids, their log-probs and the weight version of every token are what training is made of."""
+    """One turn. The sampled ids, their log-probs and the weight version of every token are what
+    training is made of.
+    """
     rng, begun = random.Random(seed), time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
     turn = {
@@ -52,7 +65,14 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     }  # fmt: skip
     answer = turn["response_text"][-5:]
     score = {"reward": float(answer in task["answers"]), "scored_by": "exact"}
-    return {"task": task, "turns": [turn], "answer": answer, "seconds": turn["seconds"], "seed": seed, **score}
+    return {
+        "task": task,
+        "turns": [turn],
+        "answer": answer,
+        "seconds": turn["seconds"],
+        "seed": seed,
+        **score,
+    }
 
 
 def work(service: Service, name: str, num_units: int, at_once: int) -> None:
@@ -62,18 +82,33 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
     try:
         while num_units > 0:
             got = service.ask("lease", **me, num=min(num_units, at_once), key=uuid.uuid4().hex)
-            held, renew_at = {lease["unit"]: lease for lease in got["leases"]}, time.monotonic() + joined["lease_s"] / 3
-            version = got["policies"]["planner"]["version"] if held else 0  # here a real node loads these weights from their store
+            held, renew_at = (
+                {lease["unit"]: lease for lease in got["leases"]},
+                time.monotonic() + joined["lease_s"] / 3,
+            )
+            version = (
+                got["policies"]["planner"]["version"] if held else 0
+            )  # here a real node loads these weights from their store
             while held:
                 unit, lease = next(iter(held.items()))
-                rollouts = [rollout(lease["task"], lease["seed"] + i, version) for i in range(joined["group_size"])]
-                payload = zlib.compress(msgspec.msgpack.encode({"index": lease["index"], "trajectories": rollouts}))
-                status = service.ask("push", node=name, unit=unit, attempt=lease["attempt"], payload=payload)["status"]
+                rollouts = [
+                    rollout(lease["task"], lease["seed"] + i, version)
+                    for i in range(joined["group_size"])
+                ]
+                payload = zlib.compress(
+                    msgspec.msgpack.encode({"index": lease["index"], "trajectories": rollouts})
+                )
+                status = service.ask(
+                    "push", node=name, unit=unit, attempt=lease["attempt"], payload=payload
+                )["status"]
                 print(f"unit {unit}: {status}", flush=True)
                 num_units -= status == "committed"
                 del held[unit]
                 if held and time.monotonic() > renew_at:
-                    units, renew_at = [(u, lease["attempt"]) for u, lease in held.items()], time.monotonic() + joined["lease_s"] / 3
+                    units, renew_at = (
+                        [(u, lease["attempt"]) for u, lease in held.items()],
+                        time.monotonic() + joined["lease_s"] / 3,
+                    )
                     for unit in service.ask("renew", **me, units=units)["lost"]:
                         held.pop(unit, None)
             if got["reason"] == "done":
@@ -81,14 +116,21 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
             time.sleep(got["retry_after_s"])
     finally:
         if held:
-            service.ask("release", node=name, units=[(unit, lease["attempt"]) for unit, lease in held.items()], reason="the node ends")
+            service.ask(
+                "release",
+                node=name,
+                units=[(unit, lease["attempt"]) for unit, lease in held.items()],
+                reason="the node ends",
+            )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("--name", default=f"plain-{os.getpid()}")
-    parser.add_argument("--units", type=int, default=1 << 30, help="groups to push (default: no end)")
+    parser.add_argument(
+        "--units", type=int, default=1 << 30, help="groups to push (default: no end)"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):

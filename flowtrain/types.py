@@ -1,7 +1,8 @@
 """The records, in the order in which data flows: Task -> Turn -> Trajectory -> Group -> Sample.
 
-All are frozen; a later stage that knows more makes a new record with `dataclasses.replace`. Token ids are plain ints, log-probabilities
-natural logs, times seconds. Nothing here imports more than the standard library, so every package of the house can use it.
+All are frozen; a later stage that knows more makes a new record with `dataclasses.replace`. Token
+ids are plain ints, log-probabilities natural logs, times seconds. Nothing here imports more than
+the standard library, so every package of the house can use it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     Int32s = array[int]
 else:
-    Int32s = array  # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
+    # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
+    Int32s = array
 
 PolicyName = Literal["planner", "verifier"]
-"""The modules of the flow that can be trained, each with a model, a trainer and weight versions of its own."""
+"""The modules of the flow that can be trained, each with a model, a trainer and weight versions of
+its own."""
 
 
 class UserError(ValueError):
-    """What a person got wrong (a key, a file, a folder). The command line prints its one line and exits with code 2."""
+    """What a person got wrong (a key, a file, a folder). The command line prints its one line and
+    exits with code 2.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,9 @@ class PlanStep:
 
 @dataclass(frozen=True, slots=True)
 class SubGoal:
-    """Something that a solver finds out on the way, e.g. SubGoal(("Chad",), 0.5, "country with capital N'Djamena")."""
+    """Something that a solver finds out on the way, e.g. SubGoal(("Chad",), 0.5, "country with
+    capital N'Djamena").
+    """
 
     names: tuple[str, ...]
     """What it may be called; any of them will do."""
@@ -49,14 +56,17 @@ class SubGoal:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question. Example: Task("texts-17", "What is the capital of Chad?", ("N'Djamena",), "lookup", 1, "exact")."""
+    """One question. Example: Task("texts-17", "What is the capital of Chad?", ("N'Djamena",),
+    "lookup", 1, "exact").
+    """
 
     id: str
     """Unique within a run; trajectories, seeds and resume refer to it."""
     question: str
     """What the planner reads."""
     answers: tuple[str, ...]
-    """Accepted answers; for "gameof24" the four numbers, because any right expression is accepted."""
+    """Accepted answers; for "gameof24" the four numbers, because any right expression is accepted.
+    """
     kind: str = ""
     """A label to group results by ("lookup", "chain", "sum", ...)."""
     num_turns: int = 1
@@ -64,11 +74,13 @@ class Task:
     scorer: str = "exact"
     """Name of the rule in `flowtrain.rewards` that scores an answer."""
     plan: tuple[PlanStep, ...] = ()
-    """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the policy never sees it."""
+    """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the
+    policy never sees it."""
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
     sub_goals: tuple[SubGoal, ...] = ()
-    """What earns part of a reward (InfoFlow), in the order in which they are needed; the policy never sees them."""
+    """What earns part of a reward (InfoFlow), in the order in which they are needed; the policy
+    never sees them."""
 
 
 class FinishReason(enum.StrEnum):
@@ -90,9 +102,11 @@ class Sampling:
     temperature: float = 1.0
     """0 means greedy; the log-probabilities are then those at temperature 1."""
     top_k: int = 0
-    """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from all. Greedy knows no such bound."""
+    """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from
+    all. Greedy knows no such bound."""
     top_p: float = 1.0
-    """Of those, sample from the fewest whose probabilities sum to this. Below 1 it needs a top_k, which bounds what has to be kept."""
+    """Of those, sample from the fewest whose probabilities sum to this. Below 1 it needs a top_k,
+    which bounds what has to be kept."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False
@@ -119,7 +133,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The ids that top-k and top-p left the sampler to choose from, token after token of a response. In arrays, for they are many."""
+    """The ids that top-k and top-p left the sampler to choose from, token after token of a
+    response. In arrays, for they are many.
+    """
 
     ids: Int32s
     """int32; those of one token differ from each other."""
@@ -149,16 +165,19 @@ class Completion:
     """What an engine returns for one prompt."""
 
     ids: tuple[int, ...]
-    """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when the deadline struck first."""
+    """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when
+    the deadline struck first."""
     logprobs: tuple[float, ...]
-    """One per id, from the sampler, at the sampler's temperature and among the tokens that top-p and top-k keep."""
+    """One per id, from the sampler, at the sampler's temperature and among the tokens that top-p
+    and top-k keep."""
     spans: tuple[VersionSpan, ...]
     """Which weights sampled which ids; they cover [0, len(ids))."""
     finish_reason: FinishReason
     kept: KeptTokens | None = None
     """What each id was sampled from, it among them; None: from all tokens."""
     entropies: tuple[float, ...] = ()
-    """One per id, in nats, over all tokens at the sampler's temperature; () where the engine does not tell."""
+    """One per id, in nats, over all tokens at the sampler's temperature; () where the engine does
+    not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +188,15 @@ class Action:
     context: str
     sub_goal: str
     tool_name: str
-    """Canonical name of a tool in the toolset, or "No matched tool given: ..." when the planner named another."""
+    """Canonical name of a tool in the toolset, or "No matched tool given: ..." when the planner
+    named another."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of one tool command: an output, or an error that says why there is none. Never both."""
+    """What came of one tool command: an output, or an error that says why there is none. Never
+    both.
+    """
 
     output: str = ""
     error: str | None = None
@@ -200,9 +222,11 @@ class TurnTraining:
     advantage: float
     """Mean over the response's tokens."""
     minibatch: int
-    """Which optimizer step of the batch it was in; the trainer's weights had then made so many steps since the turn was sampled."""
+    """Which optimizer step of the batch it was in; the trainer's weights had then made so many
+    steps since the turn was sampled."""
     logprobs: tuple[float, ...]
-    """The trainer's, one per response token, as that step took them; NaN where a token did not count."""
+    """The trainer's, one per response token, as that step took them; NaN where a token did not
+    count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +275,15 @@ class Turn:
     retrieved: str = ""
     """What the tool gave, where a refiner made the result of it; else ""."""
     training: TurnTraining | None = None
-    """None until `training.scores.annotate` fills it, and for a turn that was not trained."""
+    """None until `training.scores.with_training_stats` fills it, and for a turn that was not
+    trained."""
     response_kept: KeptTokens | None = None
     """The engine's, as for `Completion`."""
     response_entropies: tuple[float, ...] = ()
     """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
     prompt_text: str = ""
-    """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; "" otherwise."""
+    """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; ""
+    otherwise."""
     verifier_call: Call | None = None
     """None where the verifier is no policy."""
 
@@ -280,7 +306,9 @@ def calls_of(turn: Turn, policy: PolicyName) -> Call | None:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """Where a rollout left another one of its group: what comes before it is the same, tokens and tool results alike."""
+    """Where a rollout left another one of its group: what comes before it is the same, tokens and
+    tool results alike.
+    """
 
     root: int
     """Number of the rollout it left, within its group."""
@@ -302,8 +330,9 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt outgrew the model) or "straggler" (the others
-    of its batch were done and did not wait any longer)."""
+    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt
+    outgrew the model) or "straggler" (the others of its batch were done and did not wait any
+    longer)."""
     reward: float | None = None
     """Of the answer, in [0, 1]; None until `rewards.score` fills it."""
     scored_by: str = ""
@@ -311,8 +340,8 @@ class Trajectory:
     analysis: str = ""
     """What the analyst wrote about the question before the first turn; "" where there is none."""
     error: str = ""
-    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing about the planner, gets no reward and is
-    not trained."""
+    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing
+    about the planner, gets no reward and is not trained."""
     output: str = ""
     """All that the generator wrote, the answer among it; "" where a rule answered."""
     branch: BranchPoint | None = None
@@ -324,16 +353,24 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Response tokens that were sampled for this rollout and not taken over from the one it left."""
+        """Response tokens that were sampled for this rollout and not taken over from the one it
+        left.
+        """
         total = sum(len(turn.response_ids) for turn in self.turns)
         if self.branch is None:
             return total
-        return total - sum(len(turn.response_ids) for turn in self.turns[: self.branch.turn]) - self.branch.token
+        return (
+            total
+            - sum(len(turn.response_ids) for turn in self.turns[: self.branch.turn])
+            - self.branch.token
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G trajectories of one task that were sampled together; branches come after the rollouts they left."""
+    """The G trajectories of one task that were sampled together; branches come after the rollouts
+    they left.
+    """
 
     index: int
     """Place of the task within the step's batch over all ranks; decides the mini-batch."""
@@ -341,13 +378,17 @@ class Group:
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
-        """Without those that failed (`Trajectory.error`): what has a reward, and what algorithms look at."""
+        """Without those that failed (`Trajectory.error`): what has a reward, and what algorithms
+        look at.
+        """
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trained sequence: the prompt and response of one call with what the algorithm decided about its tokens."""
+    """One trained sequence: the prompt and response of one call with what the algorithm decided
+    about its tokens.
+    """
 
     prompt_ids: tuple[int, ...]
     """At least one token."""

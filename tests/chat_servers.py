@@ -1,4 +1,6 @@
-"""A real OpenAI-compatible server on loopback that answers as a test's script says, or misbehaves as it is told."""
+"""A real OpenAI-compatible server on loopback that answers as a test's script says, or misbehaves
+as it is told.
+"""
 
 from __future__ import annotations
 
@@ -76,13 +78,19 @@ def reply(text: str | None, body: dict[str, Any] | None = None) -> dict[str, Any
     """A chat completion as OpenAI words it; its usage counts words."""
     prompt = body["messages"][0]["content"] if body else ""
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
     return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}
 
 
 @contextlib.contextmanager
 def raw_server(*answers: bytes) -> Iterator[ChatServer]:
-    """Sends these bytes, each to one connection after its request, and hangs up; the last answer is for all that come later."""
+    """Sends these bytes, each to one connection after its request, and hangs up; the last answer is
+    for all that come later.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     state = ChatServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
     listener.settimeout(0.05)
@@ -113,7 +121,12 @@ def raw_server(*answers: bytes) -> Iterator[ChatServer]:
 
 def http(body: bytes, status: str = "200 OK", *headers: str, length: int | None = None) -> bytes:
     """A response; `length`: what its header claims."""
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", "Connection: close", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Length: {len(body) if length is None else length}",
+        "Connection: close",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

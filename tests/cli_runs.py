@@ -1,7 +1,8 @@
-"""Runs of the two commands for the tests of the command line, forked from a process that has imported everything once.
+"""Runs of the two commands for the tests of the command line, forked from a process that has
+imported everything once.
 
-Importing takes ten times as long as these runs do. What a fork could hide (a fresh interpreter, its exit, torchrun) the tests try with real
-subprocesses.
+Importing takes ten times as long as these runs do. What a fork could hide (a fresh interpreter, its
+exit, torchrun) the tests try with real subprocesses.
 """
 
 from __future__ import annotations
@@ -23,11 +24,42 @@ import torch
 from safetensors.torch import load_file
 
 SMALL = (
-    *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2", "--tasks.num_train", "400", "--eval.num_tasks", "20"),
-    *("--eval.every", "0", "--rollout.num_questions", "4", "--rollout.group_size", "8", "--rollout.max_new_tokens", "24"),
+    *(
+        "--tiny.hidden_size",
+        "32",
+        "--tiny.num_layers",
+        "1",
+        "--tiny.num_heads",
+        "2",
+        "--tasks.num_train",
+        "400",
+        "--eval.num_tasks",
+        "20",
+    ),
+    *(
+        "--eval.every",
+        "0",
+        "--rollout.num_questions",
+        "4",
+        "--rollout.group_size",
+        "8",
+        "--rollout.max_new_tokens",
+        "24",
+    ),
     *("--run.threads", "1", "--run.device", "cpu", "--log.tensorboard", "false"),
 )
-RFT = ("--rft.num_rollouts", "300", "--rft.num_steps", "120", "--rft.lr", "1e-2", "--rft.warmup_steps", "10", "--rft.keep", "all")
+RFT = (
+    "--rft.num_rollouts",
+    "300",
+    "--rft.num_steps",
+    "120",
+    "--rft.lr",
+    "1e-2",
+    "--rft.warmup_steps",
+    "10",
+    "--rft.keep",
+    "all",
+)
 NUM_STEPS = 6
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -53,11 +85,11 @@ arm({module!r}, {path!r}, {number}, {after})
 """
 """Python that kills the process before or after the `number`-th call of a function."""
 
-NO_PICTURE = "import flowtrain.session; flowtrain.session.plot_curves = lambda path: None\n"
+NO_PICTURE = "import flowtrain.run.run; flowtrain.run.run.plot_curves = lambda path: None\n"
 
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
-import flowtrain.session, flowtrain.agents.expert, flowtrain.report.panels
+import flowtrain.run.run, flowtrain.agents.expert, flowtrain.report.panels
 
 def serve():
     for line in sys.stdin:
@@ -97,7 +129,8 @@ if job is not None:
     sys.stdout.flush()
     os._exit(code)
 """
-"""Reads jobs, one JSON line each, forks a process for each and answers with its number; {"poll": pid} asks for an exit code."""
+"""Reads jobs, one JSON line each, forks a process for each and answers with its number; {"poll":
+pid} asks for an exit code."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +148,9 @@ class Process:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
-                raise AssertionError(f"still running after {timeout_s} s: {self.err.read_text()[-2000:]}")
+                raise AssertionError(
+                    f"still running after {timeout_s} s: {self.err.read_text()[-2000:]}"
+                )
             time.sleep(0.02)
         return code
 
@@ -132,7 +167,11 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ENV}
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENV},
         )
 
     def start(
@@ -144,7 +183,9 @@ class Server:
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
     ) -> Process:
-        """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which is how a disk gets full here."""
+        """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which
+        is how a disk gets full here.
+        """
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
         out.touch(), err.touch()
@@ -159,25 +200,47 @@ class Server:
         pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
         return Process(pid, out, err, lambda: self._ask({"poll": pid}))
 
-    def start_ranks(self, size: int, *argv: object, before: Sequence[str] = (), env: dict[str, str] | None = None) -> list[Process]:
+    def start_ranks(
+        self,
+        size: int,
+        *argv: object,
+        before: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> list[Process]:
         """`train` on as many ranks, without torchrun; `before` has Python for each of them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        where = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+        }
         each = before or ("",) * size
-        return [self.start("train", *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]) for rank in range(size)]
+        return [
+            self.start(
+                "train", *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
+            )
+            for rank in range(size)
+        ]
 
     def resume(self, run: Path, *argv: object) -> None:
         """Go on with a run to its end, without the picture, which takes longer than all the rest."""
-        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE)
+        code, lines, _ = self.run(
+            "train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE
+        )
         assert (code, lines) == (0, [])
 
     def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:
         """(exit code, lines on stderr without progress, stdout)"""
         process = self.start(module, *argv, **options)
         code = process.wait()
-        lines = [line for line in process.err.read_text().splitlines() if not line.startswith(("step ", "rollout "))]
+        lines = [
+            line
+            for line in process.err.read_text().splitlines()
+            if not line.startswith(("step ", "rollout "))
+        ]
         return code, lines, process.out.read_text()
 
     def close(self) -> None:
@@ -194,12 +257,20 @@ class Server:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tasks that the tiny planner solves every other time as soon as it names a tool, so that rewards vary."""
+    """A folder with tasks that the tiny planner solves every other time as soon as it names a tool,
+    so that rewards vary.
+    """
     place = tmp_path_factory.mktemp("cli")
     values = range(10, 18)
-    corpus = [{"name": f"Land{index}", "kind": "country", "facts": {"area": value}} for index, value in enumerate(values)]
+    corpus = [
+        {"name": f"Land{index}", "kind": "country", "facts": {"area": value}}
+        for index, value in enumerate(values)
+    ]
     (place / "corpus.json").write_text(json.dumps(corpus))
-    tasks = [{"question": f"What is {i} plus {i % 7}?", "answer": [v for v in values if (v ^ i) & 1]} for i in range(40)]
+    tasks = [
+        {"question": f"What is {i} plus {i % 7}?", "answer": [v for v in values if (v ^ i) & 1]}
+        for i in range(40)
+    ]
     (place / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return place
 
@@ -214,8 +285,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def warm(place: Path) -> Path:
     """The run folder of a real `python -m flowtrain.rft`; its model can name tools, now and then."""
-    command = [sys.executable, "-m", "flowtrain.rft", *SMALL, *RFT, "--run.dir", str(place / "warm")]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "flowtrain.rft",
+        *SMALL,
+        *RFT,
+        "--run.dir",
+        str(place / "warm"),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return place / "warm"
 
@@ -225,9 +306,26 @@ def words(place: Path, warm: Path) -> tuple[str, ...]:
     """Options of a training run of NUM_STEPS steps; what is left to say is --run.dir."""
     return (
         *SMALL,
-        *("--tasks.name", "file", "--tasks.path", str(place / "tasks.jsonl"), "--tasks.corpus", str(place / "corpus.json")),
-        *("--model.path", str(warm / "model"), "--train.num_steps", str(NUM_STEPS), "--train.lr", "3e-3", "--checkpoint.every", "2"),
-        # Without the tool that takes time: what shares a batch then never depends on the clock, and neither does any bit of the result.
+        *(
+            "--tasks.name",
+            "file",
+            "--tasks.path",
+            str(place / "tasks.jsonl"),
+            "--tasks.corpus",
+            str(place / "corpus.json"),
+        ),
+        *(
+            "--model.path",
+            str(warm / "model"),
+            "--train.num_steps",
+            str(NUM_STEPS),
+            "--train.lr",
+            "3e-3",
+            "--checkpoint.every",
+            "2",
+        ),
+        # Without the tool that takes time: what shares a batch then never depends on the clock, and
+        # neither does any bit of the result.
         *("--log.num_rollouts", "2", "--agent.tools", '["Search", "Base_Generator"]'),
     )
 
@@ -250,7 +348,11 @@ CHANCE = ("seconds", "peak_memory_gb", "planned_memory_gb")
 def timeless(record: Any) -> Any:
     """The record without what a clock, or the memory and number of ranks, decide."""
     if isinstance(record, dict):
-        return {key: timeless(value) for key, value in record.items() if not (key.endswith("_s") or key in CHANCE)}
+        return {
+            key: timeless(value)
+            for key, value in record.items()
+            if not (key.endswith("_s") or key in CHANCE)
+        }
     return [timeless(item) for item in record] if isinstance(record, list) else record
 
 
@@ -260,7 +362,11 @@ def alike(ours: Any, theirs: Any) -> bool:
         return ours.keys() == theirs.keys() and all(alike(ours[key], theirs[key]) for key in theirs)
     if isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(alike, ours, theirs))
-    return ours == pytest.approx(theirs, rel=1e-3, abs=1e-4) if isinstance(theirs, float) else ours == theirs
+    return (
+        ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+        if isinstance(theirs, float)
+        else ours == theirs
+    )
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:
@@ -268,16 +374,23 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def check_same_run(run: Path, full: Path) -> None:
-    """Apart from the time it took, a run that was resumed is the run that was not: same steps, questions, tokens, rewards and weights."""
+    """Apart from the time it took, a run that was resumed is the run that was not: same steps,
+    questions, tokens, rewards and weights.
+    """
     for name in ("metrics.jsonl", "trajectories.jsonl", "held_out.jsonl"):
         ours, theirs = rows(run, name), rows(full, name)
         assert [record["step"] for record in ours] == [record["step"] for record in theirs], name
         assert all(map(alike, ours, theirs)), name
     summaries = [timeless(json.loads((each / "summary.json").read_text())) for each in (run, full)]
     assert alike(*summaries)
-    weights = [load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors") for each in (run, full)]
+    weights = [
+        load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors")
+        for each in (run, full)
+    ]
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[1])
-    assert sorted(path.name for path in (run / "weights").iterdir()) == sorted(path.name for path in (full / "weights").iterdir())
+    assert sorted(path.name for path in (run / "weights").iterdir()) == sorted(
+        path.name for path in (full / "weights").iterdir()
+    )
 
 
 def text_of(path: Path) -> str:

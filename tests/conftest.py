@@ -1,4 +1,6 @@
-"""What several test folders share: one CPU thread, and a tiny tokenizer and model in a folder that transformers loads."""
+"""What several test folders share: one CPU thread, and a tiny tokenizer and model in a folder that
+transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of 2 layers with large random weights, so that its distributions are far from uniform."""
+    """A model of 2 layers with large random weights, so that its distributions are far from
+    uniform.
+    """
     import torch
 
     from flowtrain.training import model as models
 
     path = tmp_path_factory.mktemp("tiny")
-    tokenizer = models.new_tokenizer(["What is the capital of Chad?", "Sub-Goal: capital of Chad"], vocab_size=280)
+    tokenizer = models.new_tokenizer(
+        ["What is the capital of Chad?", "Sub-Goal: capital of Chad"], vocab_size=280
+    )
     torch.manual_seed(0)
     model = models.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
     with torch.no_grad():

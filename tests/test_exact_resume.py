@@ -1,7 +1,9 @@
-"""A run that is killed and goes on has the bits of one that is not, on one rank and on two; and what that takes: no random state.
+"""A run that is killed and goes on has the bits of one that is not, on one rank and on two; and
+what that takes: no random state.
 
-One rollout at a time, so that every request is sampled in a batch of its own: which rollouts share a batch is otherwise a matter of
-timing, and the last bits of their log-probs with it. The tools of these runs have no limit of time.
+One rollout at a time, so that every request is sampled in a batch of its own: which rollouts share
+a batch is otherwise a matter of timing, and the last bits of their log-probs with it. The tools of
+these runs have no limit of time.
 """
 
 from __future__ import annotations
@@ -19,20 +21,31 @@ from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, alike, read, rows  # n
 
 pytest_plugins = ("cli_runs",)
 
-EXACT = ("--rollout.max_in_flight", "1", "--rollout.group_size", "4", "--eval.num_tasks", "2", "--algorithm.mode", "released")
-AFTER_STEP_3 = KILL.format(module="flowtrain.session", path="Session.log", number=3, after=True)
-IN_A_CHECKPOINT = KILL.format(module="flowtrain.training.checkpoint", path="save_file", number=2, after=True)
+EXACT = (
+    "--rollout.max_in_flight",
+    "1",
+    "--rollout.group_size",
+    "4",
+    "--eval.num_tasks",
+    "2",
+    "--algorithm.mode",
+    "released",
+)
+AFTER_STEP_3 = KILL.format(module="flowtrain.run.run", path="Run.log", number=3, after=True)
+IN_A_CHECKPOINT = KILL.format(
+    module="flowtrain.training.checkpoint", path="save_file", number=2, after=True
+)
 NOISE = """
 import os, random
-import numpy, torch, flowtrain.session
-real = flowtrain.session.Session.collect_options
+import numpy, torch, flowtrain.run.run
+real = flowtrain.run.run.Run.collect_options
 
 def noisy(self, step):
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(int.from_bytes(os.urandom(4), "little"))
     return real(self, step)
 
-flowtrain.session.Session.collect_options = noisy
+flowtrain.run.run.Run.collect_options = noisy
 """
 """Every step begins with another state of the process's random generators."""
 
@@ -41,15 +54,27 @@ Run = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def run(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Train on so many ranks, in a new folder or on from `start`; -9: the last of `before` kills its rank."""
+    """Train on so many ranks, in a new folder or on from `start`; -9: the last of `before` kills
+    its rank.
+    """
 
-    def train(size: int, *argv: str, start: Path | None = None, before: tuple[str, ...] = (), code: int = 0) -> Path:
+    def train(
+        size: int,
+        *argv: str,
+        start: Path | None = None,
+        before: tuple[str, ...] = (),
+        code: int = 0,
+    ) -> Path:
         path = start or tmp_path_factory.mktemp("exact") / "run"
         options = (*words, *EXACT, *argv, "--run.dir", path, "--resume", "auto")
         before = before or ("",) * size
-        processes = server.start_ranks(size, *options, before=[NO_PICTURE + each for each in before])
+        processes = server.start_ranks(
+            size, *options, before=[NO_PICTURE + each for each in before]
+        )
         codes = [process.wait() for process in processes]
-        assert code in codes and (code or not any(codes)), [process.err.read_text()[-1500:] for process in processes]
+        assert code in codes and (code or not any(codes)), [
+            process.err.read_text()[-1500:] for process in processes
+        ]
         return path
 
     return train
@@ -69,14 +94,25 @@ def whole(run: Run) -> Callable[[int], Path]:
 
 
 def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
-    """Weights, moments, loop state, published weights, rollouts and all metrics but those of a clock."""
+    """Weights, moments, loop state, published weights, rollouts and all metrics but those of a
+    clock.
+    """
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        mine, other = (each / "checkpoints" / f"step_{NUM_STEPS:08d}" / name for each in (ours, theirs))
+        mine, other = (
+            each / "checkpoints" / f"step_{NUM_STEPS:08d}" / name for each in (ours, theirs)
+        )
         assert mine.read_bytes() == other.read_bytes(), name
-    logs = ["metrics.jsonl", "trajectories.jsonl", *(f"trajectories.rank{rank}.jsonl" for rank in range(1, size))]
+    logs = [
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        *(f"trajectories.rank{rank}.jsonl" for rank in range(1, size)),
+    ]
     for name in logs:
         assert rows(ours, name) == rows(theirs, name), name
-    roots = [json.loads((each / "weights" / f"v{NUM_STEPS:08d}" / "manifest.json").read_text())["root"] for each in (ours, theirs)]
+    roots = [
+        json.loads((each / "weights" / f"v{NUM_STEPS:08d}" / "manifest.json").read_text())["root"]
+        for each in (ours, theirs)
+    ]
     assert roots[0] == roots[1]
 
 
@@ -89,49 +125,76 @@ def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
         pytest.param(2, 0, IN_A_CHECKPOINT, id="the first of two ranks, inside a checkpoint"),
     ],
 )
-def test_a_killed_run_goes_on_to_the_same_bits(run: Run, whole: Callable[[int], Path], size: int, killed: int, kill: str) -> None:
+def test_a_killed_run_goes_on_to_the_same_bits(
+    run: Run, whole: Callable[[int], Path], size: int, killed: int, kill: str
+) -> None:
     undisturbed = whole(size)
-    assert sum(record["num_tokens"] > 0 for record in read(undisturbed / "metrics.jsonl")[1:]) >= NUM_STEPS - 1, "every half trains"
+    assert (
+        sum(record["num_tokens"] > 0 for record in read(undisturbed / "metrics.jsonl")[1:])
+        >= NUM_STEPS - 1
+    ), "every half trains"
     before = tuple(kill if rank == killed else "" for rank in range(size))
     path = run(size, before=before, code=-signal.SIGKILL)
     assert not (path / "summary.json").exists()
     check_same_bits(run(size, start=path), undisturbed, size)
 
 
-def test_half_the_steps_and_then_the_other_half_are_all_of_them(run: Run, whole: Callable[[int], Path]) -> None:
+def test_half_the_steps_and_then_the_other_half_are_all_of_them(
+    run: Run, whole: Callable[[int], Path]
+) -> None:
     half = run(1, "--train.num_steps", str(NUM_STEPS // 2))
     (half / "summary.json").unlink()
     check_same_bits(run(1, start=half), whole(1), 1)
 
 
-def test_the_state_of_the_random_generators_is_of_no_account(run: Run, whole: Callable[[int], Path]) -> None:
+def test_the_state_of_the_random_generators_is_of_no_account(
+    run: Run, whole: Callable[[int], Path]
+) -> None:
     """So there is none to save: seeds come from the run's seed and the place in the run."""
     check_same_bits(run(1, before=(NOISE,)), whole(1), 1)
 
 
 def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path]) -> None:
-    """What is collected in a step is trained in it: the place among the tasks is the whole state of the loop."""
+    """What is collected in a step is trained in it: the place among the tasks is the whole state of
+    the loop.
+    """
     path = whole(1)
     state = json.loads((path / "checkpoints" / f"step_{NUM_STEPS:08d}" / "state.json").read_text())
     assert set(state) == {"step", "cursor", "version", "files", "xxh3"}
-    assert (state["step"], state["cursor"], state["version"]) == (NUM_STEPS, 4 * NUM_STEPS, NUM_STEPS)
+    assert (state["step"], state["cursor"], state["version"]) == (
+        NUM_STEPS,
+        4 * NUM_STEPS,
+        NUM_STEPS,
+    )
     assert [record["step"] for record in read(path / "trajectories.jsonl")] == [
         step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 4)
     ]
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_ranks(run: Run, whole: Callable[[int], Path], first: int, then: int, tmp_path: Path) -> None:
-    """The rollouts are those that the first number would have made; its weights too, up to the order of sums."""
+def test_a_run_goes_on_with_another_number_of_ranks(
+    run: Run, whole: Callable[[int], Path], first: int, then: int, tmp_path: Path
+) -> None:
+    """The rollouts are those that the first number would have made; its weights too, up to the
+    order of sums.
+    """
     half, resumed_at = tmp_path / "run", NUM_STEPS - 2
     shutil.copytree(whole(first), half)
     for path in (half / "checkpoints" / f"step_{NUM_STEPS:08d}", half / "summary.json"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     path = run(then, start=half)
-    ours, theirs = ([r for r in rows(each, "metrics.jsonl") if r["step"] > resumed_at] for each in (path, whole(first)))
+    ours, theirs = (
+        [r for r in rows(each, "metrics.jsonl") if r["step"] > resumed_at]
+        for each in (path, whole(first))
+    )
     assert len(ours) == 2
     for mine, other in zip(ours, theirs, strict=True):
         compared = ("reward_mean", "turns_mean", "num_tokens", "loss", "grad_norm", "kl")
         assert alike({key: mine[key] for key in compared}, {key: other[key] for key in compared})
-    seeds = [sorted(record["seed"] for name in each.glob("trajectories*.jsonl") for record in read(name)) for each in (path, whole(first))]
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 16, "every rollout once, none of those after the checkpoint twice"
+    seeds = [
+        sorted(record["seed"] for name in each.glob("trajectories*.jsonl") for record in read(name))
+        for each in (path, whole(first))
+    ]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 16, (
+        "every rollout once, none of those after the checkpoint twice"
+    )

@@ -1,4 +1,6 @@
-"""The examples do what they say: the bare loop learns, and the trainer on top of TRL has TRL's loss, gradients and run."""
+"""The examples do what they say: the bare loop learns, and the trainer on top of TRL has TRL's
+loss, gradients and run.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ def test_bare_loop_learns(seed: str, capsys: pytest.CaptureFixture[str]) -> None
     assert len(capsys.readouterr().out.splitlines()) == 20
     assert history[0]["reward"] < 0.3 and history[-1]["reward"] > 0.9
     assert history[-1]["entropy"] < 0.2 < 2 < history[0]["entropy"]
-    assert sum(x["clipped_low"] for x in history) > 0 and sum(x["clipped_high"] for x in history) > 0  # ratios did move
+    assert (
+        sum(x["clipped_low"] for x in history) > 0 and sum(x["clipped_high"] for x in history) > 0
+    )  # ratios did move
 
 
 def test_bare_loop_is_its_seed() -> None:
     main = load("bare_loop").main
-    assert main(["--steps", "3", "--seed", "5"]) == main(["--steps", "3", "--seed", "5"]) != main(["--steps", "3", "--seed", "6"])
+    assert (
+        main(["--steps", "3", "--seed", "5"])
+        == main(["--steps", "3", "--seed", "5"])
+        != main(["--steps", "3", "--seed", "6"])
+    )
 
 
 @pytest.mark.parametrize("name", ["bare_loop", "trl_grpo"])
@@ -63,7 +71,9 @@ def test_trl_example_learns(trl_grpo: ModuleType) -> None:
 
 
 def test_trl_example_runs_as_trl_does(trl_grpo: ModuleType, tmp_path: Path) -> None:
-    """The same seed with TRL's own loss gives the same samples, losses and gradient norms, step by step."""
+    """The same seed with TRL's own loss gives the same samples, losses and gradient norms, step by
+    step.
+    """
     runs = []
     for trainer_class in (trl_grpo.FlowGRPOTrainer, trl_grpo.GRPOTrainer):
         trainer = trl_grpo.new_trainer(trainer_class, str(tmp_path), max_steps=12)
@@ -87,18 +97,30 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def trainer_after_a_step(request: pytest.FixtureRequest, trl_grpo: ModuleType, tmp_path: Path) -> Any:
+def trainer_after_a_step(
+    request: pytest.FixtureRequest, trl_grpo: ModuleType, tmp_path: Path
+) -> Any:
     """Its buffer holds the batch that the step was taken on, which the weights have left since."""
-    trainer = trl_grpo.new_trainer(trl_grpo.FlowGRPOTrainer, str(tmp_path), max_steps=1, delta=1.5, temperature=0.9, **request.param)
+    trainer = trl_grpo.new_trainer(
+        trl_grpo.FlowGRPOTrainer,
+        str(tmp_path),
+        max_steps=1,
+        delta=1.5,
+        temperature=0.9,
+        **request.param,
+    )
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize("trainer_after_a_step", LOSSES.values(), ids=LOSSES, indirect=True)
 @pytest.mark.parametrize("mode", ["train", "eval", "on-policy", "everything"])
-def test_loss_gradients_and_metrics_are_those_of_trl(trainer_after_a_step: Any, trl_grpo: ModuleType, mode: str) -> None:
-    """On a batch that TRL made. "everything" adds a reference policy, tokens of a tool, the correction for vLLM, and samples for two steps
-    generated at once."""
+def test_loss_gradients_and_metrics_are_those_of_trl(
+    trainer_after_a_step: Any, trl_grpo: ModuleType, mode: str
+) -> None:
+    """On a batch that TRL made. "everything" adds a reference policy, tokens of a tool, the
+    correction for vLLM, and samples for two steps generated at once.
+    """
     trainer = trainer_after_a_step
     inputs = dict(trainer._buffered_inputs[1])
     trainer.model.train(mode != "eval")
@@ -120,7 +142,9 @@ def test_loss_gradients_and_metrics_are_those_of_trl(trainer_after_a_step: Any, 
         return loss.detach(), [parameter.grad for parameter in trainer.model.parameters()]
 
     our_loss, our_gradients = run(trainer._compute_loss)
-    their_loss, their_gradients = run(lambda *arguments: trl_grpo.GRPOTrainer._compute_loss(trainer, *arguments))
+    their_loss, their_gradients = run(
+        lambda *arguments: trl_grpo.GRPOTrainer._compute_loss(trainer, *arguments)
+    )
     torch.testing.assert_close(our_loss, their_loss, rtol=1e-4, atol=1e-7)
     largest = max(gradient.abs().max().item() for gradient in their_gradients)
     assert largest > 1e-4
@@ -144,7 +168,9 @@ def test_loss_gradients_and_metrics_are_those_of_trl(trainer_after_a_step: Any, 
         ("entropy_coef", {"entropy_coef": 0.01}),
     ],
 )
-def test_settings_that_would_be_left_out_are_refused(name: str, settings: dict[str, Any], trl_grpo: ModuleType, tmp_path: Path) -> None:
+def test_settings_that_would_be_left_out_are_refused(
+    name: str, settings: dict[str, Any], trl_grpo: ModuleType, tmp_path: Path
+) -> None:
     trainer = trl_grpo.new_trainer(trl_grpo.FlowGRPOTrainer, str(tmp_path), max_steps=1, **settings)
     with pytest.raises(ValueError, match=name):
         trainer.train()

@@ -1,4 +1,6 @@
-"""Who imports whom, at run time in fresh interpreters and in the text of every file; and the size of files and functions."""
+"""Who imports whom, at run time in fresh interpreters and in the text of every file; and the size
+of files and functions.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,38 @@ class Edge:
     """Runs when the module is imported."""
 
     def __str__(self) -> str:
-        return f"{MODULES[self.importer].relative_to(ROOT)}:{self.line}: {self.importer} -> {self.target}"
+        return (
+            f"{MODULES[self.importer].relative_to(ROOT)}:{self.line}: {self.importer} -> "
+            f"{self.target}"
+        )
 
 
 def python(code: str, cwd: Path = ROOT) -> list[str]:
     """The JSON list that a fresh interpreter prints; `-c` puts the current folder on its path."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @functools.cache
 def loaded_by(statement: str) -> frozenset[str]:
-    """Top-level packages in sys.modules after a statement, without the standard library and what the interpreter's start put there."""
+    """Top-level packages in sys.modules after a statement, without the standard library and what
+    the interpreter's start put there.
+    """
     code = (
         f"import sys, json; before = set(sys.modules)\n{statement}\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
-    return frozenset(name for name in python(code) if name not in STDLIB and not name.startswith("_"))
+    return frozenset(
+        name for name in python(code) if name not in STDLIB and not name.startswith("_")
+    )
 
 
 # ---- what a fresh interpreter loads
@@ -61,38 +77,66 @@ def loaded_by(statement: str) -> frozenset[str]:
 
 def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
     loaded = loaded_by("import flowkernels")
-    torch_loads = loaded_by("import torch\nimport importlib.util\nif importlib.util.find_spec('triton'): import triton.language")
+    torch_loads = loaded_by(
+        "import torch\nimport importlib.util\nif importlib.util.find_spec('triton'): import "
+        "triton.language"
+    )
     assert "flowkernels" in loaded and "torch" in loaded
     assert not loaded - torch_loads - {"flowkernels", "torch", "triton"}
 
 
-@pytest.mark.parametrize("module", ["flowtrain", "flowtrain.types", "flowtrain.seeds"])
+@pytest.mark.parametrize("module", ["flowtrain", "flowtrain.types", "flowtrain.utils.seeds"])
 def test_the_records_load_the_standard_library_alone(module: str) -> None:
     assert loaded_by(f"import {module}") == {"flowtrain"}
 
 
 def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
-    loaded = loaded_by("import flowtrain.config, flowtrain.options, flowtrain.command")
+    loaded = loaded_by(
+        "import flowtrain.config, flowtrain.config.options, flowtrain.config.command"
+    )
     assert "pydantic" in loaded
-    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "safetensors", "matplotlib", "bm25s", "flowkernels"}
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "matplotlib",
+        "bm25s",
+        "flowkernels",
+    }
 
 
-@pytest.mark.parametrize("module", ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "rollout.collect", "report"])
+@pytest.mark.parametrize(
+    "module",
+    ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "agents.collect", "report"],
+)
 def test_what_no_model_needs_loads_no_torch(module: str) -> None:
-    assert not loaded_by(f"import flowtrain.{module}") & {"torch", "transformers", "flowkernels", "vllm"}
+    assert not loaded_by(f"import flowtrain.{module}") & {
+        "torch",
+        "transformers",
+        "flowkernels",
+        "vllm",
+    }
 
 
 def test_parsing_and_help_load_no_torch_on_their_way() -> None:
     """A sweep script can check a config in a fraction of a second."""
-    loaded = loaded_by("from flowtrain.options import help_text, parse\nparse(['--train.lr', '1e-4']); help_text('x')")
+    loaded = loaded_by(
+        "from flowtrain.config.options import help_text, parse\nparse(['--train.lr', '1e-4']); "
+        "help_text('x')"
+    )
     assert "torch" not in loaded
 
 
 def test_the_kernels_folder_does_not_pose_as_the_hub_package(tmp_path: Path) -> None:
-    """transformers probes for a package called `kernels`; our folder of that name must not look like it."""
+    """transformers probes for a package called `kernels`; our folder of that name must not look
+    like it.
+    """
     code = (
         "import json, transformers.utils\nfrom transformers import Qwen2Config, Qwen2ForCausalLM\n"
-        "Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,"
+        "Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, "
+        "num_hidden_layers=1, num_attention_heads=1,"
         " num_key_value_heads=1))\n"
         "print(json.dumps([transformers.utils.is_kernels_available()]))"
     )
@@ -142,8 +186,14 @@ def _targets(node: ast.AST, importer: str, is_package: bool) -> Iterator[str]:
             base = ".".join(here[: len(here) - level + is_package]) if level else ""
             package = ".".join(filter(None, (base, module)))
             # `from package import name` means the submodule of that name where there is one.
-            yield from {f"{package}.{alias.name}" if f"{package}.{alias.name}" in MODULES else package for alias in names}
-        case ast.Call(ast.Name("__import__") | ast.Attribute(attr="import_module"), [ast.Constant(str(target)), *_]):
+            yield from {
+                f"{package}.{alias.name}" if f"{package}.{alias.name}" in MODULES else package
+                for alias in names
+            }
+        case ast.Call(
+            ast.Name("__import__") | ast.Attribute(attr="import_module"),
+            [ast.Constant(str(target)), *_],
+        ):
             yield target
 
 
@@ -162,44 +212,88 @@ def offenders(edges: list[Edge]) -> str:
 ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
     "flowtrain.types": (),
-    "flowtrain.seeds": (),
-    "flowtrain.config": ("pydantic", "flowtrain.types", "flowtrain.config"),
-    "flowtrain.options": ("pydantic", "flowtrain.types", "flowtrain.config"),
-    "flowtrain.algorithms": ("flowtrain.types", "flowtrain.algorithms"),
+    "flowtrain.utils.seeds": (),
+    "flowtrain.config": ("pydantic", "flowtrain.types", "flowtrain.utils", "flowtrain.config"),
 }
-"""Besides the standard library."""
+"""What a package may import besides the standard library."""
 
-_HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "flowkernels", "flowtrain.training", "flowtrain.weights")
-_ENGINES = tuple(f"flowtrain.rollout.{name}" for name in ("collect", "torch_engine", "vllm_engine", "vllm_process", "vllm_worker"))
+ORDER = (
+    ("types",),
+    ("utils",),
+    ("config",),
+    ("weights",),
+    ("training",),
+    ("engines",),
+    ("tasks",),
+    ("tools",),
+    ("agents",),
+    ("rewards", "algorithms", "report"),
+    ("dataflow",),
+    ("run",),
+    ("node", "evals"),
+    ("train", "rft"),
+)
+"""The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""
+
+_HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "flowkernels")
+_MODELS = ("flowtrain.training", "flowtrain.weights")
 FORBIDDEN = {
-    "flowtrain.agents": (*_HEAVY, "flowtrain.evals", "flowtrain.report", "flowtrain.algorithms", "flowtrain.rewards"),
-    "flowtrain.tasks": (*_HEAVY, "flowtrain.agents", "flowtrain.rollout", "flowtrain.evals", "flowtrain.report", "flowtrain.rewards"),
-    "flowtrain.rewards": (*_HEAVY, *_ENGINES, "flowtrain.agents", "flowtrain.evals", "flowtrain.report"),
-    "flowtrain.algorithms": (*_HEAVY, "flowtrain.agents", "flowtrain.config"),
-    "flowtrain.training": ("flowtrain.agents", "flowtrain.rollout", "flowtrain.report", "flowtrain.tasks", "flowtrain.evals"),
-    "flowtrain.dataflow": ("torch", "transformers", "flowkernels", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
-    "flowtrain.weights": ("flowtrain.agents", "flowtrain.training", "flowtrain.tasks", "flowtrain.config"),
-    "flowtrain.report": ("flowtrain.agents", "flowtrain.training", "flowtrain.session", "flowtrain.job"),
-    "flowtrain.view": ("torch", "transformers", "flowtrain.training", "flowtrain.weights", "flowtrain.session", "flowtrain.job"),
-    "flowtrain": ("flowtrain.train", "flowtrain.rft"),
+    "flowtrain.agents": (*_HEAVY, *_MODELS),
+    "flowtrain.tools": (*_HEAVY, *_MODELS),
+    "flowtrain.tasks": (*_HEAVY, *_MODELS, "flowtrain.engines"),
+    "flowtrain.rewards": (*_HEAVY, *_MODELS, "flowtrain.agents"),
+    "flowtrain.dataflow": (*_HEAVY, *_MODELS, "flowtrain.agents"),
+    "flowtrain.weights": ("flowtrain.config",),
+    "flowtrain.report": _MODELS,
+    "flowtrain.algorithms": ("transformers", "flowtrain.weights"),
 }
-VLLM_FILES = ("flowtrain.rollout.vllm_core", "flowtrain.weights.vllm_plugin")
+"""Imports that the order would allow and a package still does without."""
+VLLM_FILES = ("flowtrain.engines.vllm_runner", "flowtrain.weights.vllm_plugin")
+
+
+def test_packages_form_a_strict_order() -> None:
+    rooms = {name: tier for tier, names in enumerate(ORDER) for name in names}
+    found = {name.split(".")[1] for name in MODULES if name.startswith("flowtrain.")}
+    assert found - {"_delta"} == set(rooms), "a room is new, or gone"
+
+    def room(module: str) -> str:
+        return module.split(".")[1] if module.startswith("flowtrain.") else ""
+
+    bad = [
+        edge
+        for edge in edges()
+        if (here := room(edge.importer))
+        and (there := room(edge.target)) in rooms
+        and here != there
+        and rooms[there] >= rooms[here]
+    ]
+    assert not bad, offenders(bad)
 
 
 @pytest.mark.parametrize("package", ALLOWED)
 def test_imports_at_most(package: str) -> None:
     outside = [e for e in edges() if is_in(e.importer, package) and not is_stdlib(e.target)]
-    assert not (bad := [e for e in outside if not is_in(e.target, *ALLOWED[package])]), offenders(bad)
+    assert not (bad := [e for e in outside if not is_in(e.target, *ALLOWED[package])]), offenders(
+        bad
+    )
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_never_imports(package: str) -> None:
     assert any(is_in(name, package) for name in MODULES), f"{package} is gone: rename it here too"
-    assert not (bad := [e for e in edges() if is_in(e.importer, package) and is_in(e.target, *FORBIDDEN[package])]), offenders(bad)
+    assert not (
+        bad := [
+            e
+            for e in edges()
+            if is_in(e.importer, package) and is_in(e.target, *FORBIDDEN[package])
+        ]
+    ), offenders(bad)
 
 
 def test_vllm_is_imported_in_its_two_files_only() -> None:
-    assert not (bad := [e for e in edges() if is_in(e.target, "vllm") and e.importer not in VLLM_FILES]), offenders(bad)
+    assert not (
+        bad := [e for e in edges() if is_in(e.target, "vllm") and e.importer not in VLLM_FILES]
+    ), offenders(bad)
 
 
 def test_no_import_cycle() -> None:
@@ -243,7 +337,12 @@ def test_the_cycle_finder_finds_a_cycle() -> None:
 
     graph = {"a": {"b": edge("a", "b")}, "b": {"c": edge("b", "c")}, "c": {"b": edge("c", "b")}}
     assert _cycle(graph) == [edge("b", "c"), edge("c", "b")]
-    assert _cycle({"a": {"b": edge("a", "b"), "c": edge("a", "c")}, "b": {"c": edge("b", "c")}, "c": {}}) == []
+    assert (
+        _cycle(
+            {"a": {"b": edge("a", "b"), "c": edge("a", "c")}, "b": {"c": edge("b", "c")}, "c": {}}
+        )
+        == []
+    )
 
 
 # ---- size
@@ -259,7 +358,9 @@ def test_functions_have_at_most_100_lines() -> None:
     for name in MODULES:
         for node in ast.walk(ast.parse(_text(name))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+                is_kernel = any(
+                    "triton" in ast.unparse(decorator) for decorator in node.decorator_list
+                )
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > (150 if is_kernel else 100):
                     too_long.append(f"{name}.{node.name}: {size}")
@@ -268,9 +369,16 @@ def test_functions_have_at_most_100_lines() -> None:
 
 def test_the_walk_sees_the_house() -> None:
     """The rules above hold for nothing when nothing is found."""
-    assert {"flowtrain.types", "flowtrain.agents", "flowtrain.agents.tools.base", "flowkernels.policy_loss"} <= set(MODULES)
+    assert {
+        "flowtrain.types",
+        "flowtrain.agents",
+        "flowtrain.tools.base",
+        "flowkernels.policy_loss",
+    } <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
-    assert ("flowtrain.session", "flowtrain.report.curves") in found
-    assert ("flowtrain.agents.build", "flowtrain.tasks.sets") in found, "under TYPE_CHECKING, but there"
-    assert ("flowtrain.rollout.torch_engine", "torch") in found
+    assert ("flowtrain.run.run", "flowtrain.report.curves") in found
+    assert ("flowtrain.agents.build", "flowtrain.tasks.sets") in found, (
+        "under TYPE_CHECKING, but there"
+    )
+    assert ("flowtrain.engines.torch_engine", "torch") in found
     assert os.path.commonpath([*MODULES.values()]) == str(ROOT)

@@ -1,4 +1,6 @@
-"""Does the verifier learn? It ends half of the turns at once, and must find out that guesses are not worth stopping for, passages are."""
+"""Does the verifier learn? It ends half of the turns at once, and must find out that guesses are
+not worth stopping for, passages are.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-from flowtrain import recipe
+from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.job import Job
-from flowtrain.learner import Learner
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
-from flowtrain.rollout.collect import collect
+from flowtrain.run import recipe
+from flowtrain.run.components import RunComponents
+from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Verdict
@@ -29,23 +31,39 @@ VERIFIER = {
     "train": {"policy": "verifier", "lr": 1e-3},
     "agent": {"tools": ["Search", "Base_Generator"], "max_turns": 4},
     "policies": {"verifier": {"max_new_tokens": 12}},
-    "rft": {"num_rollouts": 300, "num_steps": 100, "keep": "all", "expert_error": 0.6, "early_stop": 0.5},
+    "rft": {
+        "num_rollouts": 300,
+        "num_steps": 100,
+        "keep": "all",
+        "expert_error": 0.6,
+        "early_stop": 0.5,
+    },
 }
 NUM_STEPS = 6
 
 
-def prepared(place: Path, run: str, cleanup: ExitStack, **sections: dict[str, object]) -> Job:
+def prepared(
+    place: Path, run: str, cleanup: ExitStack, **sections: dict[str, object]
+) -> RunComponents:
     """The planner is scripted, so that no model of it is needed."""
     world = World.join("cpu")
     cleanup.callback(world.leave)
-    job = Job.prepare(config(place, run, 1, **VERIFIER, **sections), world, scripted=True)
-    cleanup.callback(job.close)
-    return dataclasses.replace(job, tasks=with_plans(job.tasks))
+    components = RunComponents.prepare(
+        config(place, run, 1, **VERIFIER, **sections), world, scripted=True
+    )
+    cleanup.callback(components.close)
+    return dataclasses.replace(components, tasks=with_plans(components.tasks))
 
 
 def stop_share(groups: Sequence[Group], tool: str) -> float:
     """Of the turns that used a tool."""
-    turns = [turn for group in groups for t in group.trajectories for turn in t.turns if turn.action and turn.action.tool_name == tool]
+    turns = [
+        turn
+        for group in groups
+        for t in group.trajectories
+        for turn in t.turns
+        if turn.action and turn.action.tool_name == tool
+    ]
     return sum(turn.verdict is Verdict.STOP for turn in turns) / len(turns)
 
 
@@ -54,37 +72,65 @@ def reward(groups: Sequence[Group]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def scripted(job: Job, flow: Flow) -> Flow:
+def scripted(components: RunComponents, flow: Flow) -> Flow:
     assert isinstance(flow.planner, PolicyPlanner)
-    return dataclasses.replace(flow, planner=ScriptedPlanner(flow.planner, 0.6, job.tokenizer.eos_token_id))
+    return dataclasses.replace(
+        flow, planner=ScriptedPlanner(flow.planner, 0.6, components.tokenizer.eos_token_id)
+    )
 
 
 def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
-    """Over three seeds it stopped after 56 % of the guesses at first and after 1 to 4 % of them in the end, after passages always."""
+    """Over three seeds it stopped after 56 % of the guesses at first and after 1 to 4 % of them in
+    the end, after passages always.
+    """
     write_questions(tmp_path)
     with ExitStack() as cleanup:
-        assert fine_tune(prepared(tmp_path, "warm", cleanup), SimpleNamespace(requested=False), cleanup) == 0  # type: ignore[arg-type]
+        assert (
+            fine_tune(
+                prepared(tmp_path, "warm", cleanup), SimpleNamespace(requested=False), cleanup
+            )
+            == 0
+        )  # type: ignore[arg-type]
     seen: list[list[Group]] = []
     with ExitStack() as cleanup:
-        job = prepared(tmp_path, "run", cleanup, model={"path": str(tmp_path / "warm" / "model")})
+        components = prepared(
+            tmp_path, "run", cleanup, model={"path": str(tmp_path / "warm" / "model")}
+        )
         store = WeightStore(tmp_path / "weights")
-        engines = job.make_policy_engines({"verifier": store})
+        engines = components.make_policy_engines({"verifier": store})
         for engine in engines.values():
             cleanup.callback(engine.close)
-        flow = scripted(job, job.make_flow(engines, 4))
-        learner = Learner.make(job, job.world, store)
-        learner.publish(0)
-        algorithm, order = recipe.algorithm(job.config), random.Random(0)
+        flow = scripted(components, components.make_flow(engines, 4))
+        policy_trainer = PolicyTrainer.make(components, components.world, store)
+        policy_trainer.publish(0)
+        algorithm, order = recipe.algorithm(components.config), random.Random(0)
         for step in range(NUM_STEPS + 1):
             engines["verifier"].load(step)
-            seen.append(score(collect(flow, order.sample(job.tasks.train, 8), group_size=8, seed=step)))
-            rows = pack(algorithm(seen[-1], 8).samples, job.config.train.num_minibatches, job.config.train.token_budget)
-            learner.train(step + 1, rows)
-            learner.publish(step + 1)
+            seen.append(
+                score(
+                    collect(flow, order.sample(components.tasks.train, 8), group_size=8, seed=step)
+                )
+            )
+            rows = pack(
+                algorithm(seen[-1], 8).samples,
+                components.config.train.num_minibatches,
+                components.config.train.token_budget,
+            )
+            policy_trainer.train(step + 1, rows)
+            policy_trainer.publish(step + 1)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
-    assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, "there is something to learn"
+    assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, (
+        "there is something to learn"
+    )
     assert stop_share(last, "Base_Generator") < 0.15, "guesses are not taken at their word any more"
     assert stop_share(last, "Search") > 0.8, "which is no fear of stopping"
     assert reward(last) > reward(first) + 0.05
-    calls = [turn.verifier_call for groups in seen[-1:] for t in groups[0].trajectories for turn in t.turns]
-    assert {span.version for call in calls if call is not None for span in call.spans} == {NUM_STEPS}
+    calls = [
+        turn.verifier_call
+        for groups in seen[-1:]
+        for t in groups[0].trajectories
+        for turn in t.turns
+    ]
+    assert {span.version for call in calls if call is not None for span in call.spans} == {
+        NUM_STEPS
+    }

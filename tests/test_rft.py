@@ -1,4 +1,6 @@
-"""What fine-tuning imitates: turns that cannot be trained are left out, counted, and change nothing."""
+"""What fine-tuning imitates: turns that cannot be trained are left out, counted, and change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain import rft as command
-from flowtrain.options import parse
+from flowtrain.config.options import parse
 from flowtrain.types import Trajectory, Turn, UserError
 
 Spoil = Callable[[Turn], list[Turn]]
@@ -22,14 +24,35 @@ BAD: list[Spoil] = [
 ]
 
 
-def imitate(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Turn], list[Turn]], *options: str) -> int:
-    """Fine-tune in `place` on a few rollouts of the expert, of whose turns the first of each goes through `spoil`."""
+def imitate(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[int, Turn], list[Turn]],
+    *options: str,
+) -> int:
+    """Fine-tune in `place` on a few rollouts of the expert, of whose turns the first of each goes
+    through `spoil`.
+    """
 
     def demonstrate(*args: object) -> list[Trajectory]:
         found = real(*args)
-        return [replace(t, turns=(*spoil(number, t.turns[0]), *t.turns[1:])) for number, t in enumerate(found)]
+        return [
+            replace(t, turns=(*spoil(number, t.turns[0]), *t.turns[1:]))
+            for number, t in enumerate(found)
+        ]
 
-    few = ["--rft.num_rollouts", "12", "--rft.num_steps", "3", "--rft.batch_size", "4", "--run.device", "cpu", "--run.threads", "1"]
+    few = [
+        "--rft.num_rollouts",
+        "12",
+        "--rft.num_steps",
+        "3",
+        "--rft.batch_size",
+        "4",
+        "--run.device",
+        "cpu",
+        "--run.threads",
+        "1",
+    ]
     config = parse(["--config", "configs/quickstart.toml", "--run.dir", str(place), *few, *options])
     assert config is not None
     with monkeypatch.context() as patched:
@@ -40,7 +63,10 @@ def imitate(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, 
 
 @pytest.mark.parametrize("prompt_weight", ["0.0", "0.2"])
 def test_turns_that_cannot_be_trained_are_left_out_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt_weight: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompt_weight: str,
 ) -> None:
     """The model is, bit by bit, the one that never saw them."""
 
@@ -50,23 +76,60 @@ def test_turns_that_cannot_be_trained_are_left_out_and_counted(
     def without(number: int, turn: Turn) -> list[Turn]:
         return [] if number < len(BAD) else [turn]
 
-    assert imitate(tmp_path / "marred", monkeypatch, marred, "--rft.prompt_weight", prompt_weight) == 0
+    assert (
+        imitate(tmp_path / "marred", monkeypatch, marred, "--rft.prompt_weight", prompt_weight) == 0
+    )
     assert "turns, left out: 1 empty, 1 too_long, 1 logprob" in capsys.readouterr().out
-    assert imitate(tmp_path / "without", monkeypatch, without, "--rft.prompt_weight", prompt_weight) == 0
+    assert (
+        imitate(tmp_path / "without", monkeypatch, without, "--rft.prompt_weight", prompt_weight)
+        == 0
+    )
     assert "left out" not in capsys.readouterr().out
     models = [tmp_path / name / "model" / "model.safetensors" for name in ("marred", "without")]
     assert models[0].read_bytes() == models[1].read_bytes()
     ours, theirs = (json.loads(path.with_name("rft.json").read_text()) for path in models)
-    assert ours["num_excluded"] == {"empty": 1, "too_long": 1, "logprob": 1} and theirs["num_excluded"] == {}
+    assert (
+        ours["num_excluded"] == {"empty": 1, "too_long": 1, "logprob": 1}
+        and theirs["num_excluded"] == {}
+    )
     assert ours["num_turns"] == theirs["num_turns"] > 9
 
 
-def test_no_turn_left_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"left a rank without a demonstration: 12 of 12 .* 0 turns, left out: \d+ too_long"):
-        imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], "--tiny.max_positions", "16", "--rollout.max_new_tokens", "2")
+def test_no_turn_left_is_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"left a rank without a demonstration: 12 of 12 .* 0 turns, left out: \d+ too_long",
+    ):
+        imitate(
+            tmp_path / "run",
+            monkeypatch,
+            lambda _, turn: [turn],
+            "--tiny.max_positions",
+            "16",
+            "--rollout.max_new_tokens",
+            "2",
+        )
 
 
-def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step throws the weights to where nothing can be computed; the next three are skipped."""
-    with pytest.raises(UserError, match=r"^step 4: 3 optimizer steps in a row were skipped.* grad_norm, ratio_max and logprob_mismatch"):
-        imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], "--rft.num_steps", "9", "--rft.lr", "1e30")
+def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step throws the weights to where nothing can be computed; the next three are
+    skipped.
+    """
+    with pytest.raises(
+        UserError,
+        match=r"^step 4: 3 optimizer steps in a row were skipped.* grad_norm, ratio_max and "
+        r"logprob_mismatch",
+    ):
+        imitate(
+            tmp_path / "run",
+            monkeypatch,
+            lambda _, turn: [turn],
+            "--rft.num_steps",
+            "9",
+            "--rft.lr",
+            "1e30",
+        )

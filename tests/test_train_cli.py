@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from flowtrain.clock import STAGES
-from flowtrain.options import parse
+from flowtrain.config.options import parse
 from flowtrain.training.model import load_tokenizer
+from flowtrain.utils.step_timer import STAGES
 
 pytest.register_assert_rewrite("cli_runs")
 from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
@@ -39,9 +39,15 @@ def test_a_run_leaves_its_files(full: Path) -> None:
         "weights",
     }
     assert (full / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not [path for path in full.rglob("*") if "writing" in path.name or path.name.startswith(".")], "nothing half-written stays"
+    assert not [
+        path for path in full.rglob("*") if "writing" in path.name or path.name.startswith(".")
+    ], "nothing half-written stays"
     manifest = json.loads((full / "manifest.json").read_text())
-    assert manifest["world_size"] == 1 and manifest["versions"]["torch"] and "--train.num_steps" in manifest["argv"]
+    assert (
+        manifest["world_size"] == 1
+        and manifest["versions"]["torch"]
+        and "--train.num_steps" in manifest["argv"]
+    )
 
 
 def test_the_config_that_is_left_starts_the_same_run(full: Path, words: tuple[str, ...]) -> None:
@@ -52,10 +58,21 @@ def test_the_config_that_is_left_starts_the_same_run(full: Path, words: tuple[st
 def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
     first, *steps = read(full / "metrics.jsonl")
     assert (first["step"], set(first)) == (0, {"step", "version", "eval_reward", "eval_s"})
-    assert [(record["step"], record["version"]) for record in steps] == [(step, step) for step in range(1, NUM_STEPS + 1)]
+    assert [(record["step"], record["version"]) for record in steps] == [
+        (step, step) for step in range(1, NUM_STEPS + 1)
+    ]
     for record in steps:
         assert set(record) >= {
-            *("reward_mean", "turns_mean", "malformed_share", "tool_share/Search", "num_tokens", "collect_s", "train_s", "publish_s"),
+            *(
+                "reward_mean",
+                "turns_mean",
+                "malformed_share",
+                "tool_share/Search",
+                "num_tokens",
+                "collect_s",
+                "train_s",
+                "publish_s",
+            ),
             *(
                 "loss",
                 "grad_norm",
@@ -71,46 +88,97 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
                 "train_tflop",
             ),
         }
-        assert 0 < record["row_fill"] < 1 and record["peak_memory_gb"] > 0 and "mfu" not in record, "nobody knows the peak of this CPU"
+        assert (
+            0 < record["packing_efficiency"] < 1
+            and record["peak_memory_gb"] > 0
+            and "mfu" not in record
+        ), "nobody knows the peak of this CPU"
         assert all(value is not None for value in record.values())
-        assert record["step_s"] == pytest.approx(sum(record[f"{stage}_s"] for stage in (*STAGES, "other")))
-        assert record["logprob_mismatch"] < 1e-4, "sampler and trainer agree on the tokens of the step"
-    assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), "this run shows something"
+        assert record["step_s"] == pytest.approx(
+            sum(record[f"{stage}_s"] for stage in (*STAGES, "other"))
+        )
+        assert record["logprob_mismatch"] < 1e-4, (
+            "sampler and trainer agree on the tokens of the step"
+        )
+    assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), (
+        "this run shows something"
+    )
 
 
 def test_mfu_is_what_the_trees_need_against_the_peak_that_is_given(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(full, tmp_path / "run")
-    server.resume(tmp_path / "run", *words, "--train.num_steps", NUM_STEPS + 1, "--train.peak_tflops", "0.002")
+    server.resume(
+        tmp_path / "run", *words, "--train.num_steps", NUM_STEPS + 1, "--train.peak_tflops", "0.002"
+    )
     last = read(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["step"] == NUM_STEPS + 1
-    assert last["mfu"] == pytest.approx(last["train_tflop"] / last["train_s"] / 0.002) and last["train_tflop"] > 0
+    assert (
+        last["mfu"] == pytest.approx(last["train_tflop"] / last["train_s"] / 0.002)
+        and last["train_tflop"] > 0
+    )
 
 
 def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
-    plan, summary = (json.loads((full / name).read_text()) for name in ("manifest.json", "summary.json"))
+    plan, summary = (
+        json.loads((full / name).read_text()) for name in ("manifest.json", "summary.json")
+    )
     parts = plan["memory_plan"]
-    assert set(parts) == {"weights", "gradients", "moments", "reference", "gathered", "activations", "head", "published", "engine"}
-    assert parts["weights"] == parts["gradients"] == parts["reference"] == parts["engine"] == parts["moments"] // 2 > 0
+    assert set(parts) == {
+        "weights",
+        "gradients",
+        "moments",
+        "reference",
+        "gathered",
+        "activations",
+        "head",
+        "published",
+        "engine",
+    }
+    assert (
+        parts["weights"]
+        == parts["gradients"]
+        == parts["reference"]
+        == parts["engine"]
+        == parts["moments"] // 2
+        > 0
+    )
     assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)
     assert summary["peak_memory_gb"] > 0
 
 
-def test_the_trainer_takes_logprobs_among_what_was_sampled_from(words: tuple[str, ...], server: Server, place: Path) -> None:
-    argv = ("--run.dir", place / "truncated", "--train.num_steps", 2, "--rollout.top_k", 8, "--rollout.top_p", 0.8)
+def test_the_trainer_takes_logprobs_among_what_was_sampled_from(
+    words: tuple[str, ...], server: Server, place: Path
+) -> None:
+    argv = (
+        "--run.dir",
+        place / "truncated",
+        "--train.num_steps",
+        2,
+        "--rollout.top_k",
+        8,
+        "--rollout.top_p",
+        0.8,
+    )
     code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
     assert code == 0, lines
     _, *steps = read(place / "truncated" / "metrics.jsonl")
-    assert len(steps) == 2 and all(step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps)
+    assert len(steps) == 2 and all(
+        step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps
+    )
 
 
-def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(full: Path) -> None:
+def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(
+    full: Path,
+) -> None:
     records = read(full / "trajectories.jsonl")
     assert len(records) == NUM_STEPS * 32
     for step in range(1, NUM_STEPS + 1):
         of_step = [record for record in records if record["step"] == step]
-        assert [record["group_index"] for record in of_step] == [index for index in range(4) for _ in range(8)]
+        assert [record["group_index"] for record in of_step] == [
+            index for index in range(4) for _ in range(8)
+        ]
         assert len({record["seed"] for record in of_step}) == 32
     for record in records:
         assert record["version"] == record["step"] - 1
@@ -125,7 +193,11 @@ def test_a_turn_is_logged_with_what_training_made_of_it(full: Path) -> None:
     num_trained = 0
     for step in range(1, NUM_STEPS + 1):
         for index in range(4):
-            group = [record for record in records if (record["step"], record["group_index"]) == (step, index)]
+            group = [
+                record
+                for record in records
+                if (record["step"], record["group_index"]) == (step, index)
+            ]
             trained = [[turn["training"] for turn in record["turns"]] for record in group]
             if len({record["reward"] for record in group}) == 1:
                 assert not any(map(any, trained)), "no signal, no training"
@@ -136,9 +208,13 @@ def test_a_turn_is_logged_with_what_training_made_of_it(full: Path) -> None:
                 for turn, each in zip(record["turns"], training, strict=True):
                     assert len(each["logprobs"]) == len(turn["response_ids"])
                     if index // 2 == 0:
-                        assert each["logprobs"] == pytest.approx(turn["response_logprobs"], abs=1e-4)
+                        assert each["logprobs"] == pytest.approx(
+                            turn["response_logprobs"], abs=1e-4
+                        )
                     num_trained += len(turn["response_ids"])
-    assert num_trained == sum(record["num_tokens"] for record in read(full / "metrics.jsonl")[1:]) > 0
+    assert (
+        num_trained == sum(record["num_tokens"] for record in read(full / "metrics.jsonl")[1:]) > 0
+    )
 
 
 def test_the_log_has_the_prompts_and_the_tokenizer_that_reads_them(full: Path) -> None:
@@ -147,14 +223,18 @@ def test_the_log_has_the_prompts_and_the_tokenizer_that_reads_them(full: Path) -
         prompt: list[int] = []
         for turn in record["turns"]:
             prompt = [*prompt[: turn["prompt_shared"]], *turn["prompt_ids"]]
-            assert len(prompt) == turn["num_prompt_tokens"] and record["question"] in tokenizer.decode(prompt)
+            assert len(prompt) == turn["num_prompt_tokens"] and record[
+                "question"
+            ] in tokenizer.decode(prompt)
             assert tokenizer.decode(turn["response_ids"]) == turn["response_text"]
             assert 0 < turn["plan_s"] <= turn["seconds"] and turn["tool_s"] <= turn["seconds"]
 
 
 def test_the_frozen_policys_held_out_rollouts_are_logged(full: Path) -> None:
     records = read(full / "held_out.jsonl")
-    assert [(record["step"], record["version"], record["group_index"]) for record in records] == [(0, 0, n) for n in range(4)]
+    assert [(record["step"], record["version"], record["group_index"]) for record in records] == [
+        (0, 0, n) for n in range(4)
+    ]
     mean = sum(record["reward"] for record in records) / 4
     assert mean == pytest.approx(json.loads((full / "warm.json").read_text())["eval_reward"])
     assert not any(turn["training"] for record in records for turn in record["turns"])
@@ -170,20 +250,52 @@ def test_rewards_in_the_metrics_are_those_of_the_trajectories(full: Path) -> Non
 def test_the_summary_compares_warm_and_trained(full: Path) -> None:
     summary = json.loads((full / "summary.json").read_text())
     for side in (summary["warm"], summary["trained"]):
-        assert set(side) >= {"eval_reward", "eval_reward_greedy", "by_num_turns", "by_kind", "tool_shares", "turns_mean", "splits"}
-        assert 0 <= side["eval_reward"] <= 1 and set(side["tool_shares"]) == {"Search", "Base_Generator"}
-    assert set(summary["seconds"]) >= {"collect", "train", "publish", "load", "eval", "checkpoint", "step", "warm_up"}
+        assert set(side) >= {
+            "eval_reward",
+            "eval_reward_greedy",
+            "by_num_turns",
+            "by_kind",
+            "tool_shares",
+            "turns_mean",
+            "splits",
+        }
+        assert 0 <= side["eval_reward"] <= 1 and set(side["tool_shares"]) == {
+            "Search",
+            "Base_Generator",
+        }
+    assert set(summary["seconds"]) >= {
+        "collect",
+        "train",
+        "publish",
+        "load",
+        "eval",
+        "checkpoint",
+        "step",
+        "warm_up",
+    }
     assert summary["warm"]["eval_reward"] == read(full / "metrics.jsonl")[0]["eval_reward"]
 
 
 def test_old_checkpoints_and_versions_are_cleaned_up(full: Path) -> None:
-    assert sorted(path.name for path in (full / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
-    assert sorted(path.name for path in (full / "weights").iterdir()) == ["HEAD", "v00000005", "v00000006"]
+    assert sorted(path.name for path in (full / "checkpoints").iterdir()) == [
+        "step_00000004",
+        "step_00000006",
+    ]
+    assert sorted(path.name for path in (full / "weights").iterdir()) == [
+        "HEAD",
+        "v00000005",
+        "v00000006",
+    ]
     assert (full / "weights" / "HEAD").read_text() == "6\n"
 
 
 def test_fine_tuning_leaves_a_model_and_its_log(warm: Path) -> None:
-    assert {path.name for path in warm.iterdir()} >= {"config.toml", "manifest.json", "metrics.jsonl", "model"}
+    assert {path.name for path in warm.iterdir()} >= {
+        "config.toml",
+        "manifest.json",
+        "metrics.jsonl",
+        "model",
+    }
     steps = read(warm / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(10, 121, 10))
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
@@ -192,7 +304,9 @@ def test_fine_tuning_leaves_a_model_and_its_log(warm: Path) -> None:
 
 
 def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
-    """Loaded in an interpreter that knows nothing of flowtrain; it samples, and its tokenizer is the one that trained."""
+    """Loaded in an interpreter that knows nothing of flowtrain; it samples, and its tokenizer is
+    the one that trained.
+    """
     code = """if True:
         import json, sys
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -206,7 +320,12 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
     """
     paths = [str(full / "checkpoints" / "step_00000006"), str(warm / "model")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *paths], env={**os.environ, **ENV}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *paths],
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -218,7 +337,9 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
 # ---- what a person got wrong
 
 
-def check_refused(server: Server, module: str, *argv: object, parts: tuple[str, ...] = (), cwd: Path | None = None) -> None:
+def check_refused(
+    server: Server, module: str, *argv: object, parts: tuple[str, ...] = (), cwd: Path | None = None
+) -> None:
     """Exit code 2 and one line that holds the given parts."""
     code, lines, out = server.run(module, *argv, cwd=cwd)
     assert len(lines) == 1, lines
@@ -233,13 +354,18 @@ BAD_TASKS = {
     "no answer": ('{"question": "q"}\n', "line 1: key 'answer' is missing"),
     "no task": ("\n", "holds no tasks"),
     "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
-    "half a character": ('{"question": "\\ud800", "answer": "a"}\n{"question": "q", "answer": "a"}\n', "line 1"),
+    "half a character": (
+        '{"question": "\\ud800", "answer": "a"}\n{"question": "q", "answer": "a"}\n',
+        "line 1",
+    ),
     "unknown scorer": (
-        '{"question": "q", "answer": "a", "scorer": "bleu"}\n' * 1 + '{"question": "r", "answer": "a"}\n',
+        '{"question": "q", "answer": "a", "scorer": "bleu"}\n' * 1
+        + '{"question": "r", "answer": "a"}\n',
         "'bleu' is unknown",
     ),
     "scorer without numbers": (
-        '{"question": "q", "answer": "a"}\n{"question": "r", "answer": "a", "scorer": "gameof24"}\n',
+        '{"question": "q", "answer": "a"}\n{"question": "r", "answer": "a", "scorer": '
+        '"gameof24"}\n',
         "numbers of the puzzle",
     ),
 }
@@ -249,7 +375,17 @@ BAD_TASKS = {
 def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -> None:
     text, part = BAD_TASKS[case]
     (tmp_path / "bad.jsonl").write_text(text)
-    check_refused(server, "train", *SMALL, "--tasks.name", "file", "--tasks.path", "bad.jsonl", parts=("bad", part), cwd=tmp_path)
+    check_refused(
+        server,
+        "train",
+        *SMALL,
+        "--tasks.name",
+        "file",
+        "--tasks.path",
+        "bad.jsonl",
+        parts=("bad", part),
+        cwd=tmp_path,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"], "nothing half-written"
 
 
@@ -275,7 +411,10 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
         (("--run.dir", "broken.toml"), ("broken.toml is a file",)),
         (("--run.dir", "broken.toml/run"), ("cannot write broken.toml/run",)),
         (("--run.device", "cuda"), ("run.device='cuda'",)),
-        (("--rollout.num_engine_ranks", "1"), ("rollout.num_engine_ranks=1 leaves none of the 1 ranks",)),
+        (
+            ("--rollout.num_engine_ranks", "1"),
+            ("rollout.num_engine_ranks=1 leaves none of the 1 ranks",),
+        ),
         (("--rollout.engine", "vllm", "--vllm.sleep", "true"), ("vllm.sleep=true needs a GPU",)),
     ],
 )
@@ -298,20 +437,53 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_scripted_expert_needs_plans(server: Server, place: Path, tmp_path: Path) -> None:
     argv = ("--tasks.name", "file", "--tasks.path", place / "tasks.jsonl")
-    check_refused(server, "rft", *SMALL, *RFT, *argv, parts=("rft.expert='scripted'", "'policy'"), cwd=tmp_path)
+    check_refused(
+        server,
+        "rft",
+        *SMALL,
+        *RFT,
+        *argv,
+        parts=("rft.expert='scripted'", "'policy'"),
+        cwd=tmp_path,
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_of_another_model_is_not_resumed(server: Server, words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_not_resumed(
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
     shutil.copytree(full, tmp_path / "run")
-    argv = ("--model.path", "tiny", "--tiny.hidden_size", "48", "--run.dir", "run", "--resume", "auto")
-    check_refused(server, "train", *words, *argv, parts=("step_00000006", "another model"), cwd=tmp_path)
+    argv = (
+        "--model.path",
+        "tiny",
+        "--tiny.hidden_size",
+        "48",
+        "--run.dir",
+        "run",
+        "--resume",
+        "auto",
+    )
+    check_refused(
+        server, "train", *words, *argv, parts=("step_00000006", "another model"), cwd=tmp_path
+    )
 
 
-def test_resuming_what_never_began_starts_it_and_what_is_no_run_is_refused(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_resuming_what_never_began_starts_it_and_what_is_no_run_is_refused(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    check_refused(server, "train", *words, "--run.dir", "used", "--resume", "auto", parts=("used",), cwd=tmp_path)
+    check_refused(
+        server,
+        "train",
+        *words,
+        "--run.dir",
+        "used",
+        "--resume",
+        "auto",
+        parts=("used",),
+        cwd=tmp_path,
+    )
 
 
 # ---- a full disk
@@ -321,9 +493,15 @@ def test_resuming_what_never_began_starts_it_and_what_is_no_run_is_refused(serve
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     what: str, server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for the disk: a version has some 115 kB, the optimizer in a checkpoint twice that."""
+    """A limit on the size of files stands for the disk: a version has some 115 kB, the optimizer in
+    a checkpoint twice that.
+    """
     run, num_log_bytes = tmp_path / "run", (full / "trajectories.jsonl").stat().st_size
-    limit = {"weights": 40_000, "checkpoints": 170_000, "trajectories.jsonl": num_log_bytes - 10_000}[what]
+    limit = {
+        "weights": 40_000,
+        "checkpoints": 170_000,
+        "trajectories.jsonl": num_log_bytes - 10_000,
+    }[what]
     every = ("--checkpoint.every", "0") if what == "trajectories.jsonl" else ()
     code, lines, _ = server.run("train", *words, *every, "--run.dir", run, max_file_bytes=limit)
     assert len(lines) == 1 and code == 2, lines
@@ -337,57 +515,121 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
 
 
 def torchrun(num_ranks: int, *argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m", "flowtrain.train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={num_ranks}",
+        "-m",
+        "flowtrain.train",
+    ]
     return subprocess.run(
-        [*command, *map(str, argv)], cwd=cwd, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=240, check=False
+        [*command, *map(str, argv)],
+        cwd=cwd,
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
 @pytest.mark.dist
 def test_eight_ranks_train_two_steps(words: tuple[str, ...], tmp_path: Path) -> None:
     done = torchrun(
-        8, *words, "--run.dir", "run", "--rollout.num_questions", "8", "--rft.batch_size", "8", "--train.num_steps", "2", cwd=tmp_path
+        8,
+        *words,
+        "--run.dir",
+        "run",
+        "--rollout.num_questions",
+        "8",
+        "--rft.batch_size",
+        "8",
+        "--train.num_steps",
+        "2",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
     assert [record["step"] for record in read(run / "metrics.jsonl")] == [0, 1, 2]
-    logs = [run / ("trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl") for rank in range(8)]
+    logs = [
+        run / ("trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl")
+        for rank in range(8)
+    ]
     for rank, log in enumerate(logs):
-        assert [(record["step"], record["group_index"]) for record in read(log)] == [(step, rank) for step in (1, 2) for _ in range(8)]
+        assert [(record["step"], record["group_index"]) for record in read(log)] == [
+            (step, rank) for step in (1, 2) for _ in range(8)
+        ]
     assert "summary.json" in {path.name for path in run.iterdir()}
     assert done.stdout.count("held-out reward") == 1, "one rank speaks"
 
 
 @pytest.mark.dist
-def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
+    words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
     """The same rollouts, metrics, checkpoints and versions."""
     run = tmp_path / "run"
     done = torchrun(2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     check_same_run(run, full)
-    assert sorted(path.name for path in run.glob("*.jsonl")) == ["held_out.jsonl", "metrics.jsonl", "trajectories.jsonl"]
-    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, "what one rank shows, once"
+    assert sorted(path.name for path in run.glob("*.jsonl")) == [
+        "held_out.jsonl",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+    ]
+    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, (
+        "what one rank shows, once"
+    )
 
 
 @pytest.mark.dist
-def test_two_ranks_train_for_one_and_then_one_for_two(words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
-    """The run of one rank, but for the rounding of sums; it is resumed with the ranks placed otherwise."""
+def test_two_ranks_train_for_one_and_then_one_for_two(
+    words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
+    """The run of one rank, but for the rounding of sums; it is resumed with the ranks placed
+    otherwise.
+    """
     run = tmp_path / "run"
     for num_engines, num_steps in ((1, 2), (2, NUM_STEPS)):
-        argv = ("--run.dir", run, "--run.resume", "auto", "--rollout.num_engine_ranks", num_engines, "--train.num_steps", num_steps)
+        argv = (
+            "--run.dir",
+            run,
+            "--run.resume",
+            "auto",
+            "--rollout.num_engine_ranks",
+            num_engines,
+            "--train.num_steps",
+            num_steps,
+        )
         done = torchrun(3, *words, *argv, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
-    ours, theirs = (load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors") for each in (run, full))
+    ours, theirs = (
+        load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors")
+        for each in (run, full)
+    )
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
-    rewards = [[record.get("reward_mean") for record in read(each / "metrics.jsonl")] for each in (run, full)]
+    rewards = [
+        [record.get("reward_mean") for record in read(each / "metrics.jsonl")]
+        for each in (run, full)
+    ]
     assert rewards[0] == rewards[1]
-    assert {(record["step"] > 2, record["group_index"] % 2) for record in read(run / "trajectories.rank1.jsonl")} == {(True, 1)}
+    assert {
+        (record["step"] > 2, record["group_index"] % 2)
+        for record in read(run / "trajectories.rank1.jsonl")
+    } == {(True, 1)}
 
 
 @pytest.mark.dist
-def test_questions_that_do_not_divide_among_ranks_are_refused_once(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_questions_that_do_not_divide_among_ranks_are_refused_once(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     done = torchrun(2, *words, "--run.dir", "run", "--rollout.num_questions", "3", cwd=tmp_path)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("flowtrain.train: ")]
-    assert ours == ["flowtrain.train: rollout.num_questions=3 must be a multiple of the 2 ranks that torchrun started"]
+    assert ours == [
+        "flowtrain.train: rollout.num_questions=3 must be a multiple of the 2 ranks that torchrun "
+        "started"
+    ]
     assert not (tmp_path / "run").exists()

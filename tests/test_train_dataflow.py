@@ -1,4 +1,6 @@
-"""Runs that take their batches from a dataflow: a real ledger behind a real service, with groups that a script has pushed."""
+"""Runs that take their batches from a dataflow: a real ledger behind a real service, with groups
+that a script has pushed.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ pytest.register_assert_rewrite("cli_runs")
 from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of  # noqa: E402
 from http_servers import running  # noqa: E402
 
+from flowtrain.config.options import parse  # noqa: E402
 from flowtrain.dataflow.codec import pack_group  # noqa: E402
 from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register  # noqa: E402
 from flowtrain.dataflow.ledger import Ledger, open_ledger  # noqa: E402
 from flowtrain.dataflow.service import Service  # noqa: E402
-from flowtrain.options import parse  # noqa: E402
 from flowtrain.types import (  # noqa: E402
     Action,
     Call,
@@ -44,13 +46,53 @@ pytest_plugins = ("cli_runs",)
 
 NUM_QUESTIONS, GROUP_SIZE, TOKEN = 4, 3, "secret"
 WORDS = (
-    *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2", "--tasks.num_train", "40", "--eval.num_tasks", "8"),
-    *("--eval.every", "0", "--eval.at_ends", "false", "--log.tensorboard", "false", "--run.threads", "1", "--run.device", "cpu"),
-    *("--rollout.num_questions", str(NUM_QUESTIONS), "--rollout.group_size", str(GROUP_SIZE), "--train.num_steps", str(NUM_STEPS)),
-    *("--train.lr", "3e-3", "--checkpoint.every", "2", "--dataflow.max_staleness", "20", "--dataflow.max_waiting", "99"),
+    *(
+        "--tiny.hidden_size",
+        "32",
+        "--tiny.num_layers",
+        "1",
+        "--tiny.num_heads",
+        "2",
+        "--tasks.num_train",
+        "40",
+        "--eval.num_tasks",
+        "8",
+    ),
+    *(
+        "--eval.every",
+        "0",
+        "--eval.at_ends",
+        "false",
+        "--log.tensorboard",
+        "false",
+        "--run.threads",
+        "1",
+        "--run.device",
+        "cpu",
+    ),
+    *(
+        "--rollout.num_questions",
+        str(NUM_QUESTIONS),
+        "--rollout.group_size",
+        str(GROUP_SIZE),
+        "--train.num_steps",
+        str(NUM_STEPS),
+    ),
+    *(
+        "--train.lr",
+        "3e-3",
+        "--checkpoint.every",
+        "2",
+        "--dataflow.max_staleness",
+        "20",
+        "--dataflow.max_waiting",
+        "99",
+    ),
     *("--dataflow.wait_s", "60", "--weights.anchor_every", "1"),
 )
-AFTER_STEP_3 = NO_PICTURE + KILL.format(module="flowtrain.session", path="Session.log", number=3, after=True)
+AFTER_STEP_3 = NO_PICTURE + KILL.format(
+    module="flowtrain.run.run", path="Run.log", number=3, after=True
+)
 
 
 def scripted(lease: Lease, verifies: bool) -> Group:
@@ -63,7 +105,12 @@ def scripted(lease: Lease, verifies: bool) -> Group:
     def call() -> dict[str, Any]:
         response = ids(9)
         logprobs = tuple(-5.5 + rng.random() for _ in response)
-        return {"prompt_ids": ids(20), "response_ids": response, "spans": (VersionSpan(0, len(response), 0),), "logprobs": logprobs}
+        return {
+            "prompt_ids": ids(20),
+            "response_ids": response,
+            "spans": (VersionSpan(0, len(response), 0),),
+            "logprobs": logprobs,
+        }
 
     def turn() -> Turn:
         own, verdict = call(), call()
@@ -81,7 +128,14 @@ def scripted(lease: Lease, verifies: bool) -> Group:
         )
 
     members = [
-        Trajectory(lease.task, tuple(turn() for _ in range(rng.randint(1, 3))), "answer", 0.1, 1000 * lease.unit + n, reward=float(n == 0))
+        Trajectory(
+            lease.task,
+            tuple(turn() for _ in range(rng.randint(1, 3))),
+            "answer",
+            0.1,
+            1000 * lease.unit + n,
+            reward=float(n == 0),
+        )
         for n in range(GROUP_SIZE)
     ]
     return Group(0, tuple(members))
@@ -107,7 +161,9 @@ class Dataflow:
         assert len(leases) == num_steps * NUM_QUESTIONS
         verifies = "verifier" in self.config.policy_names
         for lease in leases:
-            self.ledger.push(Push("script", lease.unit, lease.attempt, pack_group(scripted(lease, verifies))))
+            self.ledger.push(
+                Push("script", lease.unit, lease.attempt, pack_group(scripted(lease, verifies)))
+            )
 
     @contextlib.contextmanager
     def served(self, port: int = 0) -> Iterator[str]:
@@ -121,7 +177,9 @@ class Dataflow:
     def units(self) -> list[tuple[int, int, int]]:
         """(step, place, unit) of the planner's batches."""
         with contextlib.closing(sqlite3.connect(self.path)) as database:
-            return database.execute("SELECT step, place, unit FROM places WHERE policy = 'planner' ORDER BY step, place").fetchall()
+            return database.execute(
+                "SELECT step, place, unit FROM places WHERE policy = 'planner' ORDER BY step, place"
+            ).fetchall()
 
     def policy(self, name: str = "planner") -> dict[str, Any]:
         return self.ledger.status()["policies"][name]
@@ -132,9 +190,18 @@ Start = Callable[..., list[Process]]
 
 @pytest.fixture
 def start(server: Server) -> Start:
-    def begin(url: str, run: Path, *words: str, size: int = 1, before: str = NO_PICTURE, token: str = TOKEN) -> list[Process]:
+    def begin(
+        url: str,
+        run: Path,
+        *words: str,
+        size: int = 1,
+        before: str = NO_PICTURE,
+        token: str = TOKEN,
+    ) -> list[Process]:
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", run, "--resume", "auto", *words)
-        return server.start_ranks(size, *argv, before=[before] * size, env={"FLOWTRAIN_TOKEN": token})
+        return server.start_ranks(
+            size, *argv, before=[before] * size, env={"FLOWTRAIN_TOKEN": token}
+        )
 
     return begin
 
@@ -142,7 +209,9 @@ def start(server: Server) -> Start:
 def ended(processes: list[Process], code: int = 0) -> str:
     """stderr of the first."""
     codes = [process.wait() for process in processes]
-    assert codes == [code] * len(processes), [process.err.read_text()[-3000:] for process in processes]
+    assert codes == [code] * len(processes), [
+        process.err.read_text()[-3000:] for process in processes
+    ]
     return processes[0].err.read_text()
 
 
@@ -178,7 +247,9 @@ def copied(filled: Path, tmp_path: Path) -> Dataflow:
 
 
 @pytest.fixture(scope="module")
-def whole(filled: Path, server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int]]]:
+def whole(
+    filled: Path, server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[tuple[int, int, int]]]:
     """The folder of a run that nothing disturbed, and the units of its batches."""
     path = tmp_path_factory.mktemp("whole")
     shutil.copy(filled, path / "ledger.sqlite")
@@ -193,23 +264,48 @@ def whole(filled: Path, server: Server, tmp_path_factory: pytest.TempPathFactory
 def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, int, int]]]) -> None:
     run, units = whole
     assert len({unit for *_, unit in units}) == len(units) == NUM_STEPS * NUM_QUESTIONS
-    assert seeds(run) == sorted((step, place, 1000 * unit + n) for step, place, unit in units for n in range(GROUP_SIZE))
+    assert seeds(run) == sorted(
+        (step, place, 1000 * unit + n) for step, place, unit in units for n in range(GROUP_SIZE)
+    )
     records = read(run / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1)), "there was no evaluation"
+    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1)), (
+        "there was no evaluation"
+    )
     for record in records:
-        assert record["dataflow/staleness_mean"] == record["dataflow/staleness_max"] == record["step"] - 1
+        assert (
+            record["dataflow/staleness_mean"]
+            == record["dataflow/staleness_max"]
+            == record["step"] - 1
+        )
         assert record["num_tokens"] > 0 and record["reward_mean"] == pytest.approx(1 / GROUP_SIZE)
-        assert {"dataflow/waited_s", "dataflow/num_buffered", "dataflow/num_stale", "dataflow/replay_share"} <= record.keys()
-    first, last = (load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors") for step in (NUM_STEPS - 2, NUM_STEPS))
+        assert {
+            "dataflow/waited_s",
+            "dataflow/num_buffered",
+            "dataflow/num_stale",
+            "dataflow/replay_share",
+        } <= record.keys()
+    first, last = (
+        load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        for step in (NUM_STEPS - 2, NUM_STEPS)
+    )
     assert any((first[name] != last[name]).any() for name in last)
-    assert WeightStore(run / "weights").versions() == list(range(NUM_STEPS + 1)), "nodes may still sample with any of them"
+    assert WeightStore(run / "weights").versions() == list(range(NUM_STEPS + 1)), (
+        "nodes may still sample with any of them"
+    )
 
 
-def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(copied: Dataflow, start: Start, tmp_path: Path) -> None:
+def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(
+    copied: Dataflow, start: Start, tmp_path: Path
+) -> None:
     with copied.served() as url:
         ended(start(url, tmp_path / "run", "--eval.every", "4", "--eval.at_ends", "true"))
     sampled = read(tmp_path / "run" / "held_out.jsonl")
-    versions = {(record["step"], span[2]) for record in sampled for turn in record["turns"] for span in turn["spans"]}
+    versions = {
+        (record["step"], span[2])
+        for record in sampled
+        for turn in record["turns"]
+        for span in turn["spans"]
+    }
     assert versions == {(0, 0), (4, 4)}
     records = {record["step"]: record for record in read(tmp_path / "run" / "metrics.jsonl")}
     assert [step for step, record in records.items() if "eval_reward" in record] == [0, 4]
@@ -222,21 +318,40 @@ def test_two_ranks_train_what_one_trains(
     with copied.served() as url:
         ended(start(url, tmp_path / "run", size=2))
     assert copied.units() == whole[1] and seeds(tmp_path / "run") == seeds(whole[0])
-    names = ("num_tokens", "loss", "grad_norm", "ratio_mean", "reward_mean", "turns_mean", "dataflow/staleness_mean")
-    ours, theirs = ([{name: row[name] for name in names} for row in rows(run, "metrics.jsonl")] for run in (tmp_path / "run", whole[0]))
+    names = (
+        "num_tokens",
+        "loss",
+        "grad_norm",
+        "ratio_mean",
+        "reward_mean",
+        "turns_mean",
+        "dataflow/staleness_mean",
+    )
+    ours, theirs = (
+        [{name: row[name] for name in names} for row in rows(run, "metrics.jsonl")]
+        for run in (tmp_path / "run", whole[0])
+    )
     assert all(map(alike, ours, theirs))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same_bits(
-    copied: Dataflow, start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path, size: int
+    copied: Dataflow,
+    start: Start,
+    whole: tuple[Path, list[tuple[int, int, int]]],
+    tmp_path: Path,
+    size: int,
 ) -> None:
-    """Killed after step 3, it goes on from the checkpoint of step 2; nothing is trained twice, but for what the crash undid."""
+    """Killed after step 3, it goes on from the checkpoint of step 2; nothing is trained twice, but
+    for what the crash undid.
+    """
     run = tmp_path / "run"
     with copied.served() as url:
         killed = start(url, run, size=size, before=AFTER_STEP_3)
         assert -signal.SIGKILL in [process.wait() for process in killed]
-        assert copied.policy()["step"] >= 3 and copied.policy()["checkpoint"] in (0, 2), "the last report may have died with the run"
+        assert copied.policy()["step"] >= 3 and copied.policy()["checkpoint"] in (0, 2), (
+            "the last report may have died with the run"
+        )
         ended(start(url, run, size=size))
         assert copied.ledger.audit().problems == ()
     assert copied.units() == whole[1] and seeds(run) == seeds(whole[0])
@@ -271,7 +386,9 @@ def test_a_run_that_waits_ends_when_it_is_told_to_and_goes_on_later(
         dataflow.fill(num_steps)
     with dataflow.served() as url:
         (process,) = start(url, run)
-        process.wait_for(lambda: has_logged(run, num_steps) if num_steps else (run / "weights" / "HEAD").exists())
+        process.wait_for(
+            lambda: has_logged(run, num_steps) if num_steps else (run / "weights" / "HEAD").exists()
+        )
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(20) == 130 and "Traceback" not in process.err.read_text()
         assert num_steps == 0 or (run / "checkpoints" / f"step_{num_steps:08d}").exists()
@@ -285,7 +402,11 @@ def test_a_run_that_waits_ends_when_it_is_told_to_and_goes_on_later(
     [
         ((), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"),
         (("--tiny.hidden_size", "48"), TOKEN, "has layout"),
-        (("--rollout.num_questions", "100"), TOKEN, "dataflow.max_waiting=99 must be at least the 100 groups of a batch"),
+        (
+            ("--rollout.num_questions", "100"),
+            TOKEN,
+            "dataflow.max_waiting=99 must be at least the 100 groups of a batch",
+        ),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_in_a_line(
@@ -306,13 +427,30 @@ def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(
         ended(start(url, tmp_path / "run", "--train.num_steps", "2"))
     with other.served() as url:
         error = ended(start(url, tmp_path / "run"), code=2)
-    assert f"this is run {other.ledger.run!r}, but the checkpoint was trained from {copied.ledger.run!r}" in error
+    assert (
+        f"this is run {other.ledger.run!r}, but the checkpoint was trained from "
+        f"{copied.ledger.run!r}" in error
+    )
     code, lines, _ = server.run("train", *WORDS, "--run.dir", tmp_path / "run", "--resume", "auto")
-    assert code == 2 and f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
+    assert (
+        code == 2
+        and f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
+    )
 
 
-def test_one_policys_trainer_dies_and_the_others_goes_on(start: Start, tiny_path: str, tmp_path: Path) -> None:
-    both = ("--roles.verifier", "own", "--tasks.name", "facts", "--model.path", tiny_path, "--rollout.max_new_tokens", "8")
+def test_one_policys_trainer_dies_and_the_others_goes_on(
+    start: Start, tiny_path: str, tmp_path: Path
+) -> None:
+    both = (
+        "--roles.verifier",
+        "own",
+        "--tasks.name",
+        "facts",
+        "--model.path",
+        tiny_path,
+        "--rollout.max_new_tokens",
+        "8",
+    )
     words = {
         "planner": (*both, "--policies.verifier.path", tiny_path),
         "verifier": (*both, "--policies.planner.path", tiny_path, "--train.policy", "verifier"),
@@ -324,15 +462,22 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(start: Start, tiny_path
         planner = start(url, tmp_path / "planner", *words["planner"], before=AFTER_STEP_3)
         verifier = start(url, tmp_path / "verifier", *words["verifier"])
         for name in words:
-            (planner if name == "planner" else verifier)[0].wait_for(lambda name=name: has_logged(tmp_path / name, 2))
+            (planner if name == "planner" else verifier)[0].wait_for(
+                lambda name=name: has_logged(tmp_path / name, 2)
+            )
         dataflow.fill(NUM_STEPS - 2)
         assert planner[0].wait() == -signal.SIGKILL
         ended(verifier)
-        assert dataflow.policy("verifier")["state"] == "done" and dataflow.policy("planner")["step"] < NUM_STEPS
+        assert (
+            dataflow.policy("verifier")["state"] == "done"
+            and dataflow.policy("planner")["step"] < NUM_STEPS
+        )
         ended(start(url, tmp_path / "planner", *words["planner"]))
         assert dataflow.ledger.audit().problems == ()
     for name in words:
-        assert [record["step"] for record in read(tmp_path / name / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+        assert [record["step"] for record in read(tmp_path / name / "metrics.jsonl")] == list(
+            range(1, NUM_STEPS + 1)
+        )
     (first, *_), (second, *_) = (read(tmp_path / name / "trajectories.jsonl") for name in words)
     assert first["turns"][0]["training"] is not None and second["turns"][0]["training"] is None
 
@@ -344,11 +489,33 @@ def pushed(dataflow: Dataflow, node: str) -> int:
 
 
 @pytest.mark.dist
-def test_two_trainers_and_nodes_that_come_and_go(server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path) -> None:
-    """A torchrun for each policy; of three nodes two are killed and one joins, without which training would not end."""
+def test_two_trainers_and_nodes_that_come_and_go(
+    server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A torchrun for each policy; of three nodes two are killed and one joins, without which
+    training would not end.
+    """
     model, num_steps = str(warm / "model"), 2 * NUM_STEPS
-    pace = ("--dataflow.lease_s", "2", "--dataflow.max_staleness", "3", "--dataflow.wait_s", "120", "--train.num_steps", str(num_steps))
-    both = (*words, *pace, "--roles.verifier", "own", "--policies.verifier.max_new_tokens", "8", "--eval.at_ends", "false")
+    pace = (
+        "--dataflow.lease_s",
+        "2",
+        "--dataflow.max_staleness",
+        "3",
+        "--dataflow.wait_s",
+        "120",
+        "--train.num_steps",
+        str(num_steps),
+    )
+    both = (
+        *words,
+        *pace,
+        "--roles.verifier",
+        "own",
+        "--policies.verifier.max_new_tokens",
+        "8",
+        "--eval.at_ends",
+        "false",
+    )
     of = {
         "planner": (*both, "--policies.verifier.path", model),
         "verifier": (*both, "--policies.planner.path", model, "--train.policy", "verifier"),
@@ -357,14 +524,34 @@ def test_two_trainers_and_nodes_that_come_and_go(server: Server, warm: Path, wor
     with dataflow.served() as url:
 
         def node(name: str) -> Process:
-            return server.start("rollout", "--dataflow", url, "--name", name, "--run.threads", "1", env={"FLOWTRAIN_TOKEN": TOKEN})
+            return server.start(
+                "rollout",
+                "--dataflow",
+                url,
+                "--name",
+                name,
+                "--run.threads",
+                "1",
+                env={"FLOWTRAIN_TOKEN": TOKEN},
+            )
 
         for name, options in of.items():
-            ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "-m", "flowtrain.train"]
+            ranks = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                "1",
+                "-m",
+                "flowtrain.train",
+            ]
             own = [*options, "--dataflow.url", url, "--run.dir", str(tmp_path / name)]
             log = (tmp_path / f"{name}.log").open("w")
             env = {**os.environ, **ENV, "FLOWTRAIN_TOKEN": TOKEN}
-            trainers[name] = subprocess.Popen([*ranks, *own], env=env, stdout=log, stderr=subprocess.STDOUT)
+            trainers[name] = subprocess.Popen(
+                [*ranks, *own], env=env, stdout=log, stderr=subprocess.STDOUT
+            )
         nodes = {name: node(name) for name in ("one", "two", "three")}
         nodes["three"].wait_for(lambda: has_logged(tmp_path / "planner", 2), timeout_s=120)
         for name in ("one", "two"):
@@ -374,11 +561,17 @@ def test_two_trainers_and_nodes_that_come_and_go(server: Server, warm: Path, wor
         nodes["four"].wait_for(lambda: pushed(dataflow, "four") > 0, timeout_s=120)
         os.kill(nodes["three"].pid, signal.SIGCONT)
         codes = {name: trainer.wait(120) for name, trainer in trainers.items()}
-        assert codes == {"planner": 0, "verifier": 0}, [(tmp_path / f"{name}.log").read_text()[-3000:] for name in trainers]
+        assert codes == {"planner": 0, "verifier": 0}, [
+            (tmp_path / f"{name}.log").read_text()[-3000:] for name in trainers
+        ]
         ends = [each.wait() for each in nodes.values()]
-        assert ends == [0, 0], [each.err.read_text()[-2000:] for each in nodes.values()]  # training is done
+        assert ends == [0, 0], [
+            each.err.read_text()[-2000:] for each in nodes.values()
+        ]  # training is done
         audit, status = dataflow.ledger.audit(), dataflow.ledger.status()
-    assert audit.problems == () and all(policy["state"] == "done" for policy in status["policies"].values())
+    assert audit.problems == () and all(
+        policy["state"] == "done" for policy in status["policies"].values()
+    )
     for name in trainers:
         records = read(tmp_path / name / "metrics.jsonl")
         assert [record["step"] for record in records] == list(range(1, num_steps + 1))

@@ -19,17 +19,43 @@ pytest_plugins = ("cli_runs",)
 @pytest.mark.parametrize(
     ("module", "path", "number", "after"),
     [
-        pytest.param("flowtrain.session", "evaluate", 1, False, id="while the warm planner is evaluated"),
-        pytest.param("flowtrain.session", "Session.log", 3, True, id="after step 3"),
-        pytest.param("flowtrain.session", "Session._write", 4, False, id="between the two logs of step 3"),
-        pytest.param("flowtrain.training.checkpoint", "save_file", 2, True, id="inside the checkpoint of step 4"),
-        pytest.param("flowtrain.training.checkpoint", "save", 2, True, id="after the checkpoint of step 4"),
-        pytest.param("flowtrain.weights.store", "WeightStore._set_head", 6, False, id="before version 5 is the newest"),
-        pytest.param("flowtrain.session", "plot_curves", 1, False, id="in the report at the end"),
+        pytest.param(
+            "flowtrain.run.run", "evaluate", 1, False, id="while the warm planner is evaluated"
+        ),
+        pytest.param("flowtrain.run.run", "Run.log", 3, True, id="after step 3"),
+        pytest.param(
+            "flowtrain.run.run", "Run._write", 4, False, id="between the two logs of step 3"
+        ),
+        pytest.param(
+            "flowtrain.training.checkpoint",
+            "save_file",
+            2,
+            True,
+            id="inside the checkpoint of step 4",
+        ),
+        pytest.param(
+            "flowtrain.training.checkpoint", "save", 2, True, id="after the checkpoint of step 4"
+        ),
+        pytest.param(
+            "flowtrain.weights.store",
+            "WeightStore._set_head",
+            6,
+            False,
+            id="before version 5 is the newest",
+        ),
+        pytest.param("flowtrain.run.run", "plot_curves", 1, False, id="in the report at the end"),
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
-    module: str, path: str, number: int, after: bool, place: Path, server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+    module: str,
+    path: str,
+    number: int,
+    after: bool,
+    place: Path,
+    server: Server,
+    words: tuple[str, ...],
+    full: Path,
+    tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
     before = KILL.format(module=module, path=path, number=number, after=after)
@@ -52,14 +78,18 @@ def test_a_run_that_is_killed_at_any_moment_and_more_than_once_goes_on(
     check_same_run(run, full)
 
 
-def test_resuming_a_finished_run_changes_nothing(server: Server, words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
     server.resume(run, *words)
     check_same_run(run, full)
 
 
-def test_a_finished_run_goes_on_to_more_steps(server: Server, words: tuple[str, ...], full: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_to_more_steps(
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
     server.resume(run, *words, "--train.num_steps", NUM_STEPS + 2)
@@ -76,7 +106,10 @@ def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
     process.wait_for(lambda: '{"step": 2,' in text_of(run / "metrics.jsonl"))
     os.kill(process.pid, number)
     assert process.wait() == 130
-    assert "finishing this step, then saving" in process.err.read_text() and "Traceback" not in process.err.read_text()
+    assert (
+        "finishing this step, then saving" in process.err.read_text()
+        and "Traceback" not in process.err.read_text()
+    )
     last = read(run / "metrics.jsonl")[-1]["step"]
     assert 2 <= last < NUM_STEPS and not (run / "summary.json").exists()
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{last:08d}"]
@@ -84,10 +117,12 @@ def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
     check_same_run(run, full)
 
 
-def test_a_second_interrupt_ends_the_run_at_once(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_the_run_at_once(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
     before = """
-import asyncio, flowtrain.agents.flow, flowtrain.command
-flowtrain.command._ECHO_S = -1.0
+import asyncio, flowtrain.agents.flow, flowtrain.config.command
+flowtrain.config.command._ECHO_S = -1.0
 async def stuck(self, *what):
     print("stuck", flush=True)
     await asyncio.sleep(60)
@@ -103,15 +138,23 @@ flowtrain.agents.flow.Flow.run = stuck
 
 
 def test_interrupted_fine_tuning_exports_what_it_has(server: Server, tmp_path: Path) -> None:
-    process = server.start("rft", *SMALL, *RFT, "--rft.num_steps", "100000", "--run.dir", tmp_path / "run")
+    process = server.start(
+        "rft", *SMALL, *RFT, "--rft.num_steps", "100000", "--run.dir", tmp_path / "run"
+    )
     process.wait_for(lambda: '{"step": 10,' in text_of(tmp_path / "run" / "metrics.jsonl"))
     os.kill(process.pid, signal.SIGINT)
     assert process.wait() == 130
-    assert 10 <= json.loads((tmp_path / "run" / "model" / "rft.json").read_text())["num_steps"] < 100000
+    assert (
+        10
+        <= json.loads((tmp_path / "run" / "model" / "rft.json").read_text())["num_steps"]
+        < 100000
+    )
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size > 10_000
 
 
-def test_appo_trains_and_resumes_like_a_run_that_nothing_disturbed(server: Server, place: Path, words: tuple[str, ...]) -> None:
+def test_appo_trains_and_resumes_like_a_run_that_nothing_disturbed(
+    server: Server, place: Path, words: tuple[str, ...]
+) -> None:
     appo = (*words, "--algorithm.name", "appo", "--appo.num_roots", "3", "--appo.spacing", "2")
     code, lines, _ = server.run("train", *appo, "--run.dir", place / "appo")
     assert code == 0, lines
@@ -122,12 +165,20 @@ def test_appo_trains_and_resumes_like_a_run_that_nothing_disturbed(server: Serve
     for record in steps:
         of_step = [r for r in records if r["step"] == record["step"]]
         roots = [r for r in of_step if "branch" not in r]
-        assert record["num_tokens"] <= sum(len(turn["response_ids"]) for r in roots for turn in r["turns"]), "branches cost no pass"
+        assert record["num_tokens"] <= sum(
+            len(turn["response_ids"]) for r in roots for turn in r["turns"]
+        ), "branches cost no pass"
         for branch in (r for r in of_step if "branch" in r):
-            at, group = branch["branch"], [r for r in roots if r["group_index"] == branch["group_index"]]
+            at, group = (
+                branch["branch"],
+                [r for r in roots if r["group_index"] == branch["group_index"]],
+            )
             ours, theirs = branch["turns"][at["turn"]], group[at["root"]]["turns"][at["turn"]]
             assert ours["response_ids"][: at["token"]] == theirs["response_ids"][: at["token"]]
-            assert ours["response_logprobs"][: at["token"]] == theirs["response_logprobs"][: at["token"]]
+            assert (
+                ours["response_logprobs"][: at["token"]]
+                == theirs["response_logprobs"][: at["token"]]
+            )
     shutil.copytree(place / "appo", place / "appo_cut")
     for path in (place / "appo_cut" / "checkpoints").glob("step_0000000[56]"):
         shutil.rmtree(path)

@@ -1,4 +1,6 @@
-"""A training run as a person starts it, its frozen roles on an OpenAI-compatible server: what it logs, and how it ends when that fails."""
+"""A training run as a person starts it, its frozen roles on an OpenAI-compatible server: what it
+logs, and how it ends when that fails.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,42 @@ def script(body: dict[str, Any]) -> Response | str:
 
 
 def options(place: Path, words: tuple[str, ...], base_url: str) -> tuple[str, ...]:
-    roles = [word for role in ("analyst", "verifier", "generator", "judge") for word in (f"--roles.{role}", "local")]
-    engine = ("--engines.local.base_url", base_url, "--engines.local.model", "m", "--engines.local.api_key_env", "")
+    roles = [
+        word
+        for role in ("analyst", "verifier", "generator", "judge")
+        for word in (f"--roles.{role}", "local")
+    ]
+    engine = (
+        "--engines.local.base_url",
+        base_url,
+        "--engines.local.model",
+        "m",
+        "--engines.local.api_key_env",
+        "",
+    )
     cache = ("--judge.cache", str(place / "judge.sqlite"))
-    return (*words, *roles, *engine, *cache, "--engines.local.price_out", "1000000", "--train.num_steps", "2", "--eval.num_tasks", "4")
+    return (
+        *words,
+        *roles,
+        *engine,
+        *cache,
+        "--engines.local.price_out",
+        "1000000",
+        "--train.num_steps",
+        "2",
+        "--eval.num_tasks",
+        "4",
+    )
 
 
-def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, words: tuple[str, ...]) -> None:
+def test_a_run_whose_frozen_roles_are_elsewhere(
+    place: Path, server: Server, words: tuple[str, ...]
+) -> None:
     run = place / "roles"
     with chat_server(script) as chat:
-        code, lines, _ = server.run("train", *options(place, words, chat.base_url), "--run.dir", run)
+        code, lines, _ = server.run(
+            "train", *options(place, words, chat.base_url), "--run.dir", run
+        )
     assert (code, lines) == (0, [])
     records = read(run / "trajectories.jsonl")
     failed = [record for record in records if record["error"]]
@@ -55,28 +83,47 @@ def test_a_run_whose_frozen_roles_are_elsewhere(place: Path, server: Server, wor
         assert record["analysis"] == "1. Summary: a sum."
         assert (record["reward"] is None) == bool(record["error"]) == (record["output"] == "")
         assert all("Conclusion: " in turn["verdict_text"] for turn in record["turns"])
-    assert all(record["error"].startswith("generator: engines.local: HTTP 400: ") for record in failed)
+    assert all(
+        record["error"].startswith("generator: engines.local: HTTP 400: ") for record in failed
+    )
     _, *steps = read(run / "metrics.jsonl")
-    assert [step["failed_rollouts"] for step in steps] == [sum(r["step"] == n for r in failed) for n in (1, 2)]
+    assert [step["failed_rollouts"] for step in steps] == [
+        sum(r["step"] == n for r in failed) for n in (1, 2)
+    ]
     for number, step in enumerate(steps, 1):
-        rewards = [record["reward"] for record in records if record["step"] == number and not record["error"]]
+        rewards = [
+            record["reward"]
+            for record in records
+            if record["step"] == number and not record["error"]
+        ]
         assert step["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert {record["scored_by"] for record in records} == {"exact", "judge", ""}
     assert {record["reward"] for record in records if record["scored_by"] == "judge"} == {0.0, 1.0}
     last = steps[-1]
-    assert 0 < last["judge/asked"] <= sum(prompt.startswith("You decide") for prompt in chat.prompts), "the last evaluation asks, too"
+    assert (
+        0 < last["judge/asked"] <= sum(prompt.startswith("You decide") for prompt in chat.prompts)
+    ), "the last evaluation asks, too"
     assert steps[0]["engines/local/requests"] < last["engines/local/requests"] <= len(chat.asked)
     assert last["engines/local/cost"] == last["engines/local/reply_tokens"] > 0
     assert last["engines/local/failures"] >= len(failed)
     assert any(step["num_tokens"] > 0 for step in steps), "something was trained"
 
 
-def test_a_run_does_not_go_on_when_every_rollout_fails(place: Path, server: Server, words: tuple[str, ...]) -> None:
+def test_a_run_does_not_go_on_when_every_rollout_fails(
+    place: Path, server: Server, words: tuple[str, ...]
+) -> None:
     with chat_server(lambda body: JSONResponse({"error": "not today"}, 400)) as chat:
-        code, lines, _ = server.run("train", *options(place, words, chat.base_url), "--run.dir", place / "failing")
+        code, lines, _ = server.run(
+            "train", *options(place, words, chat.base_url), "--run.dir", place / "failing"
+        )
     assert code == 1
-    assert "all 32 rollouts of step 1 failed" in lines[-1] and "analyst: engines.local: HTTP 400" in lines[-1]
-    assert not (place / "failing" / "checkpoints").exists() or not list((place / "failing" / "checkpoints").iterdir())
+    assert (
+        "all 32 rollouts of step 1 failed" in lines[-1]
+        and "analyst: engines.local: HTTP 400" in lines[-1]
+    )
+    assert not (place / "failing" / "checkpoints").exists() or not list(
+        (place / "failing" / "checkpoints").iterdir()
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,10 +131,21 @@ def test_a_run_does_not_go_on_when_every_rollout_fails(place: Path, server: Serv
     [
         (
             ("--roles.verifier", "nobody"),
-            "roles.verifier='nobody' may be 'rules', 'policy' or a name in [engines], which holds nothing yet",
+            "roles.verifier='nobody' may be 'rules', 'policy' or a name in [engines], which holds "
+            "nothing yet",
         ),
         (("--roles.verifier", "policy"), "has no chat template"),
-        (("--roles.verifier", "a", "--engines.a.model", "m", "--engines.a.api_key_env", "NOT_SET"), "engines.a.api_key_env='NOT_SET'"),
+        (
+            (
+                "--roles.verifier",
+                "a",
+                "--engines.a.model",
+                "m",
+                "--engines.a.api_key_env",
+                "NOT_SET",
+            ),
+            "engines.a.api_key_env='NOT_SET'",
+        ),
     ],
 )
 def test_a_role_that_cannot_be_filled_is_named_before_the_run(

@@ -1,4 +1,6 @@
-"""The commands with a verifier that is a policy: two warm-ups, and either policy trained beside the other one."""
+"""The commands with a verifier that is a policy: two warm-ups, and either policy trained beside the
+other one.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,30 @@ from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read  # noq
 
 pytest_plugins = ("cli_runs",)
 
-OWN = ("--roles.verifier", "own", "--policies.verifier.max_new_tokens", "12", "--train.num_steps", "2")
+OWN = (
+    "--roles.verifier",
+    "own",
+    "--policies.verifier.max_new_tokens",
+    "12",
+    "--train.num_steps",
+    "2",
+)
 POLICIES = ("planner", "verifier")
 OTHER = {"planner": "verifier", "verifier": "planner"}
 
 
 @pytest.fixture(scope="session")
 def warm_verifier(place: Path, server: Server) -> Path:
-    argv = (*SMALL, *RFT, "--roles.verifier", "own", "--train.policy", "verifier", "--run.dir", place / "warm_verifier")
+    argv = (
+        *SMALL,
+        *RFT,
+        "--roles.verifier",
+        "own",
+        "--train.policy",
+        "verifier",
+        "--run.dir",
+        place / "warm_verifier",
+    )
     code, lines, out = server.run("rft", *argv)
     assert (code, lines) == (0, []) and "kept 300" in out
     return place / "warm_verifier" / "model"
@@ -38,10 +56,18 @@ def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tup
 
 
 @pytest.fixture(scope="session", params=POLICIES)
-def run(request: pytest.FixtureRequest, place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]) -> Path:
+def run(
+    request: pytest.FixtureRequest,
+    place: Path,
+    server: Server,
+    words: tuple[str, ...],
+    models: dict[str, Path],
+) -> Path:
     """The folder of a run that trained one of them."""
     path = place / f"only_{request.param}"
-    code, lines, _ = server.run("train", *options(request.param, models, words), "--run.dir", path, before=NO_PICTURE)
+    code, lines, _ = server.run(
+        "train", *options(request.param, models, words), "--run.dir", path, before=NO_PICTURE
+    )
     assert (code, lines) == (0, [])
     return path
 
@@ -49,7 +75,9 @@ def run(request: pytest.FixtureRequest, place: Path, server: Server, words: tupl
 def test_the_warm_up_imitates_the_scripts_verdicts(warm_verifier: Path, warm: Path) -> None:
     steps = read(warm_verifier.parent / "metrics.jsonl")
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
-    ours, theirs = ((path / "tokenizer.json").read_text() for path in (warm_verifier, warm / "model"))
+    ours, theirs = (
+        (path / "tokenizer.json").read_text() for path in (warm_verifier, warm / "model")
+    )
     assert ours != theirs, "it has words of its own"
 
 
@@ -61,9 +89,14 @@ def test_one_policy_is_trained_and_the_other_stays(run: Path) -> None:
         for turn in record["turns"]:
             calls = {"planner": turn, "verifier": turn["verifier"]}
             for name, call in calls.items():
-                assert call["spans"] == [[0, len(call["response_ids"]), record["step"] - 1 if name == policy else 0]]
+                assert call["spans"] == [
+                    [0, len(call["response_ids"]), record["step"] - 1 if name == policy else 0]
+                ]
             assert calls[OTHER[policy]]["training"] is None
-            assert turn["verdict_text"].startswith("Conclusion:") and len(calls["verifier"]["response_ids"]) <= 12
+            assert (
+                turn["verdict_text"].startswith("Conclusion:")
+                and len(calls["verifier"]["response_ids"]) <= 12
+            )
             if (training := calls[policy]["training"]) is not None:
                 assert len(training["logprobs"]) == len(calls[policy]["response_ids"])
                 num_trained += len(training["logprobs"])
@@ -79,18 +112,31 @@ def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, 
     policy = run.name.removeprefix("only_")
     saved = run / "checkpoints" / "step_00000002"
     assert (saved / "tokenizer.json").read_text() == (models[policy] / "tokenizer.json").read_text()
-    before, after = load_file(models[policy] / "model.safetensors"), load_file(saved / "model.safetensors")
-    assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
+    before, after = (
+        load_file(models[policy] / "model.safetensors"),
+        load_file(saved / "model.safetensors"),
+    )
+    assert before.keys() == after.keys() and any(
+        (before[name] != after[name]).any() for name in before
+    )
     assert (run / "weights" / "HEAD").read_text() == "2\n"
     planner = json.loads((models["planner"] / "tokenizer.json").read_text())
-    assert json.loads((run / "tokenizer.json").read_text())["model"] == planner["model"], "the ids in the logs are the planner's"
+    assert json.loads((run / "tokenizer.json").read_text())["model"] == planner["model"], (
+        "the ids in the logs are the planner's"
+    )
 
 
-def test_a_run_with_two_policies_is_resumed_exactly(place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]) -> None:
+def test_a_run_with_two_policies_is_resumed_exactly(
+    place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
+) -> None:
     argv = (*options("verifier", models, words), "--checkpoint.every", "1", "--train.num_steps")
-    code, lines, _ = server.run("train", *argv, "6", "--run.dir", place / "whole", before=NO_PICTURE)
+    code, lines, _ = server.run(
+        "train", *argv, "6", "--run.dir", place / "whole", before=NO_PICTURE
+    )
     assert (code, lines) == (0, [])
-    code, lines, _ = server.run("train", *argv, "3", "--run.dir", place / "halves", before=NO_PICTURE)
+    code, lines, _ = server.run(
+        "train", *argv, "3", "--run.dir", place / "halves", before=NO_PICTURE
+    )
     assert (code, lines) == (0, [])
     server.resume(place / "halves", *argv, "6")
     check_same_run(place / "halves", place / "whole")
@@ -99,9 +145,19 @@ def test_a_run_with_two_policies_is_resumed_exactly(place: Path, server: Server,
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (("--roles.verifier", "own"), "policies.verifier.path must be the folder or hub name of a model: this policy is not trained here"),
-        (("--roles.verifier", "own", "--policies.verifier.path", "no/such"), "policies.verifier.path='no/such' holds no tokenizer"),
-        (("--roles.verifier", "own", "--train.policy", "verifier"), "policies.planner.path must be"),
+        (
+            ("--roles.verifier", "own"),
+            "policies.verifier.path must be the folder or hub name of a model: this policy is not "
+            "trained here",
+        ),
+        (
+            ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
+            "policies.verifier.path='no/such' holds no tokenizer",
+        ),
+        (
+            ("--roles.verifier", "own", "--train.policy", "verifier"),
+            "policies.planner.path must be",
+        ),
         (("--train.policy", "verifier"), "needs roles.verifier='own'"),
     ],
 )
@@ -116,7 +172,17 @@ def test_a_policy_without_a_model_is_refused_before_the_run(
 def test_a_reply_that_fills_the_model_is_refused_before_the_run(
     place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
 ) -> None:
-    argv = (*options("planner", models, words), "--policies.verifier.max_new_tokens", "256", "--run.dir", place / "never")
+    argv = (
+        *options("planner", models, words),
+        "--policies.verifier.max_new_tokens",
+        "256",
+        "--run.dir",
+        place / "never",
+    )
     code, lines, _ = server.run("train", *argv)
-    assert code == 2 and "policies.verifier.max_new_tokens=256 must be below the model's 256 positions" in lines[0]
+    assert (
+        code == 2
+        and "policies.verifier.max_new_tokens=256 must be below the model's 256 positions"
+        in lines[0]
+    )
     assert not (place / "never").exists()

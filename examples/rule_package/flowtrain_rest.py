@@ -1,10 +1,14 @@
-"""A curator: a prompt that every rollout of a group solved rests until the policy has changed so many times."""
+"""A curator: a prompt that every rollout of a group solved rests until the policy has changed so
+many times.
+"""
 
 from flowtrain.dataflow.rules import Outcome
 
 
 class Rest:
-    """Made once per run; what it knows is what it was told, so a service that starts again comes to the same state."""
+    """Made once per run; what it knows is what it was told, so a service that starts again comes to
+    the same state.
+    """
 
     def __init__(self, num_versions: int = 3) -> None:
         self.num_versions = num_versions  # dataflow.curator_options = {num_versions = 3}

@@ -1,4 +1,6 @@
-"""AgentFlow: planner, executor, verifier and generator around an explicit memory. Only the planner is trained."""
+"""AgentFlow: planner, executor, verifier and generator around an explicit memory. Only the planner
+is trained.
+"""
 
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.memory import Memory

@@ -1,4 +1,6 @@
-"""The analyst: what a question asks for, and which skills and tools it needs. Asked once per question, before the first turn."""
+"""The analyst: what a question asks for, and which skills and tools it needs. Asked once per
+question, before the first turn.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowtrain.agents.tools.base import shorten
-from flowtrain.rollout.chat import ChatEngine
-from flowtrain.seeds import derive_seed
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.tools.base import shorten
+from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000
-"""Characters of an analysis that are kept, some 2,000 tokens: it stands in every prompt of its rollouts."""
+"""Characters of an analysis that are kept, some 2,000 tokens: it stands in every prompt of its
+rollouts."""
 
 
 class Analyst(Protocol):
@@ -23,10 +26,11 @@ class Analyst(Protocol):
 
 @dataclass(slots=True)
 class LLMAnalyst:
-    """AgentFlow's query analysis, but one for all rollouts of a question, which therefore share the beginning of their prompts.
+    """AgentFlow's query analysis, but one for all rollouts of a question, which therefore share the
+    beginning of their prompts.
 
-    Whoever comes first asks, the others wait for the same reply. Replies are kept for one event loop: the next batch of rollouts asks anew,
-    because the policy may have changed.
+    Whoever comes first asks, the others wait for the same reply. Replies are kept for one event
+    loop: the next batch of rollouts asks anew, because the policy may have changed.
     """
 
     engine: ChatEngine
@@ -42,12 +46,16 @@ class LLMAnalyst:
             self._loop, self._asked = loop, {}
         if question not in self._asked:
             self._asked[question] = loop.create_task(self._ask(question))
-        return await asyncio.shield(self._asked[question])  # one that is cut must not take it from the others
+        return await asyncio.shield(
+            self._asked[question]
+        )  # one that is cut must not take it from the others
 
     async def _ask(self, question: str) -> str:
         # The seed is the question's, so that no rollout depends on which of its group came first.
         prompt = PROMPT.format(question=question, tools=self.tools)
-        reply = await self.engine.ask(prompt, seed=derive_seed("analysis", question), deadline_s=self.timeout_s)
+        reply = await self.engine.ask(
+            prompt, seed=derive_seed("analysis", question), deadline_s=self.timeout_s
+        )
         return shorten(reply.strip(), _MAX_CHARS)
 
 

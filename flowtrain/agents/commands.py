@@ -1,4 +1,6 @@
-"""Tool commands, `execution = tool.execute(query="...")`: AgentFlow's line of Python, which here is data. It is parsed, never executed."""
+"""Tool commands, `execution = tool.execute(query="...")`: AgentFlow's line of Python, which here is
+data. It is parsed, never executed.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,24 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 
-from flowtrain.agents.tools import ToolCard
+from flowtrain.tools import ToolCard
 
 _MAX_CHARS, _MAX_BARE, _MAX_LINES = 100_000, 8, 20
-"""Bounds of what is looked through: characters of a reply, commands outside of code fences, and lines of such a command."""
+"""Bounds of what is looked through: characters of a reply, commands outside of code fences, and
+lines of such a command."""
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
     """The command on one line; `parse_command` reads the same arguments from it."""
-    values = (json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value) for value in arguments.values())
-    return f"execution = tool.execute({', '.join(f'{name}={value}' for name, value in zip(arguments, values, strict=True))})"
+    values = (
+        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+        for value in arguments.values()
+    )
+    return (
+        "execution = "
+        f"tool.execute({', '.join(f'{name}={value}' for name, value in zip(arguments, values, strict=True))})"
+    )
 
 
 def parse_command(command: str) -> dict[str, object]:
@@ -38,11 +47,14 @@ def parse_command(command: str) -> dict[str, object]:
 
 
 def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
-    """Arguments of the first command in a model's reply that could be read, and how many of those there are in that place.
+    """Arguments of the first command in a model's reply that could be read, and how many of those
+    there are in that place.
 
-    It looks where AgentFlow does, in this order: the field "command" of a JSON object, the code after the last "Generated Command:", code
-    fences from the longest on; and then for a command on lines of its own. More is taken than AgentFlow takes: calls over several lines,
-    arguments by position, and names that were set to a literal before the call, `q = "..."`. What is not literal is not taken.
+    It looks where AgentFlow does, in this order: the field "command" of a JSON object, the code
+    after the last "Generated Command:", code fences from the longest on; and then for a command on
+    lines of its own. More is taken than AgentFlow takes: calls over several lines, arguments by
+    position, and names that were set to a literal before the call, `q = "..."`. What is not literal
+    is not taken.
 
     Raises:
         ValueError: there is none.
@@ -67,16 +79,25 @@ def _places(reply: str) -> Iterator[str]:
         yield from _fences(tail)[:1]
     yield from sorted(_fences(reply), key=len, reverse=True)
     lines = reply.split("\n")
-    starts = [n for n, line in enumerate(lines) if re.match(r"[\s>`]*(execution\s*=\s*)?tool\.execute\(", line)][:_MAX_BARE]
+    starts = [
+        n
+        for n, line in enumerate(lines)
+        if re.match(r"[\s>`]*(execution\s*=\s*)?tool\.execute\(", line)
+    ][:_MAX_BARE]
     for start in starts:
         head = lines[start].lstrip(" \t>`")
-        yield from ("\n".join([head, *lines[start + 1 : end]]).rstrip("`") for end in range(start + 1, start + 1 + _MAX_LINES))
+        yield from (
+            "\n".join([head, *lines[start + 1 : end]]).rstrip("`")
+            for end in range(start + 1, start + 1 + _MAX_LINES)
+        )
 
 
 def _fences(text: str) -> list[str]:
     """The code between fences; one that is not closed goes to the end."""
     parts = text.split("```")[1::2]
-    return [re.sub(r"\A[ \t]*(python|py)?[ \t]*\n", "", part, flags=re.IGNORECASE) for part in parts]
+    return [
+        re.sub(r"\A[ \t]*(python|py)?[ \t]*\n", "", part, flags=re.IGNORECASE) for part in parts
+    ]
 
 
 def _unfenced(text: str) -> str:
@@ -88,7 +109,9 @@ def _unfenced(text: str) -> str:
 
 
 def _calls(code: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-    """Arguments of every tool command in a piece of Python; `names` are those of arguments by position."""
+    """Arguments of every tool command in a piece of Python; `names` are those of arguments by
+    position.
+    """
     try:
         statements = _parse(code)
     except _NOT_PYTHON:
@@ -118,20 +141,30 @@ def _tool_call(statement: ast.stmt) -> ast.Call | None:
     """The call of `execution = tool.execute(...)`, also without `execution =`."""
     value = getattr(statement, "value", None)
     match value:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="tool"), attr="execute")) if isinstance(statement, ast.Assign | ast.Expr):
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="tool"), attr="execute")) if isinstance(
+            statement, ast.Assign | ast.Expr
+        ):
             return value
     return None
 
 
-def _arguments(call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]) -> dict[str, object]:
+def _arguments(
+    call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
+) -> dict[str, object]:
     """Raises one of _NOT_PYTHON for what is not literal, or has no name."""
     if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments without a name")
     by_place = {name: _literal(value, known) for name, value in zip(names, call.args, strict=False)}
-    return by_place | {str(keyword.arg): _literal(keyword.value, known) for keyword in call.keywords}
+    return by_place | {
+        str(keyword.arg): _literal(keyword.value, known) for keyword in call.keywords
+    }
 
 
 def _literal(node: ast.expr, known: Mapping[str, object]) -> object:
-    value = known[node.id] if isinstance(node, ast.Name) and node.id in known else ast.literal_eval(node)
+    value = (
+        known[node.id]
+        if isinstance(node, ast.Name) and node.id in known
+        else ast.literal_eval(node)
+    )
     # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
     return value.encode(errors="replace").decode() if isinstance(value, str) else value

@@ -1,4 +1,6 @@
-"""The executor, E(e^t | a^t, K): turns a sub-goal into a tool command and runs it. Whatever goes wrong is an error in the result."""
+"""The executor, E(e^t | a^t, K): turns a sub-goal into a tool command and runs it. Whatever goes
+wrong is an error in the result.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import Protocol
 from flowtrain.agents.commands import find_command, parse_command, write_command
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
-from flowtrain.agents.tools import Tool, run_tool
-from flowtrain.agents.tools.base import shorten
-from flowtrain.rollout.chat import ChatEngine
-from flowtrain.rollout.engine import EngineError
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.protocol import EngineError
+from flowtrain.tools import Tool, run_tool
+from flowtrain.tools.base import shorten
 from flowtrain.types import Action, ToolResult
 
 NO_COMMAND = "No command was run."
@@ -22,7 +24,9 @@ NO_COMMAND = "No command was run."
 class Executor(Protocol):
     """Runs an action within `deadline_s` seconds; `seed` is this turn's."""
 
-    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(
+        self, question: str, action: Action, seed: int, deadline_s: float
+    ) -> tuple[str, ToolResult]:
         """(command, result)"""
 
 
@@ -36,19 +40,25 @@ class RuleExecutor:
     max_chars: int
     """Characters of a result that are kept."""
 
-    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(
+        self, question: str, action: Action, seed: int, deadline_s: float
+    ) -> tuple[str, ToolResult]:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
         command = write_command({"query": action.sub_goal})
-        return command, await run_tool(tool, parse_command(command), min(self.timeout_s, deadline_s), self.max_chars)
+        return command, await run_tool(
+            tool, parse_command(command), min(self.timeout_s, deadline_s), self.max_chars
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LLMExecutor:
-    """AgentFlow's: a model writes the command from the sub-goal, the planner's context and the tool's card.
+    """AgentFlow's: a model writes the command from the sub-goal, the planner's context and the
+    tool's card.
 
-    One command is run per turn, the first that can be read; a note in the command says when there were more.
+    One command is run per turn, the first that can be read; a note in the command says when there
+    were more.
     """
 
     engine: ChatEngine
@@ -60,27 +70,46 @@ class LLMExecutor:
     max_chars: int
     """Characters that are kept of a result, and of a reply that holds no command."""
 
-    async def execute(self, question: str, action: Action, seed: int, deadline_s: float) -> tuple[str, ToolResult]:
+    async def execute(
+        self, question: str, action: Action, seed: int, deadline_s: float
+    ) -> tuple[str, ToolResult]:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
         due = time.monotonic() + deadline_s
-        prompt = PROMPT.format(question=question, sub_goal=action.sub_goal, context=action.context, tool=tool_text(tool.card))
+        prompt = PROMPT.format(
+            question=question,
+            sub_goal=action.sub_goal,
+            context=action.context,
+            tool=tool_text(tool.card),
+        )
         try:
-            reply = await self.engine.ask(prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s))
+            reply = await self.engine.ask(
+                prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s)
+            )
             arguments, count = find_command(reply, tool.card)
         except EngineError as error:
-            return NO_COMMAND, ToolResult(error=shorten(f"the executor failed: {error}", self.max_chars))
+            return NO_COMMAND, ToolResult(
+                error=shorten(f"the executor failed: {error}", self.max_chars)
+            )
         except ValueError:
-            return f"No command found in: {shorten(reply, self.max_chars)}", ToolResult(error="the executor wrote no command")
+            return f"No command found in: {shorten(reply, self.max_chars)}", ToolResult(
+                error="the executor wrote no command"
+            )
         note = f"  # the first of {count} commands" if count > 1 else ""
         left_s = max(0.0, due - time.monotonic())
-        return write_command(arguments) + note, await run_tool(tool, arguments, min(self.timeout_s, left_s), self.max_chars)
+        return write_command(arguments) + note, await run_tool(
+            tool, arguments, min(self.timeout_s, left_s), self.max_chars
+        )
 
 
 def _not_found(action: Action) -> tuple[str, ToolResult]:
-    """AgentFlow's rule for a bad tool: nothing is called, the turn is spent, and the memory says so."""
-    return NO_COMMAND, ToolResult(error=f"tool {action.tool_name.removeprefix(NO_TOOL)!r} was not found")
+    """AgentFlow's rule for a bad tool: nothing is called, the turn is spent, and the memory says
+    so.
+    """
+    return NO_COMMAND, ToolResult(
+        error=f"tool {action.tool_name.removeprefix(NO_TOOL)!r} was not found"
+    )
 
 
 PROMPT = """You write the command that makes a tool do one step of a larger task.

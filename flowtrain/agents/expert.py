@@ -6,19 +6,21 @@ import random
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Opening, Plan, PolicyPlanner
+from flowtrain.agents.planner import Plan, PolicyPlanner, ResponsePrefix
 from flowtrain.agents.verifier import PolicyVerifier, Verification
-from flowtrain.seeds import derive_seed
 from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
+from flowtrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPlanner:
-    """Follows `task.plan` from where the memory has got to; with probability `error` it guesses instead.
+    """Follows `task.plan` from where the memory has got to; with probability `error` it guesses
+    instead.
 
-    A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any expression of the numbers. Its tokens are
-    those of `like`, the planner that shall learn from it; its log-probs are 0, because nobody sampled them.
+    A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any
+    expression of the numbers. Its tokens are those of `like`, the planner that shall learn from it;
+    its log-probs are 0, because nobody sampled them.
     """
 
     like: PolicyPlanner
@@ -26,11 +28,17 @@ class ScriptedPlanner:
     end_id: int
     """End-of-sequence token."""
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         assert task.plan, f"task {task.id} has no plan to follow"
         step = next_step(task, memory)
         rng = random.Random(derive_seed(seed, turn))
-        action = _guess(task, step, rng) if rng.random() < self.error else Action("", "", step.sub_goal, step.tool_name)
+        action = (
+            _guess(task, step, rng)
+            if rng.random() < self.error
+            else Action("", "", step.sub_goal, step.tool_name)
+        )
         text = self.like.prompt.write(action)
         ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
@@ -39,24 +47,37 @@ class ScriptedPlanner:
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError("nobody branches from an expert")
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedVerifier:
-    """Says STOP once the memory has done all of `task.plan`; with probability `early_stop` at once. Otherwise as `ScriptedPlanner`."""
+    """Says STOP once the memory has done all of `task.plan`; with probability `early_stop` at once.
+    Otherwise as `ScriptedPlanner`.
+    """
 
     like: PolicyVerifier
     early_stop: float
     end_id: int
 
-    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+    async def verify(
+        self, task: Task, memory: Memory, seed: int, deadline_s: float
+    ) -> Verification:
         stops = random.Random(seed).random() < self.early_stop or not steps_left(task, memory)
         verdict = Verdict.STOP if stops else Verdict.CONTINUE
         text = self.like.prompt.write(verdict)
         ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
-        call = Call(self.like.encode(task.question, memory), ids, (0.0,) * len(ids), (), FinishReason.STOP, text=text)
+        call = Call(
+            self.like.encode(task.question, memory),
+            ids,
+            (0.0,) * len(ids),
+            (),
+            FinishReason.STOP,
+            text=text,
+        )
         return Verification(verdict, self.like.prompt.prefix + text, call)
 
 

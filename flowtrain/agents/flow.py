@@ -1,4 +1,5 @@
-"""The turn loop: planner -> executor -> tool -> verifier -> memory, until STOP or a limit; then the generator.
+"""The turn loop: planner -> executor -> tool -> verifier -> memory, until STOP or a limit; then the
+generator.
 
                         +------------------------------------------+
 question --> analyst --> planner --> executor --> tool --> verifier --> generator --> answer
@@ -21,12 +22,12 @@ from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.generator import Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import Opening, Planner, PromptTooLong
+from flowtrain.agents.planner import Planner, PromptTooLong, ResponsePrefix
 from flowtrain.agents.refiner import Refiner
 from flowtrain.agents.verifier import Verifier
-from flowtrain.rollout.engine import EngineError
-from flowtrain.seeds import derive_seed
+from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Action, BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.utils.seeds import derive_seed
 
 MALFORMED = "the action was malformed"
 
@@ -39,7 +40,8 @@ class FlowLimits:
     timeout_s: float
     """No turn starts later than this; a running one is bounded by the time that is left."""
     module_timeout_s: float = 120.0
-    """Seconds for each verdict and for the answer; the answer gets them also when the time is up."""
+    """Seconds for each verdict and for the answer; the answer gets them also when the time is up.
+    """
     memory_tokens: int = 0
     """Budget of the memory, see `bounded`; 0: none."""
 
@@ -50,7 +52,9 @@ class _RoleFailed(Exception):
 
 @dataclass(slots=True)
 class _Rollout:
-    """What one rollout has come to so far. A turn enters it as a whole or, when it is cut, not at all."""
+    """What one rollout has come to so far. A turn enters it as a whole or, when it is cut, not at
+    all.
+    """
 
     task: Task
     seed: int
@@ -60,13 +64,13 @@ class _Rollout:
     shown: Memory = field(default_factory=Memory)
     """As much of it as the budget allows: what the modules read."""
     turns: list[Turn] = field(default_factory=list)
-    opening: Opening | None = None
+    opening: ResponsePrefix | None = None
     """How a branch's first turn begins."""
     hint_turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class BranchStart:
     """Where a branch begins: at a place within a rollout that is done."""
 
     root: Trajectory
@@ -76,13 +80,15 @@ class Start:
         """What happened before the turn that is sampled anew, in part or in whole."""
         return list(self.root.turns[: self.point.turn])
 
-    def opening(self) -> Opening:
-        return Opening.of(self.root.turns[self.point.turn], self.point.token)
+    def opening(self) -> ResponsePrefix:
+        return ResponsePrefix.of(self.root.turns[self.point.turn], self.point.token)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The modules and their limits. It holds no state of a rollout, so any number of them run at once."""
+    """The modules and their limits. It holds no state of a rollout, so any number of them run at
+    once.
+    """
 
     planner: Planner
     executor: Executor
@@ -95,10 +101,14 @@ class Flow:
     passage_tools: frozenset[str] = frozenset()
     """Tools whose results the refiner reads before the memory gets them."""
 
-    async def run(self, task: Task, seed: int, cutoff: Cutoff | None = None, start: Start | None = None) -> Trajectory:
-        """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn and is seen by the next.
+    async def run(
+        self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
+    ) -> Trajectory:
+        """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn
+        and is seen by the next.
 
-        With `start` the rollout leaves another one: what comes before that place is taken over, tool results included.
+        With `start` the rollout leaves another one: what comes before that place is taken over,
+        tool results included.
         """
         rollout = _Rollout(task, seed, time.monotonic())
         if start is not None:
@@ -108,7 +118,9 @@ class Flow:
             truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 deadline_s = self.limits.module_timeout_s
-                answer, output = await self.generator.answer(task.question, rollout.shown, derive_seed(seed, "generator"), deadline_s)
+                answer, output = await self.generator.answer(
+                    task.question, rollout.shown, derive_seed(seed, "generator"), deadline_s
+                )
         except _RoleFailed as failed:
             error = str(failed)
         return Trajectory(
@@ -125,7 +137,7 @@ class Flow:
             hint_turn=rollout.hint_turn,
         )
 
-    def _rewind(self, rollout: _Rollout, start: Start) -> None:
+    def _rewind(self, rollout: _Rollout, start: BranchStart) -> None:
         """Bring the rollout to where it leaves the other one."""
         rollout.memory, rollout.turns = _memory_before(start.root, start.point.turn), start.turns()
         rollout.shown, rollout.opening = self._shown(rollout.memory), start.opening()
@@ -135,7 +147,11 @@ class Flow:
         return self._shown(_memory_before(trajectory, turn))
 
     def _shown(self, memory: Memory) -> Memory:
-        return bounded(memory, self.limits.memory_tokens, self.planner.measure) if self.limits.memory_tokens else memory
+        return (
+            bounded(memory, self.limits.memory_tokens, self.planner.measure)
+            if self.limits.memory_tokens
+            else memory
+        )
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
         """Analyse, then take turns; why they ended before STOP, or ""."""
@@ -170,13 +186,25 @@ class Flow:
         if plan.action is None:
             command, result = NO_COMMAND, ToolResult(error=MALFORMED)
         else:
-            seed, left_now_s = derive_seed(rollout.seed, index, "executor"), max(0.0, left_s - plan_s)
-            command, result = await self.executor.execute(task.question, plan.action, seed, left_now_s)
-        result, retrieved = await self._refined(rollout, plan.action, result, max(0.0, left_s - (time.monotonic() - started)))
+            seed, left_now_s = (
+                derive_seed(rollout.seed, index, "executor"),
+                max(0.0, left_s - plan_s),
+            )
+            command, result = await self.executor.execute(
+                task.question, plan.action, seed, left_now_s
+            )
+        result, retrieved = await self._refined(
+            rollout, plan.action, result, max(0.0, left_s - (time.monotonic() - started))
+        )
         memory = rollout.memory.add(MemoryEntry.of(plan.action, command, result))
         shown = self._shown(memory)
-        seed, left_now_s = derive_seed(rollout.seed, index, "verifier"), max(0.0, left_s - (time.monotonic() - started))
-        verified = await self.verifier.verify(task, shown, seed, min(self.limits.module_timeout_s, left_now_s))
+        seed, left_now_s = (
+            derive_seed(rollout.seed, index, "verifier"),
+            max(0.0, left_s - (time.monotonic() - started)),
+        )
+        verified = await self.verifier.verify(
+            task, shown, seed, min(self.limits.module_timeout_s, left_now_s)
+        )
         done = plan.completion
         turn = Turn(
             prompt_ids=plan.prompt_ids,
@@ -204,19 +232,40 @@ class Flow:
 
     def _hint(self, rollout: _Rollout) -> None:
         """One hint per rollout at most; it stays in sight."""
-        hint = self.hints.give(rollout.task, rollout.turns, rollout.seed) if self.hints and rollout.hint_turn is None else ""
+        hint = (
+            self.hints.give(rollout.task, rollout.turns, rollout.seed)
+            if self.hints and rollout.hint_turn is None
+            else ""
+        )
         if hint:
-            rollout.hint_turn, rollout.memory = len(rollout.turns), replace(rollout.memory, hint=hint)
+            rollout.hint_turn, rollout.memory = (
+                len(rollout.turns),
+                replace(rollout.memory, hint=hint),
+            )
             rollout.shown = self._shown(rollout.memory)
 
-    async def _refined(self, rollout: _Rollout, action: Action | None, result: ToolResult, left_s: float) -> tuple[ToolResult, str]:
-        """(what the memory gets, what the tool gave where that differs). Passages that the refiner fails on stay as they are."""
-        if self.refiner is None or action is None or action.tool_name not in self.passage_tools or result.error is not None:
+    async def _refined(
+        self, rollout: _Rollout, action: Action | None, result: ToolResult, left_s: float
+    ) -> tuple[ToolResult, str]:
+        """(what the memory gets, what the tool gave where that differs). Passages that the refiner
+        fails on stay as they are.
+        """
+        if (
+            self.refiner is None
+            or action is None
+            or action.tool_name not in self.passage_tools
+            or result.error is not None
+        ):
             return result, ""
-        seed, deadline_s = derive_seed(rollout.seed, len(rollout.turns), "refiner"), min(self.limits.module_timeout_s, left_s)
+        seed, deadline_s = (
+            derive_seed(rollout.seed, len(rollout.turns), "refiner"),
+            min(self.limits.module_timeout_s, left_s),
+        )
         question, sub_goal, passages = rollout.task.question, action.sub_goal, result.output
         try:
-            text = await self.refiner.refine(question, rollout.shown, sub_goal, passages, seed, deadline_s)
+            text = await self.refiner.refine(
+                question, rollout.shown, sub_goal, passages, seed, deadline_s
+            )
         except EngineError:
             return result, ""
         return (replace(result, output=text), passages) if text.strip() else (result, "")

@@ -1,4 +1,6 @@
-"""The generator, G(o | q, M^T): writes the answer from the memory. It always runs, also when the loop ran out of turns or time."""
+"""The generator, G(o | q, M^T): writes the answer from the memory. It always runs, also when the
+loop ran out of turns or time.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,19 @@ from typing import Protocol
 
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import analysis_text, memory_json
-from flowtrain.rollout.chat import ChatEngine
+from flowtrain.engines.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
 
 
 class Generator(Protocol):
     """Answers the question from the memory alone."""
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
-        """The final answer, and the text in which it was given: "" where a rule answered. Raises EngineError."""
+    async def answer(
+        self, question: str, memory: Memory, seed: int, deadline_s: float
+    ) -> tuple[str, str]:
+        """The final answer, and the text in which it was given: "" where a rule answered. Raises
+        EngineError.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,9 @@ class RuleGenerator:
 
     extract: Callable[[Memory], str]
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+    async def answer(
+        self, question: str, memory: Memory, seed: int, deadline_s: float
+    ) -> tuple[str, str]:
         return self.extract(memory), ""
 
 
@@ -35,8 +43,12 @@ class LLMGenerator:
 
     engine: ChatEngine
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
-        prompt = PROMPT.format(question=question, analysis=analysis_text(memory), memory=memory_json(memory))
+    async def answer(
+        self, question: str, memory: Memory, seed: int, deadline_s: float
+    ) -> tuple[str, str]:
+        prompt = PROMPT.format(
+            question=question, analysis=analysis_text(memory), memory=memory_json(memory)
+        )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         return final_answer(output), output
 
@@ -58,7 +70,14 @@ def last_result(memory: Memory) -> str:
 
 def last_expression(memory: Memory) -> str:
     """The last expression that was computed, for Game of 24, where the expression is the answer."""
-    return next((e.sub_goal for e in reversed(memory.entries) if e.tool_name == "Python_Coder" and not e.is_error), "")
+    return next(
+        (
+            e.sub_goal
+            for e in reversed(memory.entries)
+            if e.tool_name == "Python_Coder" and not e.is_error
+        ),
+        "",
+    )
 
 
 PROMPT = """You write the final answer to a question from what a team has found out.

@@ -1,7 +1,9 @@
-"""Hints for stuck rollouts (InfoFlow, arXiv 2510.26575, section 3; when and what is ours where the paper is silent).
+"""Hints for stuck rollouts (InfoFlow, arXiv 2510.26575, section 3; when and what is ours where the
+paper is silent).
 
-A hint is what the environment says, not what the planner does: it stands in the prompt, which is never trained, and what is sampled after
-it is on-policy for that prompt. It names the next thing to look for, never what will be found.
+A hint is what the environment says, not what the planner does: it stands in the prompt, which is
+never trained, and what is sampled after it is on-policy for that prompt. It names the next thing to
+look for, never what will be found.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.seeds import derive_seed
 from flowtrain.tasks.sub_goals import solved, sought
 from flowtrain.types import Task, Turn
+from flowtrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Who gets one, and when: one per rollout, from turn `turn` on, once `patience` turns have brought nothing."""
+    """Who gets one, and when: one per rollout, from turn `turn` on, once `patience` turns have
+    brought nothing.
+    """
 
     rate: float
     """Probability that a rollout may get a hint; evaluation has none at all."""
@@ -31,6 +35,8 @@ class Hints:
         if len(turns) < self.turn or random.Random(derive_seed(seed, "hint")).random() >= self.rate:
             return ""
         reached = solved(task, turns)
-        if len(turns) < self.patience or len(reached) > len(solved(task, turns[: len(turns) - self.patience])):
+        if len(turns) < self.patience or len(reached) > len(
+            solved(task, turns[: len(turns) - self.patience])
+        ):
             return ""
         return next((goal.query for goal in sought(task) if goal.query and goal not in reached), "")

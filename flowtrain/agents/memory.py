@@ -1,7 +1,9 @@
-"""The memory of one rollout: an explicit, deterministic record, M^{t+1} = f_mem(M^t, a^t, e^t, v^t).
+"""The memory of one rollout: an explicit, deterministic record, M^{t+1} = f_mem(M^t, a^t, e^t,
+v^t).
 
-As in AgentFlow's released code an entry has four fields; the planner's context and justification and the verifier's text are not kept.
-A memory is made anew for every rollout and never shared, so no task can see another's.
+As in AgentFlow's released code an entry has four fields; the planner's context and justification
+and the verifier's text are not kept. A memory is made anew for every rollout and never shared, so
+no task can see another's.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from flowtrain.agents.tools.base import shorten
+from flowtrain.tools.base import shorten
 from flowtrain.types import Action, ToolResult
 
 
@@ -17,7 +19,8 @@ from flowtrain.types import Action, ToolResult
 class MemoryEntry:
     """One turn. Example:
 
-    MemoryEntry("Search", "area of Chad", 'execution = tool.execute(query="area of Chad")', "The area of Chad is 1284.")
+    MemoryEntry("Search", "area of Chad", 'execution = tool.execute(query="area of Chad")', "The
+    area of Chad is 1284.")
     """
 
     tool_name: str
@@ -54,7 +57,12 @@ class Memory:
     def as_dict(self) -> dict[str, dict[str, str]]:
         """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
         return {
-            f"Action Step {number}": {"tool_name": e.tool_name, "sub_goal": e.sub_goal, "command": e.command, "result": e.result}
+            f"Action Step {number}": {
+                "tool_name": e.tool_name,
+                "sub_goal": e.sub_goal,
+                "command": e.command,
+                "result": e.result,
+            }
             for number, e in enumerate(self.entries, 1)
         }
 
@@ -62,16 +70,22 @@ class Memory:
 _WHOLE, _LEAST = 200, 100
 """Characters up to which a result is never cut, and that a longer one keeps at least."""
 _MOST_PER_TOKEN = 8
-"""Characters per token of the budget that are looked at: twice what a token of prose has, and measuring takes time."""
+"""Characters per token of the budget that are looked at: twice what a token of prose has, and
+measuring takes time."""
 
 
 def bounded(memory: Memory, max_tokens: int, measure: Callable[[Memory], int]) -> Memory:
-    """The memory in `max_tokens` tokens by the planner's `measure`; always the same for the same memory.
+    """The memory in `max_tokens` tokens by the planner's `measure`; always the same for the same
+    memory.
 
-    Results lose their middle and say how much was left out, the oldest first and hardly more than is needed. One of up to 200 characters
-    stays whole, a longer one keeps 100. Tool names, sub-goals and commands are never cut, so a budget too small for them is exceeded.
+    Results lose their middle and say how much was left out, the oldest first and hardly more than
+    is needed. One of up to 200 characters stays whole, a longer one keeps 100. Tool names,
+    sub-goals and commands are never cut, so a budget too small for them is exceeded.
     """
-    if sum(len(entry.result) for entry in memory.entries) <= _MOST_PER_TOKEN * max_tokens and measure(memory) <= max_tokens:
+    if (
+        sum(len(entry.result) for entry in memory.entries) <= _MOST_PER_TOKEN * max_tokens
+        and measure(memory) <= max_tokens
+    ):
         return memory
     least = replace(memory, entries=tuple(_keeping(entry, _LEAST) for entry in memory.entries))
     spare = max_tokens - measure(least)
@@ -83,8 +97,12 @@ def bounded(memory: Memory, max_tokens: int, measure: Callable[[Memory], int]) -
         spare -= excess  # together they take some tokens more than one by one
 
 
-def _filled(memory: Memory, least: Memory, spare: int, measure: Callable[[Memory], int]) -> tuple[MemoryEntry, ...]:
-    """From the newest on, give results back what `spare` tokens hold; the first that gets a part only is the last that gets any."""
+def _filled(
+    memory: Memory, least: Memory, spare: int, measure: Callable[[Memory], int]
+) -> tuple[MemoryEntry, ...]:
+    """From the newest on, give results back what `spare` tokens hold; the first that gets a part
+    only is the last that gets any.
+    """
     entries = list(least.entries)
     for index in reversed(range(len(entries))):
         whole, base = memory.entries[index], measure(Memory((least.entries[index],)))
@@ -102,4 +120,8 @@ def _filled(memory: Memory, least: Memory, spare: int, measure: Callable[[Memory
 
 
 def _keeping(entry: MemoryEntry, num_chars: int) -> MemoryEntry:
-    return entry if len(entry.result) <= _WHOLE else replace(entry, result=shorten(entry.result, num_chars))
+    return (
+        entry
+        if len(entry.result) <= _WHOLE
+        else replace(entry, result=shorten(entry.result, num_chars))
+    )

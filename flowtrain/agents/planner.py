@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.prompts import ChatTokenizer, PlannerPrompt
-from flowtrain.rollout.engine import Engine
-from flowtrain.seeds import derive_seed
+from flowtrain.agents.prompts import PlannerPrompt
+from flowtrain.engines.protocol import Engine
+from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, Turn, VersionSpan
+from flowtrain.utils.seeds import derive_seed
 
 NO_TOOL = "No matched tool given: "
 
@@ -35,16 +36,22 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What a branch has in common with the turn it leaves: the prompt, and the beginning of the response."""
+class ResponsePrefix:
+    """What a branch has in common with the turn it leaves: the prompt, and the beginning of the
+    response.
+    """
 
     prompt_ids: tuple[int, ...]
     response: Completion
 
     @classmethod
-    def of(cls, turn: Turn, num_tokens: int) -> Opening:
+    def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
         """The first `num_tokens` tokens of a turn's response."""
-        spans = tuple(replace(span, end=min(span.end, num_tokens)) for span in turn.spans if span.start < num_tokens)
+        spans = tuple(
+            replace(span, end=min(span.end, num_tokens))
+            for span in turn.spans
+            if span.start < num_tokens
+        )
         ids, logprobs = turn.response_ids[:num_tokens], turn.response_logprobs[:num_tokens]
         kept = None if turn.response_kept is None else turn.response_kept.first(num_tokens)
         return cls(turn.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, kept))
@@ -52,20 +59,39 @@ class Opening:
     def joined(self, rest: Completion) -> Completion:
         """The whole response, of which `rest` was sampled now."""
         shift = len(self.response.ids)
-        spans = (*self.response.spans, *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans))
-        kept = None if self.response.kept is None or rest.kept is None else self.response.kept + rest.kept
-        return Completion(self.response.ids + rest.ids, self.response.logprobs + rest.logprobs, spans, rest.finish_reason, kept)
+        spans = (
+            *self.response.spans,
+            *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans),
+        )
+        kept = (
+            None
+            if self.response.kept is None or rest.kept is None
+            else self.response.kept + rest.kept
+        )
+        return Completion(
+            self.response.ids + rest.ids,
+            self.response.logprobs + rest.logprobs,
+            spans,
+            rest.finish_reason,
+            kept,
+        )
 
 
 class Planner(Protocol):
-    """Decides the next step. `turn` counts from 0; `seed` is the rollout's; the answer is due within `deadline_s` seconds."""
+    """Decides the next step. `turn` counts from 0; `seed` is the rollout's; the answer is due
+    within `deadline_s` seconds.
+    """
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan: ...
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan: ...
 
     def measure(self, memory: Memory) -> int:
         """Tokens that the steps of the memory take in its prompt."""
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         """Go on where a branch leaves another rollout."""
 
 
@@ -83,45 +109,71 @@ class PolicyPlanner:
     top_k: int = 0
     top_p: float = 1.0
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         """Raises PromptTooLong."""
         prompt_ids = self.encode(task.question, memory)
         if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
             raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        completion = await self.engine.generate(prompt_ids, self._sampling(self.max_new_tokens, turn, seed, deadline_s))
+        completion = await self.engine.generate(
+            prompt_ids, self._sampling(self.max_new_tokens, turn, seed, deadline_s)
+        )
         return self._plan(prompt_ids, completion)
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         opened = opening.response.ids
         sampling = self._sampling(self.max_new_tokens - len(opened), turn, seed, deadline_s)
-        return self._plan(opening.prompt_ids, opening.joined(await self.engine.generate(opening.prompt_ids + opened, sampling)))
+        return self._plan(
+            opening.prompt_ids,
+            opening.joined(await self.engine.generate(opening.prompt_ids + opened, sampling)),
+        )
 
     def measure(self, memory: Memory) -> int:
         return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
 
     def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False))
+        return tuple(
+            self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False)
+        )
 
     def _sampling(self, max_new_tokens: int, turn: int, seed: int, deadline_s: float) -> Sampling:
         deadline_s = min(self.request_timeout_s, deadline_s)
-        return Sampling(max_new_tokens, self.temperature, self.top_k, self.top_p, seed=derive_seed(seed, turn), deadline_s=deadline_s)
+        return Sampling(
+            max_new_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            seed=derive_seed(seed, turn),
+            deadline_s=deadline_s,
+        )
 
     def _plan(self, prompt_ids: tuple[int, ...], completion: Completion) -> Plan:
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        return Plan(prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names))
+        return Plan(
+            prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names)
+        )
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
     """Read the four fields; None when there is no sub-goal or no tool name.
 
-    JSON with the keys justification, context, sub_goal, tool_name; else labelled lines, of which the last "Tool Name:" and the nearest
-    fields before it count. A tool that is not in the toolset keeps the turn: its name becomes "No matched tool given: ...".
+    JSON with the keys justification, context, sub_goal, tool_name; else labelled lines, of which
+    the last "Tool Name:" and the nearest fields before it count. A tool that is not in the toolset
+    keeps the turn: its name becomes "No matched tool given: ...".
     """
     fields = _json_fields(text) or _labelled_fields(text)
     sub_goal, tool_name = fields.get("sub-goal", ""), fields.get("tool name", "")
     if not sub_goal or not tool_name:
         return None
-    return Action(fields.get("justification", ""), fields.get("context", ""), sub_goal, match_tool(tool_name, tool_names))
+    return Action(
+        fields.get("justification", ""),
+        fields.get("context", ""),
+        sub_goal,
+        match_tool(tool_name, tool_names),
+    )
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
@@ -141,17 +193,30 @@ def _json_fields(text: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         return {}
-    keys = {"justification": "justification", "context": "context", "sub_goal": "sub-goal", "tool_name": "tool name"}
+    keys = {
+        "justification": "justification",
+        "context": "context",
+        "sub_goal": "sub-goal",
+        "tool_name": "tool name",
+    }
     # JSON can spell half a surrogate pair, which no tokenizer takes.
-    return {label: str(value[key]).encode(errors="replace").decode().strip() for key, label in keys.items() if value.get(key) is not None}
+    return {
+        label: str(value[key]).encode(errors="replace").decode().strip()
+        for key, label in keys.items()
+        if value.get(key) is not None
+    }
 
 
-_LABEL = re.compile(r"(?:\*\*)?(justification|context|sub-goal|tool name)(?:\*\*)?[ \t]*:(?:\*\*)?", re.IGNORECASE)
+_LABEL = re.compile(
+    r"(?:\*\*)?(justification|context|sub-goal|tool name)(?:\*\*)?[ \t]*:(?:\*\*)?", re.IGNORECASE
+)
 _ORDER = ("justification", "context", "sub-goal", "tool name")
 
 
 def _labelled_fields(text: str) -> dict[str, str]:
-    """Walk the labels backwards from the last tool name; a label that breaks the order ends the walk."""
+    """Walk the labels backwards from the last tool name; a label that breaks the order ends the
+    walk.
+    """
     labels = list(_LABEL.finditer(text))
     names = [label.group(1).casefold() for label in labels]
     if "tool name" not in names:
@@ -161,7 +226,9 @@ def _labelled_fields(text: str) -> dict[str, str]:
     tool_name = re.split(r"\n\s*\n|```", text[labels[last].end() :], maxsplit=1)[0]
     fields = {"tool name": _plain(tool_name)}
     for index in range(last - 1, -1, -1):
-        if names[index] in fields or _ORDER.index(names[index]) > min(_ORDER.index(name) for name in fields):
+        if names[index] in fields or _ORDER.index(names[index]) > min(
+            _ORDER.index(name) for name in fields
+        ):
             break
         fields[names[index]] = _plain(text[labels[index].end() : labels[index + 1].start()])
     return fields

@@ -1,8 +1,10 @@
-"""What the planner reads. What is constant for a question comes first and the memory last, so the prompts of a rollout extend each other.
+"""What the planner reads. What is constant for a question comes first and the memory last, so the
+prompts of a rollout extend each other.
 
-"compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no instructions, no tool descriptions, and the answer
-opened with the field that matters. "full" states the task, the tools, the analysis and all four fields and goes through the model's chat
-template. The prompts of the other modules stand beside these.
+"compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no
+instructions, no tool descriptions, and the answer opened with the field that matters. "full" states
+the task, the tools, the analysis and all four fields and goes through the model's chat template.
+The prompts of the other modules stand beside these.
 """
 
 from __future__ import annotations
@@ -13,31 +15,24 @@ from typing import Protocol
 
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.tools import Tool, ToolCard
+from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Action
 
 
-class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts and parsing need."""
-
-    chat_template: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str: ...
-
-
 class PlannerPrompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt has already written."""
+    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt has already
+    written.
+    """
 
     prefix: str
 
     def render(self, question: str, memory: Memory) -> str: ...
 
     def steps(self, memory: Memory) -> str:
-        """The part of the prompt that grows from turn to turn; what the memory's budget is measured on."""
+        """The part of the prompt that grows from turn to turn; what the memory's budget is measured
+        on.
+        """
 
     def write(self, action: Action) -> str:
         """The answer that parses to `action`, without the prefix; what a scripted expert says."""
@@ -68,26 +63,45 @@ class FullPrompt:
 
     prefix = ""
 
-    def __init__(self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared") -> None:
-        """`order`: "shared" puts the memory last, so that the turns of a rollout share all before it; "paper" puts the rules last."""
+    def __init__(
+        self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared"
+    ) -> None:
+        """`order`: "shared" puts the memory last, so that the turns of a rollout share all before
+        it; "paper" puts the rules last.
+        """
         self._template = TEMPLATES[order]
         self._tools = "\n".join(tool_text(tool.card) for tool in tools)
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
-        message = self._template.format(question=question, analysis=analysis_text(memory), tools=self._tools, memory=self.steps(memory))
-        return self._tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
+        message = self._template.format(
+            question=question,
+            analysis=analysis_text(memory),
+            tools=self._tools,
+            memory=self.steps(memory),
+        )
+        return self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
 
     def steps(self, memory: Memory) -> str:
         return "\n".join([memory_json(memory), *hint_lines(memory)])
 
     def write(self, action: Action) -> str:
-        fields = ("Justification", action.justification), ("Context", action.context), ("Sub-Goal", action.sub_goal)
-        return "\n".join(f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name)))
+        fields = (
+            ("Justification", action.justification),
+            ("Context", action.context),
+            ("Sub-Goal", action.sub_goal),
+        )
+        return "\n".join(
+            f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name))
+        )
 
 
 def compact_steps(memory: Memory) -> list[str]:
-    return [f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)]
+    return [
+        f"{n}. {e.tool_name} | {e.sub_goal} | {e.result}" for n, e in enumerate(memory.entries, 1)
+    ]
 
 
 def hint_lines(memory: Memory) -> list[str]:
@@ -106,10 +120,23 @@ def analysis_text(memory: Memory) -> str:
 
 def tool_text(card: ToolCard) -> str:
     """All that a card says, for a model to choose the tool and to call it."""
-    inputs = "; ".join(f"{p.name} ({p.kind.__name__}{'' if p.is_required else ', optional'}): {p.meaning}" for p in card.parameters)
-    notes = ("Input", inputs), ("Output", card.output), ("Limits", card.limits), ("Advice", card.advice)
+    inputs = "; ".join(
+        f"{p.name} ({p.kind.__name__}{'' if p.is_required else ', optional'}): {p.meaning}"
+        for p in card.parameters
+    )
+    notes = (
+        ("Input", inputs),
+        ("Output", card.output),
+        ("Limits", card.limits),
+        ("Advice", card.advice),
+    )
     examples = [("Example", write_command(arguments)) for arguments in card.examples]
-    return "\n".join([f"- {card.name}: {card.description}", *(f"  {label}: {text}" for label, text in (*notes, *examples) if text)])
+    return "\n".join(
+        [
+            f"- {card.name}: {card.description}",
+            *(f"  {label}: {text}" for label, text in (*notes, *examples) if text),
+        ]
+    )
 
 
 _TASK = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and its tool.
@@ -133,5 +160,8 @@ Tool Name: name of the tool"""
 _MEMORY = """Steps so far:
 {memory}"""
 
-TEMPLATES = {"shared": "\n\n".join([_TASK, _RULES, _MEMORY]), "paper": "\n\n".join([_TASK, _MEMORY, _RULES])}
+TEMPLATES = {
+    "shared": "\n\n".join([_TASK, _RULES, _MEMORY]),
+    "paper": "\n\n".join([_TASK, _MEMORY, _RULES]),
+}
 """By `agent.prompt_order`."""

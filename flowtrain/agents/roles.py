@@ -1,4 +1,6 @@
-"""Who does what: the modules around the planner as `[roles]` says. A role without an engine is done by rules, the analyst's by nobody."""
+"""Who does what: the modules around the planner as `[roles]` says. A role without an engine is done
+by rules, the analyst's by nobody.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,33 @@ from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.generator import Generator, LLMGenerator
 from flowtrain.agents.prompts import tool_text
 from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
-from flowtrain.agents.tools import Tool
 from flowtrain.agents.verifier import LLMVerifier, Verifier
-from flowtrain.rollout.chat import ChatEngine
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.tools import Tool
 
 Chats = Mapping[str, ChatEngine]
 """The engine of every role that has one."""
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles that a flow is made of, beside the planner."""
-NO_ENGINE = ("none", "rules", cfg.OWN)
-"""What `[roles]` says where no chat engine is asked."""
 
 
 def make_analyst(agent: cfg.Agent, tools: Mapping[str, Tool], chats: Chats) -> Analyst | None:
     timeout_s = min(agent.module_timeout_s, agent.rollout_timeout_s)
-    return LLMAnalyst(chats["analyst"], tools_text(tools), timeout_s) if "analyst" in chats else None
+    return (
+        LLMAnalyst(chats["analyst"], tools_text(tools), timeout_s) if "analyst" in chats else None
+    )
 
 
 def make_executor(agent: cfg.Agent, tools: Mapping[str, Tool], chats: Chats) -> Executor:
     if "executor" not in chats:
         return RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
-    return LLMExecutor(chats["executor"], tools, agent.tool_timeout_s, agent.module_timeout_s, agent.max_result_chars)
+    return LLMExecutor(
+        chats["executor"],
+        tools,
+        agent.tool_timeout_s,
+        agent.module_timeout_s,
+        agent.max_result_chars,
+    )
 
 
 def make_verifier(rules: Verifier, tools: Mapping[str, Tool], chats: Chats) -> Verifier:
@@ -51,7 +59,9 @@ def make_refiner(config: cfg.Config, chats: Chats) -> Refiner | None:
 
 def unfilled(roles: cfg.Roles, chats: Chats) -> Sequence[str]:
     """Modules that are to be done by a language model which nobody has started."""
-    return [role for role in MODULES if getattr(roles, role) not in NO_ENGINE and role not in chats]
+    return [
+        role for role in MODULES if getattr(roles, role) not in cfg.NO_ENGINE and role not in chats
+    ]
 
 
 def tools_text(tools: Mapping[str, Tool]) -> str:
@@ -59,7 +69,9 @@ def tools_text(tools: Mapping[str, Tool]) -> str:
 
 
 def prompt_hashes() -> dict[str, str]:
-    """A short digest of every prompt template by its role, for the manifest of a run: the same texts, the same digests."""
+    """A short digest of every prompt template by its role, for the manifest of a run: the same
+    texts, the same digests.
+    """
     templates = {
         **{f"planner/{order}": template for order, template in prompts.TEMPLATES.items()},
         "analyst": analyst.PROMPT,
@@ -68,4 +80,7 @@ def prompt_hashes() -> dict[str, str]:
         "generator": generator.PROMPT,
         "refiner": refiner.PROMPT,
     }
-    return {name: hashlib.sha256(template.encode()).hexdigest()[:16] for name, template in templates.items()}
+    return {
+        name: hashlib.sha256(template.encode()).hexdigest()[:16]
+        for name, template in templates.items()
+    }

@@ -7,7 +7,8 @@ import re
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.prompts import ChatTokenizer, analysis_text, compact_steps, memory_json
+from flowtrain.agents.prompts import analysis_text, compact_steps, memory_json
+from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import Verdict
 
 
@@ -50,30 +51,40 @@ class FullVerdictPrompt:
 
     def render(self, question: str, memory: Memory) -> str:
         conversation = [{"role": "user", "content": verdict_message(question, memory, self._tools)}]
-        return self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return self._tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
 
     def write(self, verdict: Verdict) -> str:
         return f"Conclusion: {verdict.value}"
 
 
 def verdict_message(question: str, memory: Memory, tools: str) -> str:
-    return PROMPT.format(question=question, analysis=analysis_text(memory), tools=tools, memory=memory_json(memory))
+    return PROMPT.format(
+        question=question, analysis=analysis_text(memory), tools=tools, memory=memory_json(memory)
+    )
 
 
 def read_verdict(reply: str) -> Verdict | None:
-    """The verdict of a policy, whose last line must be the very words that were asked for; None where it is malformed."""
+    """The verdict of a policy, whose last line must be the very words that were asked for; None
+    where it is malformed.
+    """
     last = reply.strip().rpartition("\n")[2].strip()
     return next((verdict for verdict in Verdict if last == f"Conclusion: {verdict.value}"), None)
 
 
-_CONCLUSION = re.compile(r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE)
+_CONCLUSION = re.compile(
+    r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE
+)
 """Not the form that was asked for, word for word: "Conclusion: STOP or CONTINUE"."""
 
 
 def parse_verdict(reply: str) -> Verdict:
-    """The last "Conclusion: STOP" or "Conclusion: CONTINUE"; or the field "stop_signal" of a JSON object; else CONTINUE.
+    """The last "Conclusion: STOP" or "Conclusion: CONTINUE"; or the field "stop_signal" of a JSON
+    object; else CONTINUE.
 
-    The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text, "do not stop yet" included.
+    The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text, "do not stop
+    yet" included.
     """
     try:
         match json.loads(reply):

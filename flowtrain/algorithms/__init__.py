@@ -1,9 +1,11 @@
-"""One file per algorithm: rewards in, advantages and token weights out. Plain Python on plain records."""
+"""One file per algorithm: rewards in, advantages and token weights out. Plain Python on plain
+records.
+"""
 
-from flowtrain.algorithms.advantages import Advantages
 from flowtrain.algorithms.appo import appo
+from flowtrain.algorithms.base import TrainBatch
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.algorithms.infoflow import infoflow
-from flowtrain.algorithms.screen import screen
+from flowtrain.algorithms.sample_filter import filter_samples
 
-__all__ = ["Advantages", "appo", "flow_grpo", "infoflow", "screen"]
+__all__ = ["TrainBatch", "appo", "filter_samples", "flow_grpo", "infoflow"]

@@ -1,7 +1,9 @@
-"""InfoFlow (arXiv 2510.26575): reward what was found out on the way, so that groups without a right answer teach something too.
+"""InfoFlow (arXiv 2510.26575): reward what was found out on the way, so that groups without a right
+answer teach something too.
 
-R = R_final + w * (weight of the solved sub-goals), w = 0.3, then GRPO's statistics as in `flow_grpo`. Rollouts that were given a hint
-have it easier: they are compared with all of their group, or among themselves.
+R = R_final + w * (weight of the solved sub-goals), w = 0.3, then GRPO's statistics as in
+`flow_grpo`. Rollouts that were given a hint have it easier: they are compared with all of their
+group, or among themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from flowtrain.algorithms.advantages import Advantages
+from flowtrain.algorithms.base import TrainBatch
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.types import Group, PolicyName, Sample, Trajectory
 
@@ -25,12 +27,13 @@ def infoflow(
     num_minibatches: int = 1,
     num_groups: int | None = None,
     policy: PolicyName = "planner",
-) -> Advantages:
+) -> TrainBatch:
     """`flow_grpo` of R.
 
     Args:
         sub_goal_weight: w.
-        splits_hinted: compare hinted rollouts of a question with each other and the others with each other, as two groups.
+        splits_hinted: compare hinted rollouts of a question with each other and the others with
+            each other, as two groups.
         The others: as for `flow_grpo`.
     """
     num_groups = len(groups) if num_groups is None else num_groups
@@ -38,12 +41,14 @@ def infoflow(
     num_dropped, num_excluded = 0, Counter[str]()
     for group in map(partial(_rewarded, weight=sub_goal_weight), groups):
         for members in _by_hint(group) if splits_hinted else [range(len(group.trajectories))]:
-            part = replace(group, trajectories=tuple(group.trajectories[member] for member in members))
+            part = replace(
+                group, trajectories=tuple(group.trajectories[member] for member in members)
+            )
             out = flow_grpo([part], mode, num_minibatches, num_groups, policy)
             samples += [_placed(sample, members) for sample in out.samples]
             num_dropped += out.num_dropped
             num_excluded.update(out.num_excluded)
-    return Advantages(tuple(samples), num_dropped, num_excluded)
+    return TrainBatch(tuple(samples), num_dropped, num_excluded)
 
 
 def _rewarded(group: Group, weight: float) -> Group:
@@ -58,7 +63,10 @@ def _rewarded(group: Group, weight: float) -> Group:
 
 def _by_hint(group: Group) -> list[list[int]]:
     """Who read no hint, and who did; without an empty half."""
-    halves = [[n for n, t in enumerate(group.trajectories) if (t.hint_turn is not None) == hinted] for hinted in (False, True)]
+    halves = [
+        [n for n, t in enumerate(group.trajectories) if (t.hint_turn is not None) == hinted]
+        for hinted in (False, True)
+    ]
     return [half for half in halves if half]
 
 

@@ -10,15 +10,20 @@ from flowtrain.config.section import Section
 
 OWN = "own"
 """What `[roles]` says where a module is a policy besides the planner."""
+NO_ENGINE = ("none", "rules", OWN)
+"""What `[roles]` says where no chat engine is asked."""
 
 
 class Agent(Section):
     prompt: Literal["compact", "full"] = "compact"
-    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all four fields, through the chat template"""
+    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
+    four fields, through the chat template"""
     prompt_order: Literal["shared", "paper"] = "shared"
-    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost less; paper has AgentFlow's order"""
+    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost
+    less; paper has AgentFlow's order"""
     tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
-    """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of installed packages (docs/tools.md)"""
+    """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of
+    installed packages (docs/tools.md)"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -30,9 +35,11 @@ class Agent(Section):
     tool_timeout_s: PositiveFloat = 2.0
     """seconds per tool command"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for python_packages, bubblewrap, or, without it, limits"""
+    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for
+    python_packages, bubblewrap, or, without it, limits"""
     python_packages: tuple[str, ...] = ()
-    """installed packages that the code may import, with what is installed beside them: ["numpy", "sympy"]"""
+    """installed packages that the code may import, with what is installed beside them: ["numpy",
+    "sympy"]"""
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
     """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
     code_memory_mb: int = Field(512, ge=64)
@@ -40,9 +47,11 @@ class Agent(Section):
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory keeps"""
     memory_tokens: int = Field(0, ge=0)
-    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first, commands never; 0: no bound"""
+    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
+    commands never; 0: no bound"""
     module_timeout_s: PositiveFloat = 120.0
-    """seconds that analyst, executor, verifier and generator may take for one reply, retries included"""
+    """seconds that analyst, executor, verifier and generator may take for one reply, retries
+    included"""
 
     @field_validator("tools")
     @classmethod
@@ -54,7 +63,8 @@ class Agent(Section):
 
 class Chat(Section):
     kind: Literal["openai", "torch", "vllm"] = "openai"
-    """openai: an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, ...); torch, vllm: a frozen model started here"""
+    """openai: an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, ...); torch, vllm: a
+    frozen model started here"""
     model: str = ""
     """name at the endpoint; folder or hub name for torch and vllm"""
     base_url: str = "https://api.openai.com/v1"
@@ -81,37 +91,46 @@ class Roles(Section):
     analyst: str = "none"
     """who analyses the question before the first turn: none, policy, or a name in [engines]"""
     executor: str = "rules"
-    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or a name in [engines]"""
+    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or
+    a name in [engines]"""
     verifier: str = "rules"
-    """who decides between STOP and CONTINUE: rules, policy, own (a policy besides the planner: train.policy), or a name in [engines]"""
+    """who decides between STOP and CONTINUE: rules, policy, own (a policy besides the planner:
+    train.policy), or a name in [engines]"""
     generator: str = "rules"
     """who writes the answer: rules, policy, or a name in [engines]"""
     tools: str = "none"
     """the model inside tools that want one: none, policy, or a name in [engines]"""
     refiner: str = "none"
-    """who makes short evidence of what a search found, before the memory gets it: none, rules, policy, or a name in [engines]"""
+    """who makes short evidence of what a search found, before the memory gets it: none, rules,
+    policy, or a name in [engines]"""
     judge: str = "none"
     """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
 
     @model_validator(mode="after")
     def _own_policies(self) -> Roles:
         if others := [role for role, name in self if role != "verifier" and name == OWN]:
-            raise ValueError(f"roles.{others[0]}={OWN!r}: of the roles only the verifier can be a policy of its own")
+            raise ValueError(
+                f"roles.{others[0]}={OWN!r}: of the roles only the verifier can be a policy of its "
+                "own"
+            )
         return self
 
 
 class Policy(Section):
     path: str = ""
-    """folder or hub name of the model, where train.policy names another policy; the trained one's is model.path"""
+    """folder or hub name of the model, where train.policy names another policy; the trained one's
+    is model.path"""
     temperature: PositiveFloat | None = None
-    """of the verifier, in sampling and in the log-probs of training; unset, and for the planner: rollout.temperature"""
+    """of the verifier, in sampling and in the log-probs of training; unset, and for the planner:
+    rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
     """tokens per response of the verifier; unset, and for the planner: rollout.max_new_tokens"""
 
 
 class Judge(Section):
     cache: str = "runs/judge.sqlite"
-    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may share it"""
+    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may
+    share it"""
     max_concurrency: PositiveInt = 32
     """questions under way at a time, per rank"""
     deadline_s: PositiveFloat = 300.0

@@ -11,17 +11,21 @@ from flowtrain.config.section import Section
 
 class Algorithm(Section):
     name: Literal["flow_grpo", "appo", "infoflow"] = "flow_grpo"
-    """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn rewards, stuck rollouts get hints"""
+    """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
+    rewards, stuck rollouts get hints"""
     mode: Literal["paper", "released"] = "paper"
-    """paper: nested means, statistics over trajectories; released: token mean, statistics over turns, clip 0.2/0.3, dual clip 3"""
+    """paper: nested means, statistics over trajectories; released: token mean, statistics over
+    turns, clip 0.2/0.3, dual clip 3"""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or CISPO's bounded ratio"""
+    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or
+    CISPO's bounded ratio"""
     clip_low: float | None = Field(None, ge=0, le=1)
     """ratio is clipped below 1 - clip_low; unset: 0.2, with m2po 0.95"""
     clip_high: float | None = Field(None, ge=0)
     """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released), with m2po 20"""
     dual_clip: float | None = Field(None, gt=1)
-    """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3 (released)"""
+    """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3
+    (released)"""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL to the reference policy, the model that training started from"""
     kl_coef: float = Field(0.001, ge=0)
@@ -29,11 +33,14 @@ class Algorithm(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     tis: float | None = Field(None, gt=0)
-    """truncated importance sampling (decoupled PPO): weigh tokens by min(pi_trainer / pi_sampler, tis); needs train.rescore"""
+    """truncated importance sampling (decoupled PPO): weigh tokens by min(pi_trainer / pi_sampler,
+    tis); needs train.rescore"""
     mis: tuple[float, float] | None = None
-    """masked importance sampling: drop tokens whose pi_trainer / pi_sampler is outside [low, high]; needs train.rescore"""
+    """masked importance sampling: drop tokens whose pi_trainer / pi_sampler is outside [low, high];
+    needs train.rescore"""
     m2po: float | None = Field(None, gt=0)
-    """M2PO, for stale rollouts: clip a mini-batch as wide as keeps the mean square of leaving log-ratios at this, say 0.04; unset: off"""
+    """M2PO, for stale rollouts: clip a mini-batch as wide as keeps the mean square of leaving
+    log-ratios at this, say 0.04; unset: off"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
 
@@ -43,30 +50,44 @@ class Algorithm(Section):
         """The clips that are unset follow the mode, so the stored config shows what really ran."""
         if not isinstance(data, dict):
             return data
-        released, appo, m2po = data.get("mode") == "released", data.get("name") == "appo", data.get("m2po") is not None
+        released, appo, m2po = (
+            data.get("mode") == "released",
+            data.get("name") == "appo",
+            data.get("m2po") is not None,
+        )
         clip_high = 20.0 if m2po else 0.28 if appo else 0.3 if released else 0.2
-        return {"clip_low": 0.95 if m2po else 0.2, "clip_high": clip_high, **({"dual_clip": 3.0} if released or appo else {}), **data}
+        return {
+            "clip_low": 0.95 if m2po else 0.2,
+            "clip_high": clip_high,
+            **({"dual_clip": 3.0} if released or appo else {}),
+            **data,
+        }
 
 
 class Appo(Section):
     num_roots: PositiveInt = 4
-    """N: rollouts of a question that begin with it; branches of these fill up the M = rollout.group_size"""
+    """N: rollouts of a question that begin with it; branches of these fill up the M =
+    rollout.group_size"""
     rule: Literal["score", "entropy", "arpo"] = "score"
-    """where to branch: score: entropy x decayed future ratio; entropy: its first factor; arpo: after tools that raised the entropy"""
+    """where to branch: score: entropy x decayed future ratio; entropy: its first factor; arpo:
+    after tools that raised the entropy"""
     spread: Literal["root", "question"] = "root"
     """root: as many branches from every root; question: the best places of all roots"""
     spacing: int = Field(16, ge=0)
     """tokens that two branches of a root are apart, at least"""
     keep_token: bool = False
-    """a branch keeps the token it was chosen for and goes on after it (the released code), instead of sampling that one anew"""
+    """a branch keeps the token it was chosen for and goes on after it (the released code), instead
+    of sampling that one anew"""
     omega: Literal["reference", "behavior"] = "reference"
-    """denominator of the future ratio: the policy that training started from, or the sampler's log-probs (for stale rollouts)"""
+    """denominator of the future ratio: the policy that training started from, or the sampler's
+    log-probs (for stale rollouts)"""
     gamma: float = Field(1.0, ge=0, le=1)
     """decay per token of the future ratio in the branching score"""
     clip: float = Field(0.2, gt=0, lt=1)
     """the future ratio in the branching score is clipped to 1 - clip and 1 + clip"""
     future_coef: float = Field(1.0, ge=0)
-    """b in A (1 + b A_fut): how much the future ratio adds to an advantage; 0: off, and the loss is as cheap as Flow-GRPO's"""
+    """b in A (1 + b A_fut): how much the future ratio adds to an advantage; 0: off, and the loss is
+    as cheap as Flow-GRPO's"""
     future_half_life: PositiveFloat = 64.0
     """tokens after which a ratio counts half in A_fut"""
     future_low: float = Field(1.0, ge=0)
@@ -81,7 +102,8 @@ class Infoflow(Section):
     hint_rate: float = Field(0.5, ge=0, le=1)
     """share of the rollouts that may get a hint, at the first step; 0: no hints"""
     hint_until: float = Field(0.5, gt=0, le=1)
-    """share of the steps after which there are none any more; the rate falls linearly to 0 until then"""
+    """share of the steps after which there are none any more; the rate falls linearly to 0 until
+    then"""
     hint_turn: PositiveInt = 2
     """first turn, counted from 0, that may read a hint"""
     hint_patience: PositiveInt = 1

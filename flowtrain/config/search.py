@@ -11,13 +11,16 @@ from flowtrain.config.section import Section
 
 class WebSearch(Section):
     provider: Literal["google", "serper", "searxng", "corpus"] = "serper"
-    """google: Programmable Search; serper: serper.dev; searxng: an instance of yours; corpus: the passages of [corpus], offline"""
+    """google: Programmable Search; serper: serper.dev; searxng: an instance of yours; corpus: the
+    passages of [corpus], offline"""
     base_url: str = ""
     """address of the service; empty: the provider's own (an instance of SearXNG has to be named)"""
     api_key_env: str = ""
-    """environment variable that holds the key; empty: GOOGLE_API_KEY or SERPER_API_KEY, by provider"""
+    """environment variable that holds the key; empty: GOOGLE_API_KEY or SERPER_API_KEY, by provider
+    """
     cx_env: str = "GOOGLE_CX"
-    """provider = "google": environment variable that holds the id of the Programmable Search engine"""
+    """provider = "google": environment variable that holds the id of the Programmable Search engine
+    """
     num_results: int = Field(10, ge=1, le=10)
     """hits per query"""
 
@@ -43,7 +46,8 @@ class WebReader(Section):
     ports: tuple[int, ...] = (80, 443)
     """ports that may be asked"""
     allow_private: bool = False
-    """read private, loopback and other addresses that are not on the public internet too; for intranets"""
+    """read private, loopback and other addresses that are not on the public internet too; for
+    intranets"""
     chunk_words: PositiveInt = 200
     """words per chunk of a page (AgentFlow: 200)"""
     overlap_words: int = Field(20, ge=0)

@@ -8,4 +8,10 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the file; a key it does not know is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )

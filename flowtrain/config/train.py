@@ -10,7 +10,8 @@ from flowtrain.types import PolicyName
 
 class Train(Section):
     policy: PolicyName = "planner"
-    """which module is trained; the other policy, if there is one, stays what policies.NAME.path holds"""
+    """which module is trained; the other policy, if there is one, stays what policies.NAME.path
+    holds"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
@@ -28,16 +29,21 @@ class Train(Section):
     num_minibatches: PositiveInt = 2
     """optimizer steps per batch of rollouts"""
     token_budget: PositiveInt = 8192
-    """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row of its own"""
+    """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row
+    of its own"""
     recompute: bool = False
-    """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory for about a third more time"""
+    """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory
+    for about a third more time"""
     compile: bool = False
     """compile each decoder layer"""
     reshard: bool = True
-    """layers of models of over 50 M parameters gather their weights anew for the backward pass; false: they keep them gathered"""
+    """layers of models of over 50 M parameters gather their weights anew for the backward pass;
+    false: they keep them gathered"""
     offload: bool = False
-    """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU, and step there"""
+    """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU,
+    and step there"""
     peak_tflops: float = Field(0.0, ge=0)
-    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for common GPUs in bfloat16, else no MFU"""
+    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for
+    common GPUs in bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""

@@ -1,7 +1,8 @@
 """The dataflow between rollout nodes and trainers: serve it, look at it, check it.
 
-Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 the audit or the replay found something or nobody answers, 2 the command was not understood.
+Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is
+the token for it. Exit codes: 0 all is well, 1 the audit or the replay found something or nobody
+answers, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain import serving
 from flowtrain.config import Config
+from flowtrain.config.options import parse
 from flowtrain.dataflow import local_pool
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.show import status_text
-from flowtrain.options import parse
 from flowtrain.types import UserError
+from flowtrain.utils import serving
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -49,13 +50,17 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     ledger = open_ledger(_config(rest), options.database)
     what = f"run {ledger.run}"
-    serving.serve(what, lambda token: Service(ledger, ledger.run, token), options.host, options.port)
+    serving.serve(
+        what, lambda token: Service(ledger, ledger.run, token), options.host, options.port
+    )
     return 0
 
 
 def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _nothing_else(rest)
-    with Client(options.url, os.environ.get(serving.TOKEN_VARIABLE, ""), wait_s=options.wait) as client:
+    with Client(
+        options.url, os.environ.get(serving.TOKEN_VARIABLE, ""), wait_s=options.wait
+    ) as client:
         if options.json:
             print(json.dumps(client.status(), indent=1))
             return 0
@@ -81,7 +86,10 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"problems": audit.problems, "counts": audit.counts}, indent=1))
     else:
-        print(", ".join(f"{num:,} {name}" for name, num in audit.counts.items()) or "nothing has happened yet")
+        print(
+            ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
+            or "nothing has happened yet"
+        )
         print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
     return 1 if audit.problems else 0
 
@@ -96,8 +104,14 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
     ledger = open_ledger(_config(rest), options.database)
     found = replay(ledger)
     ledger.close()
-    print(f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} batches decided about")
-    print("\n".join(f"differs: {difference}" for difference in found.differences) or "every decision comes out as it was")
+    print(
+        f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} "
+        "batches decided about"
+    )
+    print(
+        "\n".join(f"differs: {difference}" for difference in found.differences)
+        or "every decision comes out as it was"
+    )
     return 1 if found.differences else 0
 
 
@@ -108,7 +122,13 @@ def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _nothing_else(rest)
     with reading(options.database) as transaction:
         timeline = read_timeline(transaction)
-    print(draw_timeline(timeline, Path(options.out), f"{Path(options.database).name}: {len(timeline.pushes):,} groups"))
+    print(
+        draw_timeline(
+            timeline,
+            Path(options.out),
+            f"{Path(options.database).name}: {len(timeline.pushes):,} groups",
+        )
+    )
     return 0
 
 
@@ -125,24 +145,56 @@ def _nothing_else(rest: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,status,pool,audit,replay,picture}")
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False
+    )
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="{serve,status,pool,audit,replay,picture}"
+    )
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
-    server = _add(commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example)
-    server.usage = f"{_COMMAND} serve --database DATABASE [--host HOST] [--port PORT] [--config FILE.toml] [--section.key VALUE ...]"
-    server.epilog = f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its --help; [dataflow] is read here."
+    server = _add(
+        commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example
+    )
+    server.usage = (
+        f"{_COMMAND} serve --database DATABASE [--host HOST] [--port PORT] [--config FILE.toml] "
+        "[--section.key VALUE ...]"
+    )
+    server.epilog = (
+        f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
+        "--help; [dataflow] is read here."
+    )
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP")
+    server.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP",
+    )
     server.add_argument("--port", type=_port, default=8400, help="0: any free one (default: 8400)")
 
     status = _add(
-        commands, "status", _status, "rates, buffers, staleness, nodes; a table that goes on in a terminal", "status http://host:8400"
+        commands,
+        "status",
+        _status,
+        "rates, buffers, staleness, nodes; a table that goes on in a terminal",
+        "status http://host:8400",
     )
     status.add_argument("url", metavar="URL", help="of the service")
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
-    status.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
-    status.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)")
+    status.add_argument(
+        "--every",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="seconds between two looks (default: 2)",
+    )
+    status.add_argument(
+        "--wait",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds to wait for an answer (default: 10)",
+    )
 
     pool = _add(
         commands,
@@ -153,35 +205,67 @@ def _parser() -> argparse.ArgumentParser:
     )
     local_pool.add_arguments(pool)
 
-    audit = _add(commands, "audit", _audit, "check that nothing was lost and nothing trained twice", "audit --database runs/a/flow.sqlite")
+    audit = _add(
+        commands,
+        "audit",
+        _audit,
+        "check that nothing was lost and nothing trained twice",
+        "audit --database runs/a/flow.sqlite",
+    )
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
 
     example = "replay --config configs/quickstart.toml --database runs/a/flow.sqlite"
-    again = _add(commands, "replay", _replay, "make every decision of the rules again, and tell the first that differs", example)
-    again.usage = f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+    again = _add(
+        commands,
+        "replay",
+        _replay,
+        "make every decision of the rules again, and tell the first that differs",
+        example,
+    )
+    again.usage = (
+        f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+    )
     again.epilog = f"{again.epilog}. The options are those that the service has."
     _add_database(again, "it may be in use")
 
     example = "picture --database runs/a/flow.sqlite"
-    picture = _add(commands, "picture", _picture, "draw rates, rewards, versions and staleness over time", example)
+    picture = _add(
+        commands,
+        "picture",
+        _picture,
+        "draw rates, rewards, versions and staleness over time",
+        example,
+    )
     _add_database(picture, "it may be in use")
     picture.add_argument("--out", default="flow.png", help="PNG to write (default: flow.png)")
     return parser
 
 
 def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object, what: str, example: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: object,
+    what: str,
+    example: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=what, description=f"{what}.", epilog=f"example: {_COMMAND} {example}", allow_abbrev=False
+        name,
+        help=what,
+        description=f"{what}.",
+        epilog=f"example: {_COMMAND} {example}",
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     return parser
 
 
 def _add_database(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--database", required=True, help=f"path of an SQLite file, or postgresql://user@host/name; {what}")
+    parser.add_argument(
+        "--database",
+        required=True,
+        help=f"path of an SQLite file, or postgresql://user@host/name; {what}",
+    )
 
 
 def _port(text: str) -> int:

@@ -1,7 +1,8 @@
 """A dataflow behind a URL.
 
-Requests that may be answered later are sent again, after pauses that grow, until the caller's deadline. httpx2 speaks HTTP; its time limits
-are for a single read or write, so an asyncio loop on a thread of its own adds the one that counts: for the whole.
+Requests that may be answered later are sent again, after pauses that grow, until the caller's
+deadline. httpx2 speaks HTTP; its time limits are for a single read or write, so an asyncio loop on
+a thread of its own adds the one that counts: for the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import httpx2
 
-from flowtrain import __version__, serving
+from flowtrain import __version__
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
     Batch,
@@ -38,8 +39,18 @@ from flowtrain.dataflow.contract import (
     Renewed,
     Unavailable,
 )
-from flowtrain.dataflow.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PASSING, PREFIX, RUN_HEADER, SLOWEST, Problem
-from flowtrain.rollout.threads import Ended, LoopThread
+from flowtrain.dataflow.wire import (
+    MAX_WAIT_S,
+    MEDIA_TYPE,
+    METHODS,
+    PASSING,
+    PREFIX,
+    RUN_HEADER,
+    SLOWEST,
+    Problem,
+)
+from flowtrain.utils import serving
+from flowtrain.utils.threads import Ended, LoopThread
 
 _log = logging.getLogger(__name__)
 
@@ -69,15 +80,20 @@ class _Passing(Exception):
 
 
 class Client:
-    """See `contract.Dataflow`. To be shared between threads; from a coroutine: `await asyncio.to_thread(client.lease, request)`."""
+    """See `contract.Dataflow`. To be shared between threads; from a coroutine: `await
+    asyncio.to_thread(client.lease, request)`.
+    """
 
-    def __init__(self, url: str, token: str = "", wait_s: float = 1800.0, attempt_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str, token: str = "", wait_s: float = 1800.0, attempt_s: float = 30.0
+    ) -> None:
         """
         Args:
             url: Of the service, without "/v1".
             token: Goes along as `Authorization: Bearer`; never to another address than `url`.
             wait_s: Until a call gives up with Unavailable, all its attempts together.
-            attempt_s: Until an attempt counts as failed; what is long has more, by its length, and so has what is to wait.
+            attempt_s: Until an attempt counts as failed; what is long has more, by its length, and
+                so has what is to wait.
 
         Raises:
             UserError: the URL or the token cannot be used.
@@ -85,10 +101,16 @@ class Client:
         self.url, self._wait_s, self._attempt_s = serving.check_url(url), wait_s, attempt_s
         self._run: dict[str, str] = {}
         self._calls: set[asyncio.Task[Any]] = set()
-        headers = {"Content-Type": MEDIA_TYPE, "Accept-Encoding": "identity", "User-Agent": f"flowtrain/{__version__}"}
+        headers = {
+            "Content-Type": MEDIA_TYPE,
+            "Accept-Encoding": "identity",
+            "User-Agent": f"flowtrain/{__version__}",
+        }
         if token:
             headers["Authorization"] = f"Bearer {serving.check_token(token)}"
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0)
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0
+        )
         self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
         self._thread = LoopThread("dataflow-client")
 
@@ -138,14 +160,21 @@ class Client:
         try:
             return self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
         except (Ended, TimeoutError):
-            raise Unavailable(f"{self.url}: nobody waits for an answer to {name} any longer") from None
+            raise Unavailable(
+                f"{self.url}: nobody waits for an answer to {name} any longer"
+            ) from None
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Attempts until one succeeds, is refused, or the time is up."""
         body, problem = b"" if request is None else pack(request), "it is silent"
         if len(body) > METHODS[name].max_bytes:
-            raise Refused(f"{name}: a request of {len(body)} bytes, the service takes {METHODS[name].max_bytes}")
-        limit_s = self._attempt_s + len(body) / SLOWEST + min(getattr(request, "wait_s", 0.0), MAX_WAIT_S)
+            raise Refused(
+                f"{name}: a request of {len(body)} bytes, the service takes "
+                f"{METHODS[name].max_bytes}"
+            )
+        limit_s = (
+            self._attempt_s + len(body) / SLOWEST + min(getattr(request, "wait_s", 0.0), MAX_WAIT_S)
+        )
         try:
             async with self._call(), asyncio.timeout(deadline - time.monotonic()):
                 for attempt in itertools.count():
@@ -154,16 +183,27 @@ class Client:
                     except _Passing as failed:
                         problem, pause_s = str(failed), max(failed.pause_s, _pause(attempt))
                     if attempt == _SAY_AFTER:
-                        _log.warning("%s: %s; %s is asked again for up to %g s", self.url, problem, name, self._wait_s)
+                        _log.warning(
+                            "%s: %s; %s is asked again for up to %g s",
+                            self.url,
+                            problem,
+                            name,
+                            self._wait_s,
+                        )
                     await asyncio.sleep(pause_s)
         except TimeoutError:
-            raise Unavailable(f"{self.url} did not answer {name} within {self._wait_s:g} s: {problem}") from None
+            raise Unavailable(
+                f"{self.url} did not answer {name} within {self._wait_s:g} s: {problem}"
+            ) from None
         raise AssertionError("the attempts end by themselves")
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
         url, run = f"{self.url}{PREFIX}{name}", {} if name in _OPENING else self._run
         try:
-            async with asyncio.timeout(limit_s) as patience, self._http.stream("POST", url, content=body, headers=run) as response:
+            async with (
+                asyncio.timeout(limit_s) as patience,
+                self._http.stream("POST", url, content=body, headers=run) as response,
+            ):
                 content = await _read(response, patience)
         except TimeoutError:
             raise _Passing(f"no answer within {limit_s:.0f} s") from None
@@ -209,7 +249,9 @@ def _decoded(content: bytes, kind: Any) -> Any:
     try:
         return unpack(content, kind)
     except Refused as error:
-        raise _Passing(f"an answer that is none ({str(error)[:200]}); is this the address of a dataflow?") from error
+        raise _Passing(
+            f"an answer that is none ({str(error)[:200]}); is this the address of a dataflow?"
+        ) from error
 
 
 def _words(content: bytes) -> str:
@@ -221,8 +263,12 @@ def _words(content: bytes) -> str:
 
 
 def _pause(attempt: int) -> float:
-    """Twice as long from attempt to attempt, give or take a half, so that nodes that were cut off together do not come back together."""
-    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
+    """Twice as long from attempt to attempt, give or take a half, so that nodes that were cut off
+    together do not come back together.
+    """
+    return float(
+        min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
+    )
 
 
 def _seconds(header: str) -> float:

@@ -1,4 +1,5 @@
-"""Messages and groups as bytes: MessagePack by the annotations of the records, so what has a wrong type or field is refused.
+"""Messages and groups as bytes: MessagePack by the annotations of the records, so what has a wrong
+type or field is refused.
 
 A group is compressed, for the prompts of its turns repeat each other.
 """

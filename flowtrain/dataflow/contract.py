@@ -1,11 +1,14 @@
 """What rollout nodes and trainers ask of the dataflow, and what it answers.
 
-A node joins, leases units (one task each, of which it makes a group of G rollouts), renews its leases while it works and pushes each
-group once it is done. A trainer registers the policy it trains, asks for the batch of a step, and says which weight version it has
-published and up to which step its checkpoint reaches. `Ledger` answers out of a database, `Client` by asking a service that has one.
+A node joins, leases units (one task each, of which it makes a group of G rollouts), renews its
+leases while it works and pushes each group once it is done. A trainer registers the policy it
+trains, asks for the batch of a step, and says which weight version it has published and up to which
+step its checkpoint reaches. `Ledger` answers out of a database, `Client` by asking a service that
+has one.
 
-Times are durations in seconds of the ledger's clock, so clocks of nodes may differ. Weight version v is the policy after v steps: step s
-trains version s - 1 into version s. Every request may be sent again: the answer is the same and nothing happens twice.
+Times are durations in seconds of the ledger's clock, so clocks of nodes may differ. Weight version
+v is the policy after v steps: step s trains version s - 1 into version s. Every request may be sent
+again: the answer is the same and nothing happens twice.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ PROTOCOL = 1
 
 
 class Refused(Exception):
-    """What was asked cannot be had, and asking again will not change it: an unknown policy, another model, a malformed group."""
+    """What was asked cannot be had, and asking again will not change it: an unknown policy, another
+    model, a malformed group.
+    """
 
 
 class Unavailable(Exception):
@@ -35,7 +40,8 @@ class PolicyState:
     version: int
     """The newest that can be pulled."""
     store: str
-    """Where: folder or URL of the weight store, as the trainer sees it; a node may know a better way."""
+    """Where: folder or URL of the weight store, as the trainer sees it; a node may know a better
+    way."""
     layout: str
     """Digest of names, shapes and dtypes of the weights and of the tokenizer."""
 
@@ -49,7 +55,8 @@ class Join:
     life: str
     """Random, of this process."""
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """By policy, of the models that the node samples with; checked against those of trainers that have registered."""
+    """By policy, of the models that the node samples with; checked against those of trainers that
+    have registered."""
     protocol: int = PROTOCOL
 
 
@@ -74,7 +81,8 @@ class LeaseRequest:
     versions: Mapping[str, int] = field(default_factory=dict)
     """By policy, the weights that the node samples with."""
     busy_s: float = 0.0
-    """Seconds since the last request that at least one rollout was under way; waited_s: that none was, for want of a lease."""
+    """Seconds since the last request that at least one rollout was under way; waited_s: that none
+    was, for want of a lease."""
     waited_s: float = 0.0
     key: str = ""
     """Random, of this request: sent again, it gets the same leases."""
@@ -99,8 +107,8 @@ class Leases:
     retry_after_s: float = 0.0
     """When to ask again if there are fewer than wanted."""
     reason: str = ""
-    """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done", "curated" (the curator
-    admitted none of many tasks)."""
+    """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done",
+    "curated" (the curator admitted none of many tasks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,8 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Pushed:
     status: str
-    """"committed", or "duplicate": the unit had been committed before, by this node or another one."""
+    """"committed", or "duplicate": the unit had been committed before, by this node or another one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,8 @@ class Register:
     max_staleness: int
     """Versions that any trained token may be older than the weights that a step trains."""
     step: int = 0
-    """Of the checkpoint that training goes on from. Batches up to it are consumed for good; later ones come again as they were."""
+    """Of the checkpoint that training goes on from. Batches up to it are consumed for good; later
+    ones come again as they were."""
     life: str = ""
     """Random, of this process: what comes twice or late from one life takes nothing back."""
 
@@ -171,10 +181,12 @@ class Registered:
 class BatchRequest:
     policy: str
     step: int
-    """Its batch is put together once; asked again for a step, the same groups come in the same order."""
+    """Its batch is put together once; asked again for a step, the same groups come in the same
+    order."""
     rank: int = 0
     num_ranks: int = 1
-    """Groups at places that are `rank` modulo `num_ranks` are answered; the other ranks ask for theirs."""
+    """Groups at places that are `rank` modulo `num_ranks` are answered; the other ranks ask for
+    theirs."""
     wait_s: float = 0.0
     """How long the answer may wait for the batch to fill; at most 30."""
 
@@ -195,8 +207,9 @@ class Batch:
     num_missing: int
     """Groups that the batch still lacks."""
     stats: Mapping[str, float] = field(default_factory=dict)
-    """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_stale, num_filtered, num_surplus, num_replayed,
-    stale_tokens_mean, served_tokens_mean (per group; what goes stale being longer shows a bias against long rollouts)."""
+    """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_stale,
+    num_filtered, num_surplus, num_replayed, stale_tokens_mean, served_tokens_mean (per group; what
+    goes stale being longer shows a bias against long rollouts)."""
 
 
 @dataclass(frozen=True, slots=True)

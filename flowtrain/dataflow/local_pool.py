@@ -1,6 +1,8 @@
-"""Nodes on this machine: as many processes of a command as the pool should have, started and ended one by one.
+"""Nodes on this machine: as many processes of a command as the pool should have, started and ended
+one by one.
 
-python -m flowtrain.dataflow pool --url URL --max 8 -- env CUDA_VISIBLE_DEVICES={slot} python -m flowtrain.rollout --dataflow URL
+python -m flowtrain.dataflow pool --url URL --max 8 -- env CUDA_VISIBLE_DEVICES={slot} python -m
+flowtrain.node --dataflow URL
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowtrain import serving
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.pool import nodes_at_work, target_size, window_between
 from flowtrain.types import UserError
+from flowtrain.utils import serving
 
 _GRACE_S = 30.0
 """For a node to give its leases back after SIGTERM."""
@@ -55,7 +57,10 @@ class Processes:
             if code:
                 print(f"node {slot} has ended with code {code}", file=sys.stderr, flush=True)
             if self._num_early >= _MAX_EARLY:
-                raise UserError(f"{self._num_early} nodes in a row ended at once with code {code}: {' '.join(self._command)}")
+                raise UserError(
+                    f"{self._num_early} nodes in a row ended at once with code {code}: "
+                    f"{' '.join(self._command)}"
+                )
 
     def resize(self, num: int) -> None:
         """Start what is missing; end what is too much, the newest first."""
@@ -63,7 +68,9 @@ class Processes:
             slot = next(slot for slot in range(num) if slot not in self._running)
             words = [word.replace(_SLOT, str(slot)) for word in self._command]
             try:
-                process = subprocess.Popen(words, start_new_session=True)  # Ctrl-C is for us, who pass it on once
+                process = subprocess.Popen(
+                    words, start_new_session=True
+                )  # Ctrl-C is for us, who pass it on once
             except OSError as error:
                 raise UserError(f"{words[0]}: {error.strerror}") from error
             self._running[slot] = process, time.monotonic()
@@ -110,12 +117,22 @@ class Controller:
             self._num_looks += 1
             if num_all >= num_own or self._num_looks > _NUM_SETTLING:
                 self._before = status
-        elif (window := window_between(self._before, status)).num_trained:  # else it goes on until there is something to go by
+        elif (
+            window := window_between(self._before, status)
+        ).num_trained:  # else it goes on until there is something to go by
             self._before = status
             num_others = max(0, num_all - num_own)
-            num = target_size(window, self._smallest + num_others, self._largest + num_others) - num_others
+            num = (
+                target_size(window, self._smallest + num_others, self._largest + num_others)
+                - num_others
+            )
             if num != num_own:
-                print(f"{num_own} -> {num} nodes: trainers wait {window.trainer_wait:.0%} of their time", file=sys.stderr, flush=True)
+                print(
+                    f"{num_own} -> {num} nodes: trainers wait {window.trainer_wait:.0%} of their "
+                    "time",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 self._resize(num)
         return True
 
@@ -126,17 +143,35 @@ class Controller:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help=f"of the service; {serving.TOKEN_VARIABLE} is the token for it")
-    parser.add_argument("--min", type=int, default=1, metavar="N", help="nodes at least (default: 1)")
+    parser.add_argument(
+        "--url", required=True, help=f"of the service; {serving.TOKEN_VARIABLE} is the token for it"
+    )
+    parser.add_argument(
+        "--min", type=int, default=1, metavar="N", help="nodes at least (default: 1)"
+    )
     parser.add_argument("--max", type=int, required=True, metavar="N", help="nodes at most")
-    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two looks (default: 30)")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"of a node, after --; {_SLOT} becomes its number here, from 0")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds between two looks (default: 30)",
+    )
+    parser.add_argument(
+        "command",
+        nargs="+",
+        metavar="COMMAND",
+        help=f"of a node, after --; {_SLOT} becomes its number here, from 0",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Until training is done, SIGTERM or Ctrl-C; every node that it started has ended then."""
     if not 1 <= options.min <= options.max or options.every <= 0:
-        raise UserError(f"--min {options.min}, --max {options.max} and --every {options.every:g}: 1 <= min <= max, and every above 0")
+        raise UserError(
+            f"--min {options.min}, --max {options.max} and --every {options.every:g}: 1 <= min <= "
+            "max, and every above 0"
+        )
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

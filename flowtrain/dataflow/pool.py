@@ -1,15 +1,20 @@
 """How many rollout nodes are enough: so many that trainers hardly wait, and hardly more.
 
-From what nodes and trainers did in a window of time. With G nodes that were busy a share u of it, and trainers that waited a share w,
+From what nodes and trainers did in a window of time. With G nodes that were busy a share u of it,
+and trainers that waited a share w,
 
-    demand = G u / (1 - w)                  nodes, if none of them were ever idle and no trainer waited
+    demand = G u / (1 - w)                  nodes, if none of them were ever idle and no trainer
+    waited
 
-because a trainer that did not wait would consume 1 / (1 - w) times as much. The pool grows to the demand when w is above a band, shrinks
-to the demand and a tenth when w is below it, and stays as it is within. At the size that it comes to, neither applies: after growing w is
-about 0 and u about 1, so that a tenth above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits.
+because a trainer that did not wait would consume 1 / (1 - w) times as much. The pool grows to the
+demand when w is above a band, shrinks to the demand and a tenth when w is below it, and stays as it
+is within. At the size that it comes to, neither applies: after growing w is about 0 and u about 1,
+so that a tenth above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer
+waits.
 
-(AstraFlow's rule shrinks by consumed / produced groups. What a filter drops would look like surplus to it, and where leases are refused
-while buffers are full, the two are the same however many nodes idle.)
+(AstraFlow's rule shrinks by consumed / produced groups. What a filter drops would look like surplus
+to it, and where leases are refused while buffers are full, the two are the same however many nodes
+idle.)
 """
 
 from __future__ import annotations
@@ -37,13 +42,16 @@ class Window:
     """All nodes together had rollouts under way; node_waited_s: had none, for want of a lease."""
     node_waited_s: float
     trainer_wait: float
-    """Share of its time that a trainer waited for batches; of several, that of the one which waited most."""
+    """Share of its time that a trainer waited for batches; of several, that of the one which waited
+    most."""
     num_trained: int
     """Groups that trainers got."""
 
 
 def target_size(window: Window, smallest: int, largest: int) -> int:
-    """Nodes that there should be, all of them together; at most twice as many as there are, and at least half."""
+    """Nodes that there should be, all of them together; at most twice as many as there are, and at
+    least half.
+    """
     num, node_s = window.num_nodes, window.node_busy_s + window.node_waited_s
     if not num:
         return max(smallest, 1)
@@ -62,14 +70,21 @@ def target_size(window: Window, smallest: int, largest: int) -> int:
 def window_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Window:
     """Of two reports of `Dataflow.status`."""
     nodes, old_nodes = nodes_at_work(after), before["nodes"]
-    policies = {name: policy for name, policy in after["policies"].items() if policy["state"] == "live" and name in before["policies"]}
+    policies = {
+        name: policy
+        for name, policy in after["policies"].items()
+        if policy["state"] == "live" and name in before["policies"]
+    }
     waits, num_trained = [0.0], 0
     for name, policy in policies.items():
         old = before["policies"][name]
         busy, waited = _gain(old, policy, "busy_s"), _gain(old, policy, "waited_s")
         waits.append(waited / (busy + waited) if busy + waited > 0 else 0.0)
         num_trained += int(_gain(old, policy, "step")) * policy["num_groups"]
-    times = {key: sum(_gain(old_nodes.get(name, {}), node, key) for name, node in nodes.items()) for key in ("busy_s", "waited_s")}
+    times = {
+        key: sum(_gain(old_nodes.get(name, {}), node, key) for name, node in nodes.items())
+        for key in ("busy_s", "waited_s")
+    }
     return Window(len(nodes), times["busy_s"], times["waited_s"], max(waits), num_trained)
 
 

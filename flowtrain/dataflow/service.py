@@ -1,7 +1,8 @@
 """The ledger behind HTTP; see wire.py.
 
-All state is in the database: any number of these processes may serve one run, and one that is killed takes nothing with it that it has
-answered. (FastAPI was looked at: it speaks JSON, and would make nine functions of what is one.)
+All state is in the database: any number of these processes may serve one run, and one that is
+killed takes nothing with it that it has answered. (FastAPI was looked at: it speaks JSON, and would
+make nine functions of what is one.)
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flowtrain import serving
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import Batch, BatchRequest, Dataflow, Refused, Unavailable
-from flowtrain.dataflow.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PREFIX, RUN_HEADER, SLOWEST, Problem
+from flowtrain.dataflow.wire import (
+    MAX_WAIT_S,
+    MEDIA_TYPE,
+    METHODS,
+    PREFIX,
+    RUN_HEADER,
+    SLOWEST,
+    Problem,
+)
 from flowtrain.types import UserError
+from flowtrain.utils import serving
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -29,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_AT_WORK = 64
-"""Requests that are read or answered at a time; those that wait for a batch to fill do not count."""
+"""Requests that are read or answered at a time; those that wait for a batch to fill do not count.
+"""
 _BODY_S = 20.0
 """For a body, besides what its length takes."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -47,7 +57,9 @@ class Service:
     """An ASGI application."""
 
     def __init__(self, ledger: Dataflow, run: str, token: str) -> None:
-        """`run`: of the ledger. Raises UserError where a package is missing, and for a token that fits into no header."""
+        """`run`: of the ledger. Raises UserError where a package is missing, and for a token that
+        fits into no header.
+        """
         serving.require("starlette.requests", "starlette.responses")
         self._ledger, self._run, self._token = ledger, run, serving.check_token(token)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "ledger")
@@ -69,13 +81,18 @@ class Service:
             rejected = error
         except Refused as error:
             rejected = _Rejected(422, str(error))
-        except (Unavailable, UserError) as error:  # UserError: what is the matter with the database, say, until somebody mends it
+        except (
+            Unavailable,
+            UserError,
+        ) as error:  # UserError: what is the matter with the database, say, until somebody mends it
             _log.warning("%s", error)
             rejected = _Rejected(503, str(error))
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 
     async def _answer(self, request: Request) -> bytes:
-        """A batch that is not full yet is looked at again, less often the longer it takes; in between nothing is held."""
+        """A batch that is not full yet is looked at again, less often the longer it takes; in
+        between nothing is held.
+        """
         name = self._method(request)
         loop = asyncio.get_running_loop()
         with self._slot():
@@ -85,9 +102,15 @@ class Service:
             with self._slot():
                 answer, wait_s = await loop.run_in_executor(self._threads, self._work, name, body)
             waited_s = loop.time() - began
-            if not waited_s < wait_s or request.scope["is_ending"]() or await request.is_disconnected():
+            if (
+                not waited_s < wait_s
+                or request.scope["is_ending"]()
+                or await request.is_disconnected()
+            ):
                 return answer
-            await asyncio.sleep(min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s))
+            await asyncio.sleep(
+                min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s)
+            )
 
     def _method(self, request: Request) -> str:
         """Its name, of a request that is let in."""
@@ -145,7 +168,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                     raise too_long
                 patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
     except TimeoutError:
-        raise _Rejected(408, f"the request came slower than {SLOWEST >> 10} KiB per second", close) from None
+        raise _Rejected(
+            408, f"the request came slower than {SLOWEST >> 10} KiB per second", close
+        ) from None
     except ClientDisconnect:
         raise _Rejected(400, "the request was cut") from None
     return bytes(data)

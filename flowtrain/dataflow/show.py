@@ -8,19 +8,29 @@ from typing import Any
 from flowtrain.report.tables import aligned
 
 _LEFT_OUT = ("stale", "filtered", "surplus", "empty")
-"""Why a group is not trained, as the ledger has it: too old, by the filter, beyond what a step needs, without a token to train."""
+"""Why a group is not trained, as the ledger has it: too old, by the filter, beyond what a step
+needs, without a token to train."""
 
 
 def status_text(status: Mapping[str, Any]) -> str:
     units, tasks = status["units"], status["tasks"]
     head = [
-        f"run {status['run']}: {status['groups_per_s']:.2f} groups/s produced, {status['tokens_per_s']:,.0f} tokens/s sampled",
+        f"run {status['run']}: {status['groups_per_s']:.2f} groups/s produced, "
+        f"{status['tokens_per_s']:,.0f} tokens/s sampled",
         f"units: {', '.join(f'{units[state]:,} {state}' for state in units)}"
         f"; {tasks['admitted']:,} of {tasks['asked']:,} prompts were admitted",
     ]
     if lost := status["lost_leases"]:
-        head.append(f"leases that ended without a group: {', '.join(f'{num:,} {_text(why)}' for why, num in lost.items())}")
-    parts = ["\n".join(head) + "\n", _policies(status["policies"]), _groups(status["policies"]), _nodes(status["nodes"])]
+        head.append(
+            "leases that ended without a group: "
+            f"{', '.join(f'{num:,} {_text(why)}' for why, num in lost.items())}"
+        )
+    parts = [
+        "\n".join(head) + "\n",
+        _policies(status["policies"]),
+        _groups(status["policies"]),
+        _nodes(status["nodes"]),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -28,11 +38,27 @@ def _policies(policies: Mapping[str, Any]) -> str:
     if not policies:
         return "no trainer has registered a policy yet\n"
     rows: list[tuple[str, ...]] = [
-        ("policy", "trainer", "version", "step", "checkpoint", "groups/s", "staleness", "oldest", "bound", "idle", "seen")
+        (
+            "policy",
+            "trainer",
+            "version",
+            "step",
+            "checkpoint",
+            "groups/s",
+            "staleness",
+            "oldest",
+            "bound",
+            "idle",
+            "seen",
+        )
     ]
     for name, policy in policies.items():
         batch = policy["batch"]
-        ages = [f"{batch['staleness_mean']:.1f}", f"{batch['staleness_max']:g}"] if batch else ["-", "-"]
+        ages = (
+            [f"{batch['staleness_mean']:.1f}", f"{batch['staleness_max']:g}"]
+            if batch
+            else ["-", "-"]
+        )
         counts = [str(policy[key]) for key in ("version", "step", "checkpoint")]
         last = [*ages, str(policy["max_staleness"]), _idle(policy), _ago(policy["seen_s_ago"])]
         rows.append((_text(name), policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *last))
@@ -45,17 +71,33 @@ def _groups(policies: Mapping[str, Any]) -> str:
     for name, policy in policies.items():
         for state in ("fresh", "served", *_LEFT_OUT):
             if found := policy["groups"].get(state):
-                lengths = " ".join(f"{low}:{num}" for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0])))
-                rows.append((_text(name), state, f"{found['num']:,}", f"{found['tokens_mean']:,.0f}", lengths))
+                lengths = " ".join(
+                    f"{low}:{num}"
+                    for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0]))
+                )
+                rows.append(
+                    (
+                        _text(name),
+                        state,
+                        f"{found['num']:,}",
+                        f"{found['tokens_mean']:,.0f}",
+                        lengths,
+                    )
+                )
     return aligned(rows) if len(rows) > 1 else ""
 
 
 def _nodes(nodes: Mapping[str, Any]) -> str:
     if not nodes:
         return "no node has joined yet\n"
-    rows: list[tuple[str, ...]] = [("node", "seen", "leases", "groups", "groups/s", "idle", "weights")]
+    rows: list[tuple[str, ...]] = [
+        ("node", "seen", "leases", "groups", "groups/s", "idle", "weights")
+    ]
     for name, node in nodes.items():
-        versions = ", ".join(f"{_text(policy)} {version}" for policy, version in node["versions"].items()) or "-"
+        versions = (
+            ", ".join(f"{_text(policy)} {version}" for policy, version in node["versions"].items())
+            or "-"
+        )
         counts = [str(node["num_leased"]), f"{node['num_groups']:,}", f"{node['groups_per_s']:.2f}"]
         rows.append((_text(name), _ago(node["seen_s_ago"]), *counts, _idle(node), versions))
     return aligned(rows)

@@ -26,15 +26,21 @@ class Timeline:
     """Times are seconds since the first lease."""
 
     pushes: tuple[tuple[float, str, float], ...]
-    """(time, node, mean reward) of each committed group with a rollout that finished, in the order of time."""
+    """(time, node, mean reward) of each committed group with a rollout that finished, in the order
+    of time."""
     batches: dict[str, tuple[tuple[float, int, float, float], ...]]
-    """By policy: (time, version that it trains, mean and maximum of the staleness of its groups) of each batch, by step."""
+    """By policy: (time, version that it trains, mean and maximum of the staleness of its groups) of
+    each batch, by step."""
     leases: tuple[tuple[float, str, int], ...]
-    """(time, node, +1 or -1): who came and went; a node is there from its first lease to its last push."""
+    """(time, node, +1 or -1): who came and went; a node is there from its first lease to its last
+    push."""
 
     @property
     def end_s(self) -> float:
-        return max([time for time, *_ in self.pushes] + [time for rows in self.batches.values() for time, *_ in rows])
+        return max(
+            [time for time, *_ in self.pushes]
+            + [time for rows in self.batches.values() for time, *_ in rows]
+        )
 
 
 def read_timeline(transaction: Transaction) -> Timeline:
@@ -42,15 +48,23 @@ def read_timeline(transaction: Transaction) -> Timeline:
     groups = transaction.all("SELECT pushed_s, node, rewards FROM groups ORDER BY pushed_s, unit")
     if not groups:
         raise UserError("there is nothing to draw: no node has pushed a group yet")
-    leases = transaction.all("SELECT node, min(start_s) AS start_s FROM leases GROUP BY node ORDER BY node")
+    leases = transaction.all(
+        "SELECT node, min(start_s) AS start_s FROM leases GROUP BY node ORDER BY node"
+    )
     start_s = min(row.start_s for row in leases)
     rewarded = [(row.pushed_s - start_s, row.node, json.loads(row.rewards)) for row in groups]
     last_push = {node: time for time, node, _ in rewarded}
-    presence = [(row.start_s - start_s, row.node, 1) for row in leases] + [(time, node, -1) for node, time in last_push.items()]
+    presence = [(row.start_s - start_s, row.node, 1) for row in leases] + [
+        (time, node, -1) for node, time in last_push.items()
+    ]
     batches: dict[str, list[tuple[float, int, float, float]]] = {}
-    for row in transaction.all("SELECT policy, step, made_s, stats FROM batches ORDER BY policy, step"):
+    for row in transaction.all(
+        "SELECT policy, step, made_s, stats FROM batches ORDER BY policy, step"
+    ):
         stats = json.loads(row.stats)
-        batches.setdefault(row.policy, []).append((row.made_s - start_s, row.step - 1, stats["staleness_mean"], stats["staleness_max"]))
+        batches.setdefault(row.policy, []).append(
+            (row.made_s - start_s, row.step - 1, stats["staleness_mean"], stats["staleness_max"])
+        )
     return Timeline(
         tuple((time, node, fmean(rewards)) for time, node, rewards in rewarded if rewards),
         {policy: tuple(rows) for policy, rows in batches.items()},
@@ -70,7 +84,9 @@ def draw_timeline(timeline: Timeline, out: Path, title: str) -> Path:
         FigureCanvasAgg(figure)
         figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
         every: Any = figure.subplots(4, 1, sharex=True, height_ratios=(3, 3, 2, 2))
-        for axes, draw in zip(every, (_draw_rates, _draw_rewards, _draw_versions, _draw_staleness), strict=True):
+        for axes, draw in zip(
+            every, (_draw_rates, _draw_rewards, _draw_versions, _draw_staleness), strict=True
+        ):
             draw(axes, timeline)
             axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
             if axes.get_legend_handles_labels()[0]:
@@ -92,15 +108,23 @@ def rates(times: Sequence[float], end_s: float, num_bins: int) -> list[float]:
 def trailing(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to `window` - 1 before it."""
     sums = [0.0, *accumulate(values)]
-    return [(sums[end] - sums[max(end - window, 0)]) / min(end, window) for end in range(1, len(sums))]
+    return [
+        (sums[end] - sums[max(end - window, 0)]) / min(end, window) for end in range(1, len(sums))
+    ]
 
 
 def _draw_rates(axes: Any, timeline: Timeline) -> None:
     from flowtrain.report.panels import PALETTE
 
     num_bins, end_s = 60, timeline.end_s
-    names = sorted({node for _, node, _ in timeline.pushes}, key=lambda name: next(t for t, node, _ in timeline.pushes if node == name))
-    bands = {name: [time for time, node, _ in timeline.pushes if node == name] for name in names[: _MAX_NODES - 1]}
+    names = sorted(
+        {node for _, node, _ in timeline.pushes},
+        key=lambda name: next(t for t, node, _ in timeline.pushes if node == name),
+    )
+    bands = {
+        name: [time for time, node, _ in timeline.pushes if node == name]
+        for name in names[: _MAX_NODES - 1]
+    }
     if rest := [time for time, node, _ in timeline.pushes if node not in bands]:
         bands[f"{len(names) - len(bands)} more"] = rest
     edges = [(place + 0.5) * end_s / num_bins for place in range(num_bins)]
@@ -112,10 +136,15 @@ def _draw_rates(axes: Any, timeline: Timeline) -> None:
 def _draw_rewards(axes: Any, timeline: Timeline) -> None:
     from flowtrain.report.panels import BLUE, GREY
 
-    times, rewards = [time for time, *_ in timeline.pushes], [reward for *_, reward in timeline.pushes]
+    times, rewards = (
+        [time for time, *_ in timeline.pushes],
+        [reward for *_, reward in timeline.pushes],
+    )
     window = max(len(rewards) // 20, 1)
     axes.plot(times, rewards, ".", color=GREY, markersize=2, alpha=0.4)
-    axes.plot(times, trailing(rewards, window), color=BLUE, label=f"mean of the last {window} groups")
+    axes.plot(
+        times, trailing(rewards, window), color=BLUE, label=f"mean of the last {window} groups"
+    )
     axes.set(title="Reward of committed groups", ylabel="mean reward", ylim=(0, 1))
 
 
@@ -123,10 +152,23 @@ def _draw_versions(axes: Any, timeline: Timeline) -> None:
     from flowtrain.report.panels import ORANGE, PALETTE
 
     for colour, (policy, rows) in zip(PALETTE, timeline.batches.items(), strict=False):
-        axes.step([time for time, *_ in rows], [version for _, version, *_ in rows], where="post", color=colour, label=f"{policy}: version")
+        axes.step(
+            [time for time, *_ in rows],
+            [version for _, version, *_ in rows],
+            where="post",
+            color=colour,
+            label=f"{policy}: version",
+        )
     counts = list(accumulate(change for *_, change in timeline.leases))
     right = axes.twinx()
-    right.step([time for time, *_ in timeline.leases], counts, where="post", color=ORANGE, linestyle=":", label="nodes")
+    right.step(
+        [time for time, *_ in timeline.leases],
+        counts,
+        where="post",
+        color=ORANGE,
+        linestyle=":",
+        label="nodes",
+    )
     right.set(ylabel="nodes at work", ylim=(0, max(counts) + 1), yticks=range(max(counts) + 1))
     right.grid(visible=False)
     right.legend(loc="lower right")
@@ -139,5 +181,12 @@ def _draw_staleness(axes: Any, timeline: Timeline) -> None:
     for colour, (policy, rows) in zip(PALETTE, timeline.batches.items(), strict=False):
         times = [time for time, *_ in rows]
         axes.plot(times, [mean for *_, mean, _ in rows], color=colour, label=f"{policy}: mean")
-        axes.plot(times, [oldest for *_, oldest in rows], color=colour, linestyle="--", linewidth=1, label=f"{policy}: oldest")
+        axes.plot(
+            times,
+            [oldest for *_, oldest in rows],
+            color=colour,
+            linestyle="--",
+            linewidth=1,
+            label=f"{policy}: oldest",
+        )
     axes.set(title="Staleness of what is trained", ylabel="versions")

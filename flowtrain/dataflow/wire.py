@@ -1,7 +1,8 @@
 """The dataflow over HTTP, as service and client agree on it.
 
-POST /v1/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization: Bearer <token>`. Status 200 comes with
-the answer, any other one with a `Problem`: after 4xx it does not help to ask again, after 408, 425, 429 and 5xx it may.
+POST /v1/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
+Bearer <token>`. Status 200 comes with the answer, any other one with a `Problem`: after 4xx it does
+not help to ask again, after 408, 425, 429 and 5xx it may.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def _methods() -> Mapping[str, Method]:
     for name, function in inspect.getmembers(Dataflow, inspect.isfunction):
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
-            found[name] = Method(kinds.get("request"), kinds["return"], _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES)
+            found[name] = Method(
+                kinds.get("request"),
+                kinds["return"],
+                _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES,
+            )
     return MappingProxyType(found)
 
 

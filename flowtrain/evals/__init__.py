@@ -1,6 +1,1 @@
-"""Held-out evaluation and the statistics of rollouts."""
-
-from flowtrain.evals.evaluate import Evaluation, comparison, evaluate
-from flowtrain.evals.stats import RolloutStats
-
-__all__ = ["Evaluation", "RolloutStats", "comparison", "evaluate"]
+"""Benchmarks: the flow, or a rival, asked every question of a data set."""

@@ -1,4 +1,5 @@
-"""Evaluate a planner on public benchmarks:  python -m flowtrain.evals --config C --benchmarks gameof24,bamboogle --trials 3
+"""Evaluate a planner on public benchmarks:  python -m flowtrain.evals --config C --benchmarks
+gameof24,bamboogle --trials 3
 
 `docs/evals.md` says what the numbers mean.
 """
@@ -12,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from flowtrain.command import INTERRUPTED, run_command
 from flowtrain.config import Config
+from flowtrain.config.command import INTERRUPTED, run_command
 from flowtrain.evals.paper import BENCHMARKS
 from flowtrain.evals.run import Request, evaluate_benchmarks
 from flowtrain.types import UserError
@@ -34,41 +35,84 @@ def main() -> int:
             return evaluate_benchmarks(config, request)
         except KeyboardInterrupt:
             words = [word for word in sys.argv[1:] if word != "--resume"]
-            print(f"\nstopped; go on with: python -m flowtrain.evals {shlex.join(words)} --resume", file=sys.stderr)
+            print(
+                f"\nstopped; go on with: python -m flowtrain.evals {shlex.join(words)} --resume",
+                file=sys.stderr,
+            )
             return INTERRUPTED
 
-    return run_command("flowtrain.evals", body, [*(["--config", arguments.config] if arguments.config else []), *rest])
+    return run_command(
+        "flowtrain.evals",
+        body,
+        [*(["--config", arguments.config] if arguments.config else []), *rest],
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.evals",
         description="Ask a planner the questions of public benchmarks.",
-        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help): --model.path runs/x/model, ...",
+        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help): "
+        "--model.path runs/x/model, ...",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE.toml", help="options; config.toml of an evaluation's folder repeats it")
+    add(
+        "--config",
+        metavar="FILE.toml",
+        help="options; config.toml of an evaluation's folder repeats it",
+    )
     add("--benchmarks", required=True, metavar="A,B", help=f"of {', '.join(BENCHMARKS)}")
-    add("--trials", type=int, default=1, metavar="N", help="times to ask every question (AgentFlow's paper: 3; default 1)")
+    add(
+        "--trials",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times to ask every question (AgentFlow's paper: 3; default 1)",
+    )
     add(
         "--rows",
         default="",
         metavar="N|all",
-        help="first rows of each benchmark (default: as many as AgentFlow runs, 100 of the larger ones)",
+        help="first rows of each benchmark (default: as many as AgentFlow runs, 100 of the larger "
+        "ones)",
     )
     add(
         "--data",
         type=Path,
         metavar="DIR",
-        help=f"folder of the benchmark files (default: {FOLDER_ENV} of the environment, or tasks.benchmarks)",
+        help=f"folder of the benchmark files (default: {FOLDER_ENV} of the environment, or "
+        "tasks.benchmarks)",
     )
-    add("--out", type=Path, metavar="DIR", help="folder for records, manifest, summary and picture (default: run.dir/evals)")
-    add("--resume", action="store_true", help="go on with the evaluation in --out; what has ended is not asked again")
-    add("--temperature", type=float, metavar="T", help="of the planner; 0 is greedy (default: rollout.temperature)")
-    add("--planner", default="policy", metavar="NAME", help="policy, or a name in [engines]: a frozen planner (default: policy)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for records, manifest, summary and picture (default: run.dir/evals)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the evaluation in --out; what has ended is not asked again",
+    )
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of the planner; 0 is greedy (default: rollout.temperature)",
+    )
+    add(
+        "--planner",
+        default="policy",
+        metavar="NAME",
+        help="policy, or a name in [engines]: a frozen planner (default: policy)",
+    )
     add("--beside", type=Path, metavar="DIR", help="another evaluation to show beside this one")
-    add("--paper", action="store_true", help="show the numbers of AgentFlow's paper beside this evaluation's")
+    add(
+        "--paper",
+        action="store_true",
+        help="show the numbers of AgentFlow's paper beside this evaluation's",
+    )
     return parser
 
 
@@ -76,10 +120,15 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
     """Raises UserError for what does not make sense."""
     folder = arguments.data or os.environ.get(FOLDER_ENV) or config.tasks.benchmarks
     if not folder:
-        raise UserError(f"where are the benchmarks? name their folder: --data DIR, or tasks.benchmarks, or {FOLDER_ENV} in the environment")
+        raise UserError(
+            "where are the benchmarks? name their folder: --data DIR, or tasks.benchmarks, or "
+            f"{FOLDER_ENV} in the environment"
+        )
     if arguments.trials < 1:
         raise UserError(f"--trials {arguments.trials} must be at least 1")
-    temperature = config.rollout.temperature if arguments.temperature is None else arguments.temperature
+    temperature = (
+        config.rollout.temperature if arguments.temperature is None else arguments.temperature
+    )
     if not 0 <= temperature < 100:
         raise UserError(f"--temperature {temperature} must be a number from 0")
     names = [name.strip() for name in arguments.benchmarks.split(",") if name.strip()]

@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowtrain.agents.collect import user_errors
 from flowtrain.agents.flow import Flow
+from flowtrain.engines.chat import metered
+from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
 from flowtrain.rewards import score_one
-from flowtrain.rollout.chat import metered
-from flowtrain.rollout.collect import user_errors
-from flowtrain.rollout.engine import EngineError
-from flowtrain.seeds import derive_seed
 from flowtrain.types import Task, Trajectory
+from flowtrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Question:
 
 
 def questions(benchmarks: dict[str, Sequence[Task]], num_trials: int) -> list[Question]:
-    """All of the first trial, then all of the second, ..., so that a run that is cut short has whole trials."""
+    """All of the first trial, then all of the second, ..., so that a run that is cut short has
+    whole trials.
+    """
     return [
         Question((benchmark, task.id.removeprefix(f"{benchmark}-"), trial), index, task)
         for trial in range(1, num_trials + 1)
@@ -39,7 +41,14 @@ def questions(benchmarks: dict[str, Sequence[Task]], num_trials: int) -> list[Qu
     ]
 
 
-def ask(system: System, todo: Sequence[Question], log: RecordLog, seed: int, max_in_flight: int, progress: ProgressLine) -> None:
+def ask(
+    system: System,
+    todo: Sequence[Question],
+    log: RecordLog,
+    seed: int,
+    max_in_flight: int,
+    progress: ProgressLine,
+) -> None:
     """Roll out what is left to do; an interrupt leaves every rollout that has ended in the log.
 
     Raises UserError when an engine refuses all requests.
@@ -52,15 +61,28 @@ def ask(system: System, todo: Sequence[Question], log: RecordLog, seed: int, max
         raise
 
 
-async def _ask(system: System, todo: Sequence[Question], log: RecordLog, seed: int, max_in_flight: int, progress: ProgressLine) -> None:
+async def _ask(
+    system: System,
+    todo: Sequence[Question],
+    log: RecordLog,
+    seed: int,
+    max_in_flight: int,
+    progress: ProgressLine,
+) -> None:
     free = asyncio.Semaphore(max_in_flight)
 
     async def rollout(question: Question) -> None:
         async with free:
             # From names alone: a rollout is the same whatever else is asked, before or beside it.
             with metered() as usage:
-                trajectory = await _roll_out(system.flows[question.key[0]], question.task, derive_seed(seed, "evals", *question.key))
-                scored = trajectory if trajectory.error else await score_one(trajectory, system.judge)
+                trajectory = await _roll_out(
+                    system.flows[question.key[0]],
+                    question.task,
+                    derive_seed(seed, "evals", *question.key),
+                )
+                scored = (
+                    trajectory if trajectory.error else await score_one(trajectory, system.judge)
+                )
         log.append(rollout_record(question.key, question.index, scored, usage, system.decode))
         progress.show(len(log.done), _state(log))
 

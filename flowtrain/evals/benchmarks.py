@@ -24,8 +24,18 @@ class Asked:
 
 
 def load(name: str, folder: Path, rows: int | str) -> Asked:
-    """`rows`: the first so many; "all", or "" for as many as the paper ran. UserError for what is unknown or not on disk."""
+    """`rows`: the first so many; "all", or "" for as many as the paper ran. UserError for what is
+    unknown or not on disk.
+    """
     every = load_benchmark(name, folder, whole=True)
-    asked = load_benchmark(name, folder) if rows == "" else every if rows == "all" else every[: int(rows)]
+    asked = (
+        load_benchmark(name, folder)
+        if rows == ""
+        else every
+        if rows == "all"
+        else every[: int(rows)]
+    )
     digest = hashlib.sha256(benchmark_file(name, folder).read_bytes()).hexdigest()
-    return Asked(name, tuple(asked), {"sha256": digest, "rows_in_file": len(every), "rows": len(asked)})
+    return Asked(
+        name, tuple(asked), {"sha256": digest, "rows_in_file": len(every), "rows": len(asked)}
+    )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Opening, Plan, parse_action
+from flowtrain.agents.planner import Plan, ResponsePrefix, parse_action
 from flowtrain.agents.prompts import FullPrompt
-from flowtrain.rollout.chat import ChatEngine
-from flowtrain.seeds import derive_seed
+from flowtrain.engines.chat import ChatEngine
 from flowtrain.types import Completion, FinishReason, Task
+from flowtrain.utils.seeds import derive_seed
 
 _CHARS_PER_TOKEN = 4
 _NO_TOKENS = Completion((), (), (), FinishReason.STOP)
@@ -27,13 +27,17 @@ class PlainText:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         raise NotImplementedError("a chat engine gives text")
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         return conversation[-1]["content"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPlanner:
-    """See `Planner`. Its prompt is the full one, whatever `agent.prompt` says: that of the tiny planner means nothing to others."""
+    """See `Planner`. Its prompt is the full one, whatever `agent.prompt` says: that of the tiny
+    planner means nothing to others.
+    """
 
     engine: ChatEngine
     prompt: FullPrompt
@@ -42,13 +46,19 @@ class ChatPlanner:
     timeout_s: float
     """Seconds per reply."""
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         """Raises EngineError."""
         prompt = self.prompt.render(task.question, memory)
-        text = await self.engine.ask(prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s))
+        text = await self.engine.ask(
+            prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s)
+        )
         return Plan((), _NO_TOKENS, text, parse_action(text, self.tool_names), prompt)
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError("nobody branches in an evaluation")
 
     def measure(self, memory: Memory) -> int:

@@ -1,8 +1,21 @@
-"""Accuracies that AgentFlow's authors report (arXiv 2510.05592, tables 1 to 3; means of 3 trials), to set beside one's own."""
+"""Accuracies that AgentFlow's authors report (arXiv 2510.05592, tables 1 to 3; means of 3 trials),
+to set beside one's own.
+"""
 
 from __future__ import annotations
 
-BENCHMARKS = ("bamboogle", "2wiki", "hotpotqa", "musique", "gaia", "aime24", "amc23", "gameof24", "gpqa", "medqa")
+BENCHMARKS = (
+    "bamboogle",
+    "2wiki",
+    "hotpotqa",
+    "musique",
+    "gaia",
+    "aime24",
+    "amc23",
+    "gameof24",
+    "gpqa",
+    "medqa",
+)
 """The ten, in the paper's order."""
 
 _PERCENT = {
@@ -10,5 +23,9 @@ _PERCENT = {
     "paper: 7B Flow-GRPO": (69.6, 77.2, 57.0, 25.3, 33.1, 40.0, 61.5, 53.0, 47.0, 80.0),
 }
 
-PAPER = {label: dict(zip(BENCHMARKS, (value / 100 for value in row), strict=True)) for label, row in _PERCENT.items()}
-"""Label -> benchmark -> accuracy: the planner is Qwen2.5-7B-Instruct inside AgentFlow, as it comes and trained."""
+PAPER = {
+    label: dict(zip(BENCHMARKS, (value / 100 for value in row), strict=True))
+    for label, row in _PERCENT.items()
+}
+"""Label -> benchmark -> accuracy: the planner is Qwen2.5-7B-Instruct inside AgentFlow, as it comes
+and trained."""

@@ -1,4 +1,5 @@
-"""An evaluation as a picture: accuracy per benchmark with its interval and trials, turns, and the tools that were used.
+"""An evaluation as a picture: accuracy per benchmark with its interval and trials, turns, and the
+tools that were used.
 
 Imported only when a picture is drawn, because matplotlib is slow to load.
 """
@@ -27,14 +28,19 @@ _MARKS = (("D", RED), ("v", GREEN), ("^", GREY))
 
 
 def plot(runs: Runs, references: Mapping[str, Mapping[str, float]], title: str, out: Path) -> Path:
-    """Draws the three panels into `out`; `references`: accuracies of others by label and benchmark, which are marks."""
+    """Draws the three panels into `out`; `references`: accuracies of others by label and benchmark,
+    which are marks.
+    """
     with style():
         return save_figure(_figure(runs, references, title), out)
 
 
 def _figure(runs: Runs, references: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     names = [score.benchmark for score in next(iter(runs.values()))]
-    figure = Figure(figsize=(max(11.0, 4.0 + 1.1 * len(names)), 9), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    figure = Figure(
+        figsize=(max(11.0, 4.0 + 1.1 * len(names)), 9),
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+    )
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
     halves: Any = figure.subfigures(2, 1, height_ratios=[1.1, 1])
@@ -46,21 +52,50 @@ def _figure(runs: Runs, references: Mapping[str, Mapping[str, float]], title: st
     return figure
 
 
-def _draw_accuracy(axes: Any, names: Sequence[str], runs: Runs, references: Mapping[str, Mapping[str, float]]) -> None:
+def _draw_accuracy(
+    axes: Any, names: Sequence[str], runs: Runs, references: Mapping[str, Mapping[str, float]]
+) -> None:
     """Bars with Wilson's interval, a dot per trial, and the marks of others."""
     width = _WIDTH / len(runs)
     for number, (label, place_of) in enumerate(_places(names, runs).items()):
         known = [(place, score) for place, score in place_of if score.accuracy is not None]
-        axes.bar([place for place, _ in known], [score.accuracy for _, score in known], width, color=_COLORS[number % 2], label=label)
+        axes.bar(
+            [place for place, _ in known],
+            [score.accuracy for _, score in known],
+            width,
+            color=_COLORS[number % 2],
+            label=label,
+        )
         for place, score in known:
             axes.vlines(place, score.low, score.high, color=TEXT, linewidth=1.3)
-            axes.annotate(f"{score.accuracy:.1%}", (place, score.high), (0, 4), textcoords="offset points", ha="center", fontsize=9.5)
+            axes.annotate(
+                f"{score.accuracy:.1%}",
+                (place, score.high),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9.5,
+            )
             if len(score.by_trial) > 1:
-                axes.plot([place] * len(score.by_trial), score.by_trial, "o", color="white", markeredgecolor=TEXT, markersize=4.5)
+                axes.plot(
+                    [place] * len(score.by_trial),
+                    score.by_trial,
+                    "o",
+                    color="white",
+                    markeredgecolor=TEXT,
+                    markersize=4.5,
+                )
     for (marker, color), (label, named) in zip(_MARKS, references.items(), strict=False):
         marks = [(place, named[name]) for place, name in enumerate(names) if name in named]
         if marks:
-            axes.plot(*zip(*marks, strict=True), marker, color=color, markeredgecolor="white", markersize=9, label=label)
+            axes.plot(
+                *zip(*marks, strict=True),
+                marker,
+                color=color,
+                markeredgecolor="white",
+                markersize=9,
+                label=label,
+            )
     _frame(axes, "Accuracy  (line: 95% interval over questions; dots: trials)", names)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.08)
@@ -69,7 +104,10 @@ def _draw_accuracy(axes: Any, names: Sequence[str], runs: Runs, references: Mapp
 
 def _draw_turns(axes: Any, names: Sequence[str], runs: Runs) -> None:
     for number, place_of in enumerate(_places(names, runs).values()):
-        places, turns = [place for place, _ in place_of], [score.stats.turns_mean for _, score in place_of]
+        places, turns = (
+            [place for place, _ in place_of],
+            [score.stats.turns_mean for _, score in place_of],
+        )
         bars = axes.bar(places, turns, _WIDTH / len(runs), color=_COLORS[number % 2])
         axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
     axes.margins(y=0.15)
@@ -84,7 +122,16 @@ def _draw_tools(axes: Any, names: Sequence[str], scores: Sequence[Score]) -> Non
     base = [0.0] * len(scores)
     for number, (name, values) in enumerate(shares.items()):
         color = GREY if number == len(tools) else PALETTE[number % 7]
-        axes.bar(range(len(scores)), values, _WIDTH, base, color=color, label=name, edgecolor="white", linewidth=0.6)
+        axes.bar(
+            range(len(scores)),
+            values,
+            _WIDTH,
+            base,
+            color=color,
+            label=name,
+            edgecolor="white",
+            linewidth=0.6,
+        )
         base = [low + value for low, value in zip(base, values, strict=True)]
     _frame(axes, "Tool use (share of turns)", names)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -96,7 +143,11 @@ def _places(names: Sequence[str], runs: Runs) -> dict[str, list[tuple[float, Sco
     width = _WIDTH / len(runs)
     shifts = {label: (number - (len(runs) - 1) / 2) * width for number, label in enumerate(runs)}
     return {
-        label: [(names.index(score.benchmark) + shifts[label], score) for score in scores if score.benchmark in names]
+        label: [
+            (names.index(score.benchmark) + shifts[label], score)
+            for score in scores
+            if score.benchmark in names
+        ]
         for label, scores in runs.items()
     }
 

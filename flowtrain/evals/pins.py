@@ -1,4 +1,6 @@
-"""What decides the outcome of an evaluation: written into its manifest, and compared when it is resumed."""
+"""What decides the outcome of an evaluation: written into its manifest, and compared when it is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ from flowtrain.config import Config
 from flowtrain.types import UserError
 
 _DECIDING = ("model", "tiny", "tasks", "agent", "roles", "engines", "plugins", "rollout", "vllm")
-_NOT_DECIDING = ("rollout.max_in_flight", "rollout.num_questions", "rollout.group_size", "agent.max_turns", "tasks.num_train")
+_NOT_DECIDING = (
+    "rollout.max_in_flight",
+    "rollout.num_questions",
+    "rollout.group_size",
+    "agent.max_turns",
+    "tasks.num_train",
+)
 _SHOWN = 3
 
 
 def config_pins(config: Config) -> dict[str, Any]:
     """The options that an evaluation reads, as JSON, by dotted key."""
-    values = json.loads(json.dumps({section: config.model_dump()[section] for section in _DECIDING}))
+    values = json.loads(
+        json.dumps({section: config.model_dump()[section] for section in _DECIDING})
+    )
     return {key: value for key, value in flat(values).items() if key not in _NOT_DECIDING}
 
 
@@ -25,11 +35,18 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
     """Raises UserError, which names what differs, unless both are the same."""
     then, now = flat(begun), flat(now)
     changes = [
-        f"{key} was {_text(then, key)}, is {_text(now, key)}" for key in sorted({*then, *now}) if _text(then, key) != _text(now, key)
+        f"{key} was {_text(then, key)}, is {_text(now, key)}"
+        for key in sorted({*then, *now})
+        if _text(then, key) != _text(now, key)
     ]
     if changes:
-        shown = "; ".join(changes[:_SHOWN]) + (f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else "")
-        raise UserError(f"{folder} was begun with other settings: {shown}; go back to them or choose another --out")
+        shown = "; ".join(changes[:_SHOWN]) + (
+            f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        )
+        raise UserError(
+            f"{folder} was begun with other settings: {shown}; go back to them or choose another "
+            "--out"
+        )
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What an evaluation writes down while it runs: one line per rollout, and which rollouts need not be asked again."""
+"""What an evaluation writes down while it runs: one line per rollout, and which rollouts need not
+be asked again.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain.evals.stats import Outcome
+from flowtrain.engines.chat import Usage
 from flowtrain.report import trajectory_record
 from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.rollout.chat import Usage
+from flowtrain.run.rollout_stats import Outcome
 from flowtrain.types import Trajectory
 
 FILE = "trajectories.jsonl"
@@ -35,13 +37,22 @@ class Entry:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Entry:
         key = record["benchmark"], record["pid"], record["trial"]
-        return cls(key, record["error"], Outcome.of_record(record), record["scored_by"], record["seconds"], Usage(**record["usage"]))
+        return cls(
+            key,
+            record["error"],
+            Outcome.of_record(record),
+            record["scored_by"],
+            record["seconds"],
+            Usage(**record["usage"]),
+        )
 
 
 class RecordLog:
-    """trajectories.jsonl of an evaluation: the lines of a training run's log, where a trial (from 1) stands for a step, and some more keys.
+    """trajectories.jsonl of an evaluation: the lines of a training run's log, where a trial (from
+    1) stands for a step, and some more keys.
 
-    Example: {"step": 1, "benchmark": "aime24", "pid": "3", "trial": 1, "task_id": ..., "question": ..., "turns": [...], "reward": 1.0}
+    Example: {"step": 1, "benchmark": "aime24", "pid": "3", "trial": 1, "task_id": ..., "question":
+    ..., "turns": [...], "reward": 1.0}
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,9 +81,15 @@ def read_entries(folder: Path) -> dict[Key, Entry]:
 
 
 def rollout_record(
-    key: Key, index: int, trajectory: Trajectory, usage: Usage, decode: Callable[[Sequence[int]], str] | None
+    key: Key,
+    index: int,
+    trajectory: Trajectory,
+    usage: Usage,
+    decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """`index`: place of the question in its benchmark; `usage`: what the frozen models took; `decode`: of the planner's prompt ids."""
+    """`index`: place of the question in its benchmark; `usage`: what the frozen models took;
+    `decode`: of the planner's prompt ids.
+    """
     benchmark, pid, trial = key
     record = trajectory_record(trajectory, index)
     for turn, written in zip(trajectory.turns, record["turns"], strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 from flowtrain import report
 from flowtrain.config import Config
+from flowtrain.config.options import parse, to_toml
 from flowtrain.evals.ask import Question, ask, questions
 from flowtrain.evals.benchmarks import Asked, load
 from flowtrain.evals.paper import PAPER
@@ -19,7 +20,6 @@ from flowtrain.evals.pins import check_same, config_pins
 from flowtrain.evals.records import FILE, RecordLog, read_entries
 from flowtrain.evals.summary import Score, as_json, summarise, table
 from flowtrain.evals.system import System, open_system
-from flowtrain.options import parse, to_toml
 from flowtrain.types import UserError
 
 
@@ -45,7 +45,9 @@ class Request:
 
 
 def evaluate_benchmarks(config: Config, request: Request) -> int:
-    """Everything; returns the exit code. An interrupt passes through, with all that has ended on disk."""
+    """Everything; returns the exit code. An interrupt passes through, with all that has ended on
+    disk.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
     benchmarks = [load(name, request.data, request.rows) for name in request.benchmarks]
@@ -53,13 +55,20 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     pins = _pins(config, request, benchmarks)
     begun = _begun(request, pins)
     scratch = request.out.with_name(f".{request.out.name}.weights")
-    with open_system(config, request.benchmarks, request.planner, request.temperature, scratch) as system:
+    with open_system(
+        config, request.benchmarks, request.planner, request.temperature, scratch
+    ) as system:
         if begun is None:
             _begin(config, request.out, {**pins, **system.pins}, system.tokenizer_json)
         else:
             check_same(request.out, begun, {**pins, **system.pins})
         log = RecordLog(request.out)
-        _ask_what_is_left(config, questions({each.name: each.tasks for each in benchmarks}, request.trials), system, log)
+        _ask_what_is_left(
+            config,
+            questions({each.name: each.tasks for each in benchmarks}, request.trials),
+            system,
+            log,
+        )
     _report(request, log, config.agent.tools, beside)
     return 0
 
@@ -74,7 +83,9 @@ def _pins(config: Config, request: Request, benchmarks: Sequence[Asked]) -> dict
     }
 
 
-def _ask_what_is_left(config: Config, every: Sequence[Question], system: System, log: RecordLog) -> None:
+def _ask_what_is_left(
+    config: Config, every: Sequence[Question], system: System, log: RecordLog
+) -> None:
     todo = [question for question in every if question.key not in log.done]
     progress = report.ProgressLine(len(every), len(every) - len(todo), enabled=True, unit="rollout")
     try:
@@ -84,25 +95,43 @@ def _ask_what_is_left(config: Config, every: Sequence[Question], system: System,
 
 
 def _begin(config: Config, out: Path, pins: Mapping[str, Any], tokenizer_json: str) -> None:
-    """Make the folder; from its config and the command in its manifest the evaluation can be repeated."""
-    report.RunDir.create(out, to_toml(config), {**report.manifest(config.run.seed, sys.argv, world_size=1), "evaluation": pins})
+    """Make the folder; from its config and the command in its manifest the evaluation can be
+    repeated.
+    """
+    report.RunDir.create(
+        out,
+        to_toml(config),
+        {**report.manifest(config.run.seed, sys.argv, world_size=1), "evaluation": pins},
+    )
     if tokenizer_json:
         report.atomic_write_text(out / "tokenizer.json", tokenizer_json)
 
 
 def _begun(request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the evaluation in the folder was begun with, None where there is none; UserError unless it may be gone on with."""
+    """What the evaluation in the folder was begun with, None where there is none; UserError unless
+    it may be gone on with.
+    """
     path = request.out / "manifest.json"
     if not path.exists():
         if request.out.exists() and any(request.out.iterdir()):
-            raise UserError(f"--out {request.out} is not empty and holds no evaluation; choose another folder")
+            raise UserError(
+                f"--out {request.out} is not empty and holds no evaluation; choose another folder"
+            )
         return None
     if not request.resume:
-        raise UserError(f"--out {request.out} holds an evaluation: go on with it by --resume, or choose another folder")
+        raise UserError(
+            f"--out {request.out} holds an evaluation: go on with it by --resume, or choose "
+            "another folder"
+        )
     begun: dict[str, Any] = json.loads(path.read_text()).get("evaluation") or {}
     if not begun:
-        raise UserError(f"--out {request.out} is the folder of another run, not of an evaluation; choose another")
-    check_same(request.out, {key: begun[key] for key in pins}, pins)  # before a model is loaded in vain
+        raise UserError(
+            f"--out {request.out} is the folder of another run, not of an evaluation; choose "
+            "another"
+        )
+    check_same(
+        request.out, {key: begun[key] for key in pins}, pins
+    )  # before a model is loaded in vain
     return begun
 
 
@@ -115,30 +144,50 @@ def _scores(folder: Path) -> list[Score]:
     return summarise(read_entries(folder).values(), config.agent.tools)
 
 
-def _labelled(request: Request, scores: Sequence[Score], beside: Sequence[Score] | None) -> dict[str, Sequence[Score]]:
-    """This evaluation and the other one by the names of their folders, or by their paths where the names are the same."""
+def _labelled(
+    request: Request, scores: Sequence[Score], beside: Sequence[Score] | None
+) -> dict[str, Sequence[Score]]:
+    """This evaluation and the other one by the names of their folders, or by their paths where the
+    names are the same.
+    """
     one = request.out.resolve()
     if beside is None or request.beside is None:
         return {one.name: scores}
     other = request.beside.resolve()
-    return {one.name: scores, other.name: beside} if one.name != other.name else {str(one): scores, str(other): beside}
+    return (
+        {one.name: scores, other.name: beside}
+        if one.name != other.name
+        else {str(one): scores, str(other): beside}
+    )
 
 
-def _report(request: Request, log: RecordLog, tool_names: Sequence[str], beside: Sequence[Score] | None) -> None:
+def _report(
+    request: Request, log: RecordLog, tool_names: Sequence[str], beside: Sequence[Score] | None
+) -> None:
     """Table, summary.json and picture."""
     from flowtrain.evals.picture import plot
 
     order = request.benchmarks.index
-    scores = sorted(summarise(log.entries.values(), tool_names), key=lambda score: order(score.benchmark))
+    scores = sorted(
+        summarise(log.entries.values(), tool_names), key=lambda score: order(score.benchmark)
+    )
     runs = _labelled(request, scores, beside)
     marks = PAPER if request.paper else {}
-    others = {label: {s.benchmark: s.accuracy for s in found if s.accuracy is not None} for label, found in list(runs.items())[1:]}
+    others = {
+        label: {s.benchmark: s.accuracy for s in found if s.accuracy is not None}
+        for label, found in list(runs.items())[1:]
+    }
     report.write_summary(request.out / "summary.json", as_json(scores))
     plot(runs, marks, f"{next(iter(runs))}, trials: {request.trials}", request.out / "evals.png")
     print(table(scores, {**others, **marks}))
     if failed := sum(score.num_failed for score in scores):
         errors = next(entry.error for entry in log.entries.values() if entry.error)
-        print(f"{failed} rollouts failed and have no part in the accuracy ({errors}); --resume asks them again", file=sys.stderr)
+        print(
+            f"{failed} rollouts failed and have no part in the accuracy ({errors}); --resume asks "
+            "them again",
+            file=sys.stderr,
+        )
     print(
-        f"{request.out}/trajectories.jsonl, summary.json, evals.png, manifest.json; to look at it: python -m flowtrain.view {request.out}"
+        f"{request.out}/trajectories.jsonl, summary.json, evals.png, manifest.json; to look at it: "
+        f"python -m flowtrain.report.viewer {request.out}"
     )

@@ -1,4 +1,6 @@
-"""The numbers of an evaluation, from its records: accuracy with its spread and interval, and what the rollouts were like."""
+"""The numbers of an evaluation, from its records: accuracy with its spread and interval, and what
+the rollouts were like.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowtrain.evals.records import Entry
-from flowtrain.evals.stats import RolloutStats
 from flowtrain.report import aligned
+from flowtrain.run.rollout_stats import RolloutStats
 
 CONFIDENCE = 0.95
 
@@ -39,7 +41,8 @@ class Score:
     tokens_mean: float
     """The policy's prompts and responses, per rollout."""
     frozen_tokens_mean: float
-    """Prompts and replies of frozen models (modules, tools, judge, a frozen planner), per rollout."""
+    """Prompts and replies of frozen models (modules, tools, judge, a frozen planner), per rollout.
+    """
     cost: float
     """Of all rollouts, at the prices that [engines] states."""
     scored_by: dict[str, int]
@@ -76,7 +79,11 @@ def _score(benchmark: str, entries: Sequence[Entry], tool_names: Sequence[str]) 
         num_failed=len(entries) - len(scored),
         seconds_mean=statistics.fmean(entry.seconds for entry in scored) if scored else 0.0,
         tokens_mean=stats.turns_mean * (stats.prompt_len_mean + stats.response_len_mean),
-        frozen_tokens_mean=statistics.fmean(e.usage.prompt_tokens + e.usage.reply_tokens for e in scored) if scored else 0.0,
+        frozen_tokens_mean=statistics.fmean(
+            e.usage.prompt_tokens + e.usage.reply_tokens for e in scored
+        )
+        if scored
+        else 0.0,
         cost=math.fsum(entry.usage.cost for entry in entries),
         scored_by=dict(Counter(entry.scored_by for entry in scored)),
         stats=stats,
@@ -86,29 +93,51 @@ def _score(benchmark: str, entries: Sequence[Entry], tool_names: Sequence[str]) 
 def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Wilson's score interval of a mean of `num_questions` numbers from 0 to 1.
 
-    It says how far the accuracy may be from that over all questions of the kind. The questions are the sample, however many trials
-    each had: several trials, or partial credit, make the mean more exact than the interval says, never less.
+    It says how far the accuracy may be from that over all questions of the kind. The questions are
+    the sample, however many trials each had: several trials, or partial credit, make the mean more
+    exact than the interval says, never less.
     """
     z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
     shrink = 1 + z * z / num_questions
     centre = (share + z * z / (2 * num_questions)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / num_questions + z * z / (4 * num_questions * num_questions))
+    half = (
+        z
+        / shrink
+        * math.sqrt(
+            share * (1 - share) / num_questions + z * z / (4 * num_questions * num_questions)
+        )
+    )
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
     """By benchmark, for summary.json; with the mean over benchmarks, each counting alike."""
     known = [score.accuracy for score in scores if score.accuracy is not None]
-    return {"accuracy": statistics.fmean(known) if known else None, "benchmarks": {score.benchmark: asdict(score) for score in scores}}
+    return {
+        "accuracy": statistics.fmean(known) if known else None,
+        "benchmarks": {score.benchmark: asdict(score) for score in scores},
+    }
 
 
 def table(scores: Sequence[Score], references: Mapping[str, Mapping[str, float]]) -> str:
-    """Two tables for the terminal: accuracies, with those of others by label and benchmark beside them; and the rollouts."""
+    """Two tables for the terminal: accuracies, with those of others by label and benchmark beside
+    them; and the rollouts.
+    """
     heading = ["accuracy [%]", "questions", "mean", "spread", "95% interval", "failed", *references]
     first = [heading, *(_accuracy_row(score, references) for score in scores)]
     if len(scores) > 1:
         means = [_percent(_mean(score.accuracy for score in scores)), "", "", ""]
-        first.append(["mean", "", *means, *(_percent(_mean(named.get(s.benchmark) for s in scores)) for named in references.values())])
+        first.append(
+            [
+                "mean",
+                "",
+                *means,
+                *(
+                    _percent(_mean(named.get(s.benchmark) for s in scores))
+                    for named in references.values()
+                ),
+            ]
+        )
     tools = list(scores[0].stats.tool_shares)
     second = [
         [
@@ -130,15 +159,30 @@ def table(scores: Sequence[Score], references: Mapping[str, Mapping[str, float]]
 
 def _accuracy_row(score: Score, references: Mapping[str, Mapping[str, float]]) -> list[str]:
     interval = f"{_percent(score.low)} to {_percent(score.high)}"
-    numbers = [str(score.num_questions), _percent(score.accuracy), _percent(score.spread), interval, str(score.num_failed)]
-    return [score.benchmark, *numbers, *(_percent(named.get(score.benchmark)) for named in references.values())]
+    numbers = [
+        str(score.num_questions),
+        _percent(score.accuracy),
+        _percent(score.spread),
+        interval,
+        str(score.num_failed),
+    ]
+    return [
+        score.benchmark,
+        *numbers,
+        *(_percent(named.get(score.benchmark)) for named in references.values()),
+    ]
 
 
 def _rollout_row(score: Score) -> list[str]:
     stats = score.stats
     cut_off = stats.out_of_turns_share + stats.out_of_time_share
     shares = [cut_off, stats.malformed_share, stats.tool_error_share, *stats.tool_shares.values()]
-    means = [f"{stats.turns_mean:.2f}", f"{score.seconds_mean:.2f}", f"{score.tokens_mean:.0f}", f"{score.frozen_tokens_mean:.0f}"]
+    means = [
+        f"{stats.turns_mean:.2f}",
+        f"{score.seconds_mean:.2f}",
+        f"{score.tokens_mean:.0f}",
+        f"{score.frozen_tokens_mean:.0f}",
+    ]
     means.append(f"{score.cost / max(stats.num_rollouts, 1):.4f}" if score.cost else "-")
     return [score.benchmark, *means, *map(_percent, shares)]
 
@@ -146,7 +190,11 @@ def _rollout_row(score: Score) -> list[str]:
 def _mean(values: Iterable[float | None]) -> float | None:
     """None unless all are known: the mean of some benchmarks is not that of all."""
     known = list(values)
-    return statistics.fmean(value for value in known if value is not None) if None not in known else None
+    return (
+        statistics.fmean(value for value in known if value is not None)
+        if None not in known
+        else None
+    )
 
 
 def _percent(share: float | None) -> str:

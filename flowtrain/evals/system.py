@@ -1,4 +1,6 @@
-"""The system that an evaluation asks: a flow per benchmark, and the names of all that answers in it."""
+"""The system that an evaluation asks: a flow per benchmark, and the names of all that answers in
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from flowtrain.agents.build import make_flow, make_tools
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.agents.roles import prompt_hashes, tools_text
-from flowtrain.agents.tools import Tool
 from flowtrain.config import OWN, Config
+from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
 from flowtrain.evals.chat_planner import ChatPlanner, PlainText
-from flowtrain.job import Job, make_judge, saving
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
-from flowtrain.rollout.chat_engines import POLICY, ChatEngines, make_chat_engines
+from flowtrain.run.components import RunComponents, make_judge, saving
 from flowtrain.tasks.sets import task_set
+from flowtrain.tools import Tool
 from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Task, UserError
@@ -35,7 +37,8 @@ class System:
     """By benchmark: the rule-based modules differ."""
     judge: Judge | None
     pins: Mapping[str, Mapping[str, str]]
-    """Names of engines with all their settings, the policy's with the hash of its weights; hashes of prompts."""
+    """Names of engines with all their settings, the policy's with the hash of its weights; hashes
+    of prompts."""
     decode: Callable[[Sequence[int]], str] | None
     """Of the planner's prompt ids; None for a planner that takes text."""
     tokenizer_json: str
@@ -43,8 +46,11 @@ class System:
 
 
 @contextmanager
-def open_system(config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path) -> Iterator[System]:
-    """Start what the config names; `planner` is the policy or an engine's name. Raises UserError for what is not there.
+def open_system(
+    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path
+) -> Iterator[System]:
+    """Start what the config names; `planner` is the policy or an engine's name. Raises UserError
+    for what is not there.
 
     The policy's weights go to its engine by way of a store in `scratch`, as in training.
     """
@@ -56,48 +62,83 @@ def open_system(config: Config, benchmarks: Sequence[str], planner: str, tempera
 
 
 def _with_policy(
-    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path, world: World, cleanup: ExitStack
+    config: Config,
+    benchmarks: Sequence[str],
+    planner: str,
+    temperature: float,
+    scratch: Path,
+    world: World,
+    cleanup: ExitStack,
 ) -> System:
-    job = Job.prepare(config, world)
-    cleanup.callback(job.close)
+    components = RunComponents.prepare(config, world)
+    cleanup.callback(components.close)
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
     store = WeightStore(scratch)
-    engines = job.make_policy_engines({config.train.policy: store})
+    engines = components.make_policy_engines({config.train.policy: store})
     for engine in engines.values():
         cleanup.callback(engine.close)
     with saving(scratch):
-        job.make_publisher(store, world).publish(named_weights(job.model), 0)
+        components.make_publisher(store, world).publish(named_weights(components.model), 0)
     engines[config.train.policy].load(0)
-    policy = f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, temperature {temperature:g}"
+    policy = (
+        f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, "
+        f"temperature {temperature:g}"
+    )
     turns = config.agent.eval_max_turns
-    flows = {name: replace(job, config=_rules_of(config, name)).make_flow(engines, turns, temperature) for name in benchmarks}
-    frozen = {f"policies.{name}": model.path for name, model in job.policies.items() if name != config.train.policy}
-    pins = _pins({POLICY: policy, **frozen, **_names(job.chats)}, job.tools)
-    tokenizer = job.policies["planner"].tokenizer
-    return System(flows, job.make_judge(), pins, tokenizer.decode, tokenizer.backend_tokenizer.to_str())
+    flows = {
+        name: replace(components, config=_rules_of(config, name)).make_flow(
+            engines, turns, temperature
+        )
+        for name in benchmarks
+    }
+    frozen = {
+        f"policies.{name}": model.path
+        for name, model in components.policies.items()
+        if name != config.train.policy
+    }
+    pins = _pins({POLICY: policy, **frozen, **_names(components.chats)}, components.tools)
+    tokenizer = components.policies["planner"].tokenizer
+    return System(
+        flows, components.make_judge(), pins, tokenizer.decode, tokenizer.backend_tokenizer.to_str()
+    )
 
 
 def _without_policy(
-    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path, world: World, cleanup: ExitStack
+    config: Config,
+    benchmarks: Sequence[str],
+    planner: str,
+    temperature: float,
+    scratch: Path,
+    world: World,
+    cleanup: ExitStack,
 ) -> System:
     """No model is loaded but those that `[engines]` says are."""
     if planner not in config.engines:
         raise UserError(
-            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds {', '.join(config.engines) or 'nothing'}"
+            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
+            f"{', '.join(config.engines) or 'nothing'}"
         )
     for role, name in config.roles:
         if name in (POLICY, OWN):
-            raise UserError(f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give that role another engine")
+            raise UserError(
+                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
+                "that role another engine"
+            )
     chats = make_chat_engines(config, PlainText(), world.device, planner)
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"))
     for tool in tools.values():
         cleanup.callback(tool.close)
     prompt = FullPrompt(list(tools.values()), PlainText(), config.agent.prompt_order)
-    frozen = ChatPlanner(chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s)
+    frozen = ChatPlanner(
+        chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s
+    )
     turns = config.agent.eval_max_turns
-    flows = {name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles) for name in benchmarks}
+    flows = {
+        name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles)
+        for name in benchmarks
+    }
     return System(flows, make_judge(config, chats), _pins(_names(chats), tools), None, "")
 
 
@@ -110,7 +151,10 @@ def _rules_of(config: Config, benchmark: str) -> Config:
 def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:
     """Besides the prompts of modules, the judge's, and what all of them read about the tools."""
     texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools)}
-    return {"engines": engines, "prompts": {**prompt_hashes(), **{name: _digest(text) for name, text in texts.items()}}}
+    return {
+        "engines": engines,
+        "prompts": {**prompt_hashes(), **{name: _digest(text) for name, text in texts.items()}},
+    }
 
 
 def _digest(text: str) -> str:

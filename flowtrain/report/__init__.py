@@ -1,6 +1,7 @@
 """What a run leaves for people: its folder, logs, progress line, tables and curves.
 
-The curves live in `flowtrain.report.curves`, which is a command of its own and is therefore not imported here.
+The curves live in `flowtrain.report.curves`, which is a command of its own and is therefore not
+imported here.
 """
 
 from flowtrain.report.metrics import MetricsLog, TrajectoryLog, trajectory_record

@@ -1,4 +1,5 @@
-"""Training curves as a picture: six panels of one run, or the held-out reward of several runs side by side.
+"""Training curves as a picture: six panels of one run, or the held-out reward of several runs side
+by side.
 
 python -m flowtrain.report.curves runs/texts
 python -m flowtrain.report.curves runs/texts runs/shuffled_rewards --out control.png
@@ -23,14 +24,18 @@ Series = tuple[list[int], list[float]]
 
 
 def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws the six panels of a run into `out`, by default curves.png in its folder; a metric that is missing is said to be."""
+    """Draws the six panels of a run into `out`, by default curves.png in its folder; a metric that
+    is missing is said to be.
+    """
     from flowtrain.report import panels
 
     run_dir = Path(run_dir)
     series = read_series(run_dir)
     last_step = max(steps[-1] for steps, _ in series.values())
     with panels.style():
-        figure = panels.run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
+        figure = panels.run_figure(
+            series, title=f"{run_dir.resolve().name}, up to step {last_step}"
+        )
         return save_figure(figure, run_dir / "curves.png" if out is None else Path(out))
 
 
@@ -44,7 +49,9 @@ def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
 
 
 def read_series(run_dir: Path) -> dict[str, Series]:
-    """Every numeric metric of a run by its key, steps ascending. Of two values for one step the later line counts."""
+    """Every numeric metric of a run by its key, steps ascending. Of two values for one step the
+    later line counts.
+    """
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: name the folder of a run that has logged a step")
@@ -55,14 +62,30 @@ def read_series(run_dir: Path) -> dict[str, Series]:
                 values.setdefault(key, {})[record["step"]] = value
     if not values:
         raise UserError(f"{path} holds no metrics yet: wait for the first step of the run")
-    return {key: (sorted(by_step), [by_step[step] for step in sorted(by_step)]) for key, by_step in values.items()}
+    return {
+        key: (sorted(by_step), [by_step[step] for step in sorted(by_step)])
+        for key, by_step in values.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m flowtrain.report.curves", description="Draw the curves of a training run as a PNG.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; with several, their held-out rewards are compared")
-    parser.add_argument("--out", type=Path, help="the picture (default: RUN/curves.png, comparison.png for several runs)")
+    parser = argparse.ArgumentParser(
+        prog="python -m flowtrain.report.curves",
+        description="Draw the curves of a training run as a PNG.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folder; with several, their held-out rewards are compared",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the picture (default: RUN/curves.png, comparison.png for several runs)",
+    )
     arguments = parser.parse_args(argv)
     try:
         print(_draw(arguments.runs, arguments.out))
@@ -83,7 +106,10 @@ def _draw(runs: list[Path], out: Path | None) -> Path:
 def _eval_reward(run_dir: Path) -> Series:
     series = read_series(run_dir)
     if "eval_reward" not in series:
-        raise UserError(f"{run_dir / 'metrics.jsonl'} has no eval_reward: compare runs that were evaluated on the held-out tasks")
+        raise UserError(
+            f"{run_dir / 'metrics.jsonl'} has no eval_reward: compare runs that were evaluated on "
+            "the held-out tasks"
+        )
     return series["eval_reward"]
 
 

@@ -1,4 +1,6 @@
-"""Append-only JSON-lines files that survive a crash: whole lines only, cut back to a step on resume."""
+"""Append-only JSON-lines files that survive a crash: whole lines only, cut back to a step on
+resume.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from flowtrain.types import UserError
 
 
 def json_value(value: Any) -> Any:
-    """`value` with numbers of any library as Python's own and non-finite ones as None, for JSON has no NaN."""
+    """`value` with numbers of any library as Python's own and non-finite ones as None, for JSON has
+    no NaN.
+    """
     if isinstance(value, Mapping):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -30,11 +34,15 @@ def json_value(value: Any) -> Any:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool = False) -> None:
-    """Appends one line per record, and either all of them or none: when the disk is full the file is cut back.
+    """Appends one line per record, and either all of them or none: when the disk is full the file
+    is cut back.
 
     `durable`: they are on disk when this returns, and a machine that loses power keeps them.
     """
-    lines = [json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    lines = [
+        json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
+        for record in records
+    ]
     # What backslashreplace makes of a lone surrogate is JSON's own escape of it.
     data = "".join(lines).encode("utf-8", "backslashreplace")
     with writing(path):
@@ -46,7 +54,8 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool
                     file.flush()
                     os.fsync(file.fileno())
         except OSError:
-            # A torn last line is harmless to every reader, so a failure here must not hide the first one.
+            # A torn last line is harmless to every reader, so a failure here must not hide the
+            # first one.
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
             raise
@@ -59,7 +68,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, offset of its end in bytes) per line, as `read_lines`; each begins where the one before it ends."""
+    """(record, offset of its end in bytes) per line, as `read_lines`; each begins where the one
+    before it ends.
+    """
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -68,13 +79,16 @@ def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             if record is not None:
                 yield record, end
             elif file.read(1):
-                raise UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
+                raise UserError(
+                    f"{path} line {number} is not a JSON object with a step: delete that line"
+                )
 
 
 def cut_lines(path: Path, last_step: int) -> None:
     """Ends the file after the last line of step `last_step`, and drops a torn last line.
 
-    Lines are written in the order of their steps, so this is one truncate: all or nothing, and it needs no free space.
+    Lines are written in the order of their steps, so this is one truncate: all or nothing, and it
+    needs no free space.
     """
     if not path.exists():
         return

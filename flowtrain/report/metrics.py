@@ -1,4 +1,6 @@
-"""The two logs of a run: numbers per step (`MetricsLog`) and every rollout in full (`TrajectoryLog`)."""
+"""The two logs of a run: numbers per step (`MetricsLog`) and every rollout in full
+(`TrajectoryLog`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from flowtrain.types import Action, Call, Group, Trajectory, Turn, TurnTraining,
 
 
 class MetricsLog:
-    """Writes the metrics of each step to metrics.jsonl, TensorBoard and, when a project is named, Weights & Biases."""
+    """Writes the metrics of each step to metrics.jsonl, TensorBoard and, when a project is named,
+    Weights & Biases.
+    """
 
     def __init__(
         self,
@@ -25,7 +29,9 @@ class MetricsLog:
         wandb_project: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Cuts what an earlier process logged after `resume_step`, the step of the checkpoint that is continued."""
+        """Cuts what an earlier process logged after `resume_step`, the step of the checkpoint that
+        is continued.
+        """
         self.path = Path(run_dir) / "metrics.jsonl"
         self._board_path = Path(run_dir) / "tensorboard"
         self._wandb = _start_wandb(Path(run_dir), wandb_project, config) if wandb_project else None
@@ -33,11 +39,17 @@ class MetricsLog:
         self._board = self._open_board(resume_step) if tensorboard else None
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
-        """Appends one line, keys in the given order; "step" must be among them. A non-finite number is written as null."""
+        """Appends one line, keys in the given order; "step" must be among them. A non-finite number
+        is written as null.
+        """
         assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
         record = {**json_value(metrics), "step": int(metrics["step"])}
         append_lines(self.path, [record])
-        numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+        numbers = {
+            key: value
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float)
+        }
         if self._board is not None:
             with writing(self._board_path):
                 for key, value in numbers.items():
@@ -64,10 +76,20 @@ class MetricsLog:
 
 
 class TrajectoryLog:
-    """Writes every rollout of one rank, one line each, so that people can read what the planner did and jq can count it."""
+    """Writes every rollout of one rank, one line each, so that people can read what the planner did
+    and jq can count it.
+    """
 
-    def __init__(self, run_dir: Path, rank: int, resume_step: int, name: str = "trajectories", num_ranks: int = 1) -> None:
-        """Cuts what an earlier process logged after `resume_step`, rank 0 also what ranks did that are no more.
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        resume_step: int,
+        name: str = "trajectories",
+        num_ranks: int = 1,
+    ) -> None:
+        """Cuts what an earlier process logged after `resume_step`, rank 0 also what ranks did that
+        are no more.
 
         Rank 0 writes <name>.jsonl, rank r its own file, rank -1 none.
         """
@@ -80,9 +102,15 @@ class TrajectoryLog:
                     cut_lines(path, resume_step)
 
     def log(self, step: int, version: int, groups: Sequence[Group]) -> None:
-        """Appends the trajectories of `groups`; `version` is the weight version current when the step's rollouts began."""
+        """Appends the trajectories of `groups`; `version` is the weight version current when the
+        step's rollouts began.
+        """
         head = {"step": step, "version": version}
-        lines = [{**head, **trajectory_record(item, group.index)} for group in groups for item in group.trajectories]
+        lines = [
+            {**head, **trajectory_record(item, group.index)}
+            for group in groups
+            for item in group.trajectories
+        ]
         if lines:
             append_lines(self.path, lines)
 
@@ -110,7 +138,10 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         **({} if trajectory.sub_goals is None else {"sub_goals": round(trajectory.sub_goals, 4)}),
         **({} if trajectory.hint_turn is None else {"hint_turn": trajectory.hint_turn}),
         "seconds": round(trajectory.seconds, 3),
-        "turns": [_turn_record(turn, before) for turn, before in zip(trajectory.turns, (None, *trajectory.turns), strict=False)],
+        "turns": [
+            _turn_record(turn, before)
+            for turn, before in zip(trajectory.turns, (None, *trajectory.turns), strict=False)
+        ],
     }
 
 
@@ -154,7 +185,10 @@ def _call_record(call: Call) -> dict[str, Any]:
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
     """Ids that both begin with."""
-    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+        min(len(a), len(b)),
+    )
 
 
 def _training_record(training: TurnTraining) -> dict[str, Any]:
@@ -175,12 +209,24 @@ def _action_record(action: Action) -> dict[str, str]:
 
 
 def _start_wandb(run_dir: Path, project: str, config: dict[str, Any] | None) -> Any:
-    """The wandb run of this folder; its id lies beside the metrics, so that a resumed run continues the same one."""
+    """The wandb run of this folder; its id lies beside the metrics, so that a resumed run continues
+    the same one.
+    """
     try:
         wandb = importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise UserError(f"wandb_project is {project!r} but wandb is not installed: pip install 'flowtrain[wandb]'") from error
+        raise UserError(
+            f"wandb_project is {project!r} but wandb is not installed: pip install "
+            "'flowtrain[wandb]'"
+        ) from error
     id_file = run_dir / "wandb_id.txt"
     if not id_file.exists():
         atomic_write_text(id_file, uuid.uuid4().hex)
-    return wandb.init(project=project, name=run_dir.name, id=id_file.read_text(), resume="allow", dir=str(run_dir), config=config)
+    return wandb.init(
+        project=project,
+        name=run_dir.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=str(run_dir),
+        config=config,
+    )

@@ -1,4 +1,5 @@
-"""How the curves look: one function per panel. Imported only when a picture is drawn, because matplotlib is slow to load.
+"""How the curves look: one function per panel. Imported only when a picture is drawn, because
+matplotlib is slow to load.
 
 Figures are made without pyplot, so nothing global remains open and the Agg canvas needs no display.
 """
@@ -81,7 +82,11 @@ def comparison_figure(rewards: Mapping[str, Series]) -> Figure:
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     for place, (label, (steps, values)) in enumerate(rewards.items()):
-        look = {"color": PALETTE[place % 7], "marker": MARKERS[place % 7], "linestyle": "-" if place < 7 else "--"}
+        look = {
+            "color": PALETTE[place % 7],
+            "marker": MARKERS[place % 7],
+            "linestyle": "-" if place < 7 else "--",
+        }
         text = f"{label} ({values[-1]:.3f} at step {steps[-1]})"
         axes.plot(steps, values, markersize=6, markeredgecolor="white", label=text, **look)
     _frame(axes, "Held-out reward (sampled)", "mean reward [0 to 1]")
@@ -94,11 +99,25 @@ def draw_reward(axes: Any, series: Mapping[str, Series]) -> None:
     """Held-out reward where it was measured, and the reward of the training batches behind it."""
     if "reward_mean" in series:
         _noisy(axes, series["reward_mean"], GREY, "training batch")
-    held_out = {"eval_reward": "held-out texts", "eval_reward_entities": "held-out entities", "eval_reward_forms": "held-out forms"}
-    for (key, label), color, marker in zip(held_out.items(), (BLUE, ORANGE, GREEN), MARKERS, strict=False):
+    held_out = {
+        "eval_reward": "held-out texts",
+        "eval_reward_entities": "held-out entities",
+        "eval_reward_forms": "held-out forms",
+    }
+    for (key, label), color, marker in zip(
+        held_out.items(), (BLUE, ORANGE, GREEN), MARKERS, strict=False
+    ):
         if key in series:
             text = f"{label} ({series[key][1][-1]:.2f})"
-            axes.plot(*series[key], color=color, marker=marker, markersize=5.5, markeredgecolor="white", label=text, zorder=3)
+            axes.plot(
+                *series[key],
+                color=color,
+                marker=marker,
+                markersize=5.5,
+                markeredgecolor="white",
+                label=text,
+                zorder=3,
+            )
     _frame(axes, "Reward (sampled)", "mean reward [0 to 1]")
     if _finish(axes, num_columns=2):
         _reward_limits(axes)
@@ -144,9 +163,14 @@ def draw_entropy(axes: Any, series: Mapping[str, Series]) -> None:
 
 
 def draw_ratio(axes: Any, series: Mapping[str, Series]) -> None:
-    """Extremes of the importance ratio, and on the right how much was clipped and how far the policy is from its reference."""
+    """Extremes of the importance ratio, and on the right how much was clipped and how far the
+    policy is from its reference.
+    """
     _frame(axes, "Importance ratio, clipping, KL", "ratio new / old")
-    for key, color, label in (("ratio_max", BLUE, "largest ratio"), ("ratio_min", SKY, "smallest ratio")):
+    for key, color, label in (
+        ("ratio_max", BLUE, "largest ratio"),
+        ("ratio_min", SKY, "smallest ratio"),
+    ):
         if key in series:
             axes.axhline(1.0, color="#9A9A9A", linewidth=0.8, zorder=1)
             _noisy(axes, series[key], color, label)
@@ -154,14 +178,19 @@ def draw_ratio(axes: Any, series: Mapping[str, Series]) -> None:
     if "clip_fraction" in series or "kl" in series:
         right = _right_axis(axes, "clipped share; KL [nats per token]")
         right.set_yscale("symlog", linthresh=1e-4)
-    for key, color, label in (("clip_fraction", ORANGE, "clipped (right)"), ("kl", RED, "KL (right)")):
+    for key, color, label in (
+        ("clip_fraction", ORANGE, "clipped (right)"),
+        ("kl", RED, "KL (right)"),
+    ):
         if key in series:
             _noisy(right, series[key], color, label, dashed=True)
     _finish(axes, num_columns=2, right=right)
 
 
 def draw_mismatch(axes: Any, series: Mapping[str, Series]) -> None:
-    """How far the sampler's log-probabilities are from the trainer's for the same tokens and weights."""
+    """How far the sampler's log-probabilities are from the trainer's for the same tokens and
+    weights.
+    """
     _frame(axes, "Log-prob mismatch, sampler and trainer", "|difference| [nats per token]")
     if "logprob_mismatch" in series:
         _noisy(axes, series["logprob_mismatch"], PINK, "mismatch")
@@ -181,14 +210,31 @@ def _noisy(axes: Any, series: Series, color: str, label: str, dashed: bool = Fal
     window = _window(len(values))
     linestyle, marker = ("--", "s") if dashed else ("-", "o")
     if window == 1:
-        axes.plot(steps, values, color=color, label=label, linestyle=linestyle, marker=marker, markersize=5, markeredgecolor="white")
+        axes.plot(
+            steps,
+            values,
+            color=color,
+            label=label,
+            linestyle=linestyle,
+            marker=marker,
+            markersize=5,
+            markeredgecolor="white",
+        )
         return
     axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-    axes.plot(steps, trailing_mean(values, window), color=color, label=f"{label}, mean of {window}", linestyle=linestyle)
+    axes.plot(
+        steps,
+        trailing_mean(values, window),
+        color=color,
+        label=f"{label}, mean of {window}",
+        linestyle=linestyle,
+    )
 
 
 def _window(num_values: int) -> int:
-    """How many values a trailing mean takes: 1, so none, where there are few enough to show each with a marker."""
+    """How many values a trailing mean takes: 1, so none, where there are few enough to show each
+    with a marker.
+    """
     return 1 if num_values <= 20 else max(10, num_values // 25)
 
 
@@ -204,7 +250,9 @@ def trailing_mean(values: list[float], window: int) -> list[float]:
 def _tool_shares(series: Mapping[str, Series]) -> dict[str, Series]:
     """Shares by tool name, the most used first; beyond seven they are summed up as "other"."""
     prefix = "tool_share/"
-    shares = {key.removeprefix(prefix): value for key, value in series.items() if key.startswith(prefix)}
+    shares = {
+        key.removeprefix(prefix): value for key, value in series.items() if key.startswith(prefix)
+    }
     names = sorted(shares, key=lambda name: -sum(shares[name][1]))
     kept = {name: shares[name] for name in names[: len(PALETTE)]}
     rest = [dict(zip(*shares[name], strict=True)) for name in names[len(PALETTE) :]]
@@ -223,7 +271,15 @@ def _stack(axes: Any, steps: list[int], columns: list[list[float]], names: list[
     edges: list[float] = list(steps)
     if len(steps) == 1:
         edges, columns = [steps[0] - 0.4, steps[0] + 0.4], [column * 2 for column in columns]
-    axes.stackplot(edges, columns, labels=names, colors=[*PALETTE, GREY], alpha=0.85, edgecolor="white", linewidth=0.6)
+    axes.stackplot(
+        edges,
+        columns,
+        labels=names,
+        colors=[*PALETTE, GREY],
+        alpha=0.85,
+        edgecolor="white",
+        linewidth=0.6,
+    )
     axes.set_ylim(0, max(1.0, *(sum(column) for column in zip(*columns, strict=True))))
     axes.yaxis.set_major_formatter(_PERCENT)
 
@@ -258,13 +314,24 @@ def _colour_axis(axes: Any, color: str) -> None:
 
 
 def _finish(axes: Any, num_columns: int, right: Any = None) -> bool:
-    """The legend below the panel, or "not logged" in an empty one; says whether something was drawn."""
+    """The legend below the panel, or "not logged" in an empty one; says whether something was
+    drawn.
+    """
     if not axes.has_data():
         axes.set_yticks([])
     if axes.has_data() or right is not None:
         _legend(axes, num_columns, right)
         return True
-    axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=13)
+    axes.text(
+        0.5,
+        0.5,
+        "not logged",
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color=GREY,
+        fontsize=13,
+    )
     axes.set_xticks([])
     return False
 
@@ -274,7 +341,15 @@ def _legend(axes: Any, num_columns: int, right: Any = None) -> None:
     if right is not None:
         more_handles, more_labels = right.get_legend_handles_labels()
         handles, labels = handles + more_handles, labels + more_labels
-    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=num_columns, handlelength=1.6, columnspacing=1.4)
+    axes.legend(
+        handles,
+        labels,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=num_columns,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )
 
 
 def _reward_limits(axes: Any) -> None:

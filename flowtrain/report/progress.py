@@ -1,4 +1,6 @@
-"""How far a run is and how well it goes, on stderr: a bar on a terminal, about ten plain lines in a log file."""
+"""How far a run is and how well it goes, on stderr: a bar on a terminal, about ten plain lines in a
+log file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{rema
 class ProgressLine:
     """Shows how many of a number of steps are done, how long the rest will take, and a text."""
 
-    def __init__(self, total_steps: int, start_step: int, enabled: bool, unit: str = "step") -> None:
+    def __init__(
+        self, total_steps: int, start_step: int, enabled: bool, unit: str = "step"
+    ) -> None:
         """`start_step` steps were done by an earlier process; `enabled` is true on one rank only."""
         self._total_steps = total_steps
         self._start_step = start_step
@@ -55,7 +59,11 @@ class ProgressLine:
             return
         self._printed_tenths = tenths
         share = f"{step / max(self._total_steps, 1):.0%}"
-        print(f"{self._unit} {step}/{self._total_steps} ({share}), ETA {self._eta(step)}, {text}", file=sys.stderr, flush=True)
+        print(
+            f"{self._unit} {step}/{self._total_steps} ({share}), ETA {self._eta(step)}, {text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _eta(self, step: int) -> str:
         done = step - self._start_step
@@ -66,7 +74,9 @@ class ProgressLine:
 
 
 class Progress:
-    """The line a person watches. It reads `reward_mean`, `kl`, `tokens_per_s` and `eval_reward` where a step reports them."""
+    """The line a person watches. It reads `reward_mean`, `kl`, `tokens_per_s` and `eval_reward`
+    where a step reports them.
+    """
 
     def __init__(self, total_steps: int, start_step: int, enabled: bool) -> None:
         """As for `ProgressLine`."""
@@ -86,15 +96,27 @@ class Progress:
         parts = []
         if self._rewards:
             mean = sum(self._rewards) / len(self._rewards)
-            parts.append(f"reward {self._rewards[-1]:.3f} (mean of {len(self._rewards)}: {mean:.3f})")
-        for key, form in (("kl", "KL {:.2g}"), ("tokens_per_s", "{:,.0f} tokens/s"), ("eval_reward", "held-out {:.3f}")):
+            parts.append(
+                f"reward {self._rewards[-1]:.3f} (mean of {len(self._rewards)}: {mean:.3f})"
+            )
+        for key, form in (
+            ("kl", "KL {:.2g}"),
+            ("tokens_per_s", "{:,.0f} tokens/s"),
+            ("eval_reward", "held-out {:.3f}"),
+        ):
             if key in self._latest:
                 parts.append(form.format(self._latest[key]))
         return ", ".join(parts)
 
 
 def _make_bar(total_steps: int, start_step: int) -> Any:
-    return tqdm(total=total_steps, initial=start_step, file=sys.stderr, bar_format=_BAR_FORMAT, dynamic_ncols=True)
+    return tqdm(
+        total=total_steps,
+        initial=start_step,
+        file=sys.stderr,
+        bar_format=_BAR_FORMAT,
+        dynamic_ncols=True,
+    )
 
 
 def _is_number(value: Any) -> bool:

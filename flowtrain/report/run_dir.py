@@ -40,12 +40,18 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         is_full = error.errno in _FULL_DISK
-        cure = "free some space and continue with --resume auto" if is_full else "check that its folder exists and is writable"
+        cure = (
+            "free some space and continue with --resume auto"
+            if is_full
+            else "check that its folder exists and is writable"
+        )
         raise UserError(f"cannot write {path}: {error.strerror or error}; {cure}") from error
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replaces the file at `path`: a reader, or a crash at any time, finds the old content or the new, never a part."""
+    """Replaces the file at `path`: a reader, or a crash at any time, finds the old content or the
+    new, never a part.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with writing(path):
         try:
@@ -59,7 +65,9 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write_bytes` for text, as UTF-8; lone surrogates (a tool may print them) are written as \\udXXX."""
+    """`atomic_write_bytes` for text, as UTF-8; lone surrogates (a tool may print them) are written
+    as \\udXXX.
+    """
     atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -71,7 +79,9 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
-        """Makes the folder, and its parents, with `config.toml` and `manifest.json` in it; when a write fails it is gone again."""
+        """Makes the folder, and its parents, with `config.toml` and `manifest.json` in it; when a
+        write fails it is gone again.
+        """
         path = Path(path)
         manifest_json = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         _refuse_used(path)
@@ -91,7 +101,10 @@ class RunDir:
         """The folder of a run that is to be resumed."""
         path = Path(path)
         if not (path / "manifest.json").is_file():
-            raise UserError(f"cannot resume {path}: it has no manifest.json, so no run began there; check --run.dir or drop --resume")
+            raise UserError(
+                f"cannot resume {path}: it has no manifest.json, so no run began there; check "
+                "--run.dir or drop --resume"
+            )
         return cls(path)
 
     @property
@@ -111,7 +124,9 @@ class RunDir:
 
 
 def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
-    """What one needs to know to repeat a run; null for what is absent. Imports nothing, so it costs nothing."""
+    """What one needs to know to repeat a run; null for what is absent. Imports nothing, so it costs
+    nothing.
+    """
     commit, is_dirty = _git_state(Path(__file__).resolve().parents[2])
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -133,11 +148,15 @@ def _refuse_used(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"run folder {path} is a file: choose another --run.dir")
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(f"run folder {path} exists and is not empty: pass --resume auto to continue it or choose another --run.dir")
+        raise UserError(
+            f"run folder {path} exists and is not empty: pass --resume auto to continue it or "
+            "choose another --run.dir"
+        )
 
 
 def _remove_start(path: Path, with_folder: bool) -> None:
-    # The write that failed is what the person must hear of, not that its remains could not be removed.
+    # The write that failed is what the person must hear of, not that its remains could not be
+    # removed.
     with contextlib.suppress(OSError):
         for name in ("config.toml", "manifest.json"):
             (path / name).unlink(missing_ok=True)
@@ -146,7 +165,9 @@ def _remove_start(path: Path, with_folder: bool) -> None:
 
 
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, dirty) of `root` where it is the top of a checkout; an installed copy inside someone's repository is none."""
+    """(commit, dirty) of `root` where it is the top of a checkout; an installed copy inside
+    someone's repository is none.
+    """
     top = _git(root, "rev-parse", "--show-toplevel")
     commit = _git(root, "rev-parse", "--verify", "HEAD")
     if top is None or commit is None or Path(top).resolve() != root:

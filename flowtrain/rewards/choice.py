@@ -12,24 +12,42 @@ from flowtrain.types import Task, UserError
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")
 _LETTER = re.compile(r"(?:(?:option|choice|answer)[\s:(]*)?([a-z])", re.IGNORECASE)
 _LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)|[.:]|\s+-)\s+(.*)")
-_NAMED = re.compile(r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)")
-_DENIAL = re.compile(r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot)\b")
+_NAMED = re.compile(
+    r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)"
+)
+_DENIAL = re.compile(
+    r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot)\b"
+)
 
 
 def choice(task: Task, answer: str) -> float:
-    """1.0 when the answer names the right option of `task.choices`, else 0.0; UserError when `task.answers` name none of them."""
-    right = {index for accepted in task.answers if (index := _accepted_option(accepted, task.choices)) is not None}
+    """1.0 when the answer names the right option of `task.choices`, else 0.0; UserError when
+    `task.answers` name none of them.
+    """
+    right = {
+        index
+        for accepted in task.answers
+        if (index := _accepted_option(accepted, task.choices)) is not None
+    }
     if not right:
-        raise UserError(f"task {task.id!r}: scorer 'choice' needs an answer among the options {task.choices!r}, not {task.answers!r}")
+        raise UserError(
+            f"task {task.id!r}: scorer 'choice' needs an answer among the options "
+            f"{task.choices!r}, not {task.answers!r}"
+        )
     given = named_option(answer, task.choices)
-    return float(given is not None and normalise(task.choices[given]) in {normalise(task.choices[index]) for index in right})
+    return float(
+        given is not None
+        and normalise(task.choices[given]) in {normalise(task.choices[index]) for index in right}
+    )
 
 
 def named_option(answer: str, choices: Sequence[str]) -> int | None:
-    """The place of the one option that an answer names; None for none, several, or a letter beside the text of another option.
+    """The place of the one option that an answer names; None for none, several, or a letter beside
+    the text of another option.
 
-    A letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral ulcers", "B) because ..."), the text of an option, "the answer
-    is B", and last a sentence that holds the text of one option and neither denies nor weighs.
+    A letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral ulcers", "B) because ..."),
+    the text of an option, "the answer is B", and last a sentence that holds the text of one option
+    and neither denies nor weighs.
     """
     plain = " ".join(_WRAPPING.sub(" ", answer).split())
     texts = [normalise(option) for option in choices]
@@ -43,14 +61,18 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
         return place if place is not None and (text not in texts or texts[place] == text) else None
     if normalise(plain) in texts:
         return texts.index(normalise(plain))
-    named = {place for letter in _NAMED.findall(plain) if (place := _place(letter, choices)) is not None}
+    named = {
+        place for letter in _NAMED.findall(plain) if (place := _place(letter, choices)) is not None
+    }
     if named:
         return named.pop() if len(named) == 1 else None
     return _held(plain, texts)
 
 
 def _accepted_option(accepted: str, choices: Sequence[str]) -> int | None:
-    """As `named_option`, but a text comes before a letter: among the blood groups O, A, B and AB the accepted "A" is the second."""
+    """As `named_option`, but a text comes before a letter: among the blood groups O, A, B and AB
+    the accepted "A" is the second.
+    """
     texts = [" ".join(option.split()).casefold() for option in choices]
     text = " ".join(accepted.split()).casefold()
     return texts.index(text) if text in texts else named_option(accepted, choices)

@@ -17,7 +17,9 @@ def exact_match(task: Task, answer: str) -> float:
 
 
 def _normalise(text: str) -> str:
-    """Casefolded and single-spaced, without one trailing period and thousands commas; a numeral in its shortest form (385.0 is 385)."""
+    """Casefolded and single-spaced, without one trailing period and thousands commas; a numeral in
+    its shortest form (385.0 is 385).
+    """
     text = " ".join(text.casefold().split()).removesuffix(".").rstrip()
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return _shortest_numeral(text)

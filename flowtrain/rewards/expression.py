@@ -1,11 +1,13 @@
-"""The value of a mathematical expression in ASCII or simple LaTeX, by exact rational arithmetic of bounded size.
+"""The value of a mathematical expression in ASCII or simple LaTeX, by exact rational arithmetic of
+bounded size.
 
-Numbers are `Fraction`s; what is irrational (roots, fractional powers) becomes a float. Letters, Greek ones, pi and infinity are
-unknowns: two expressions in them are equal when they agree at a few odd points (Schwartz and Zippel's test), so `(x+1)^2` is
-`x^2+2x+1` and 2\\pi is not 6.28. Lengths, nesting, exponents and digits are bounded: no text takes long or raises anything but `Refused`.
+Numbers are `Fraction`s; what is irrational (roots, fractional powers) becomes a float. Letters,
+Greek ones, pi and infinity are unknowns: two expressions in them are equal when they agree at a few
+odd points (Schwartz and Zippel's test), so `(x+1)^2` is `x^2+2x+1` and 2\\pi is not 6.28. Lengths,
+nesting, exponents and digits are bounded: no text takes long or raises anything but `Refused`.
 
-(SymPy, under math-verify and latex2sympy2_extended, was looked at: hostile text keeps it busy for hours in code that no thread can
-stop, and its guard is SIGALRM, which works in main threads only.)
+(SymPy, under math-verify and latex2sympy2_extended, was looked at: hostile text keeps it busy for
+hours in code that no thread can stop, and its guard is SIGALRM, which works in main threads only.)
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?![0-9._]))"
     r"|(?P<command>\\[A-Za-z]+)|(?P<symbol>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,8}\}))?)|(?P<sign>[-+*/^(){}\[\]]))\s*"
 )
-_WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|ln|lg|no|on|or|if|to|is|of|as|at|by|in)(?![A-Za-z])")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|ln|lg|no|on|or|if|to|is|of|as|at|by|in)(?![A-Za-z])"
+)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SIGNS = {"\\cdot": "*", "\\times": "*", "\\div": "/"}
 _UNKNOWN = re.compile(
@@ -45,7 +49,9 @@ class Refused(Exception):
 
 
 def values(text: str) -> list[Value]:
-    """The value of an expression at each of `NUM_POINTS` points, the same points for every text; Refused when it cannot be read."""
+    """The value of an expression at each of `NUM_POINTS` points, the same points for every text;
+    Refused when it cannot be read.
+    """
     tokens = _tokens(text)
     try:
         return [_bounded(_Reader(tokens, point).whole()) for point in range(NUM_POINTS)]

@@ -21,7 +21,11 @@ MAX_BRACKETS = 20
 
 _UNICODE_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
 _OTHER_SIGNS = str.maketrans(
-    {**dict.fromkeys("\u00b7\u22c5\u2217", "*"), **dict.fromkeys("\u2215\u2044", "/"), **dict.fromkeys("\u2013\u2014", "-")}
+    {
+        **dict.fromkeys("\u00b7\u22c5\u2217", "*"),
+        **dict.fromkeys("\u2215\u2044", "/"),
+        **dict.fromkeys("\u2013\u2014", "-"),
+    }
 )
 _LATEX = (
     (re.compile(r"\\(?:left|right|displaystyle|boxed|text|[,;:! ])|[$*_`]{2,}|[$`]"), " "),
@@ -41,19 +45,28 @@ class _Refused(Exception):
 
 
 def gameof24(task: Task, answer: str) -> float:
-    """1.0 when the last expression of the answer that has the numbers in `task.answers` is right; UserError when those are no numbers.
+    """1.0 when the last expression of the answer that has the numbers in `task.answers` is right;
+    UserError when those are no numbers.
 
-    Words, LaTeX and steps like "3 * 8 = 24" may stand around it; a result other than 24 that is claimed for it makes it wrong.
+    Words, LaTeX and steps like "3 * 8 = 24" may stand around it; a result other than 24 that is
+    claimed for it makes it wrong.
     """
     if not all(re.fullmatch("[0-9]{1,9}", number) for number in task.answers):
-        raise UserError(f"task {task.id!r}: scorer 'gameof24' needs the numbers of the puzzle as answers, not {task.answers!r}")
+        raise UserError(
+            f"task {task.id!r}: scorer 'gameof24' needs the numbers of the puzzle as answers, not "
+            f"{task.answers!r}"
+        )
     numbers = [int(number) for number in task.answers]
-    expressions = [expression for expression in _expressions(answer) if _has_numbers(expression, numbers)]
+    expressions = [
+        expression for expression in _expressions(answer) if _has_numbers(expression, numbers)
+    ]
     return float(bool(expressions) and check_expression(expressions[-1], numbers) is None)
 
 
 def _expressions(answer: str) -> list[str]:
-    """The sides of all equations in a text, in order, in ASCII; one that is said to be other than 24 keeps that ("8 + 9 = 17")."""
+    """The sides of all equations in a text, in order, in ASCII; one that is said to be other than
+    24 keeps that ("8 + 9 = 17").
+    """
     text = answer[-MAX_ANSWER:].translate(_UNICODE_SIGNS).translate(_OTHER_SIGNS)
     for pattern, sign in _LATEX:
         text = pattern.sub(sign, text)
@@ -64,12 +77,16 @@ def _expressions(answer: str) -> list[str]:
     for statement in _STATEMENT.findall(text):
         *sides, result = statement.split("=")
         is_other = result.strip().isdigit() and int(result) != TARGET
-        found += [_balanced(side) + (f" = {result}" if is_other else "") for side in (*sides, result)]
+        found += [
+            _balanced(side) + (f" = {result}" if is_other else "") for side in (*sides, result)
+        ]
     return found
 
 
 def _balanced(side: str) -> str:
-    """Without parentheses that were opened before the expression or closed behind it: "(4 * 6 = 24)" has the side "(4 * 6 "."""
+    """Without parentheses that were opened before the expression or closed behind it: "(4 * 6 =
+    24)" has the side "(4 * 6 ".
+    """
     side = side.strip()
     surplus = side.count("(") - side.count(")")
     return side[max(surplus, 0) :] if surplus >= 0 else side[:surplus]
@@ -78,14 +95,19 @@ def _balanced(side: str) -> str:
 def _has_numbers(expression: str, numbers: Sequence[int]) -> bool:
     side = expression.partition("=")[0]
     found = re.findall("[0-9]+", side)
-    return len(found) == len(numbers) and Counter(map(int, found)) == Counter(numbers) and any(sign in side for sign in "+-*/")
+    return (
+        len(found) == len(numbers)
+        and Counter(map(int, found)) == Counter(numbers)
+        and any(sign in side for sign in "+-*/")
+    )
 
 
 def check_expression(expression: str, numbers: Sequence[int]) -> str | None:
     """None when the expression is right, else the reason, e.g. "uses 5 which was not given".
 
-    Right means: integers joined by + - * / and parentheses (or the Unicode signs for times, divide and minus), "= 24" at the end
-    or not, no sign before a single number, each of `numbers` used exactly once, and a value of exactly 24. Safe for any text.
+    Right means: integers joined by + - * / and parentheses (or the Unicode signs for times, divide
+    and minus), "= 24" at the end or not, no sign before a single number, each of `numbers` used
+    exactly once, and a value of exactly 24. Safe for any text.
     """
     try:
         text = _plain(expression)
@@ -118,11 +140,15 @@ def _check_numbers(text: str, numbers: Sequence[int]) -> None:
 
 
 def _parse(text: str, num_numbers: int) -> ast.expr:
-    # Before the parser sees it: few brackets and few operators leave it nothing to recurse into deeply.
+    # Before the parser sees it: few brackets and few operators leave it nothing to recurse into
+    # deeply.
     if text.count("(") > MAX_BRACKETS:
         raise _Refused(f"has more than {MAX_BRACKETS} opening parentheses")
     if len(re.findall(r"[-+*/]", text)) != num_numbers - 1:
-        raise _Refused(f"must join its {num_numbers} numbers by {num_numbers - 1} operators, with no sign before a number")
+        raise _Refused(
+            f"must join its {num_numbers} numbers by {num_numbers - 1} operators, with no sign "
+            "before a number"
+        )
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError as error:

@@ -1,4 +1,6 @@
-"""A language model as judge of answers that a rule calls wrong: it analyses, then says true or false."""
+"""A language model as judge of answers that a rule calls wrong: it analyses, then says true or
+false.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flowtrain.config import Judge as JudgeOptions
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards.verdict_cache import VerdictCache
-from flowtrain.rollout.chat import ChatEngine
-from flowtrain.rollout.engine import EngineError
 from flowtrain.types import Task
 
 MAX_LINE = 200
@@ -38,7 +40,9 @@ First analyse, in a few sentences: what does the answer state in the end, and do
 
 Then end with one last line that holds nothing but "Verdict: True" or "Verdict: False", without the quotation marks.
 """
-_VERDICT = re.compile(r"[\s*_`#>(]*(?:final\s)?verdict[*_`]*\s?[:=-][\s*_`(]*(true|false)[\s*_`.!)]*", re.IGNORECASE)
+_VERDICT = re.compile(
+    r"[\s*_`#>(]*(?:final\s)?verdict[*_`]*\s?[:=-][\s*_`(]*(true|false)[\s*_`.!)]*", re.IGNORECASE
+)
 
 
 class Judge:
@@ -51,23 +55,31 @@ class Judge:
         self._counts = Counter(asked=0, cached=0, malformed=0, failed=0)
 
     def verdicts(self, cases: Sequence[tuple[Task, str]]) -> list[bool | None]:
-        """Whether each final answer is right; None where no verdict was to be had. Call it where no event loop runs."""
+        """Whether each final answer is right; None where no verdict was to be had. Call it where no
+        event loop runs.
+        """
         prompts = [judge_prompt(task, answer) for task, answer in cases]
-        known: dict[str, bool | None] = {prompt: self._cache.get(self._engine.name, prompt) for prompt in dict.fromkeys(prompts)}
+        known: dict[str, bool | None] = {
+            prompt: self._cache.get(self._engine.name, prompt) for prompt in dict.fromkeys(prompts)
+        }
         new = [prompt for prompt, verdict in known.items() if verdict is None]
         self._counts["cached"] += len(prompts) - len(new)
         known |= asyncio.run(self._ask_all(new)) if new else {}
         return [known[prompt] for prompt in prompts]
 
     async def verdict(self, task: Task, answer: str) -> bool | None:
-        """Whether one final answer is right; for callers that run in an event loop and bound what is under way themselves."""
+        """Whether one final answer is right; for callers that run in an event loop and bound what
+        is under way themselves.
+        """
         prompt = judge_prompt(task, answer)
         known = self._cache.get(self._engine.name, prompt)
         self._counts["cached"] += known is not None
         return await self._ask(prompt) if known is None else known
 
     def metrics(self) -> dict[str, float]:
-        """Since the start: replies asked for, answers that an earlier verdict served, unreadable replies, questions without a reply."""
+        """Since the start: replies asked for, answers that an earlier verdict served, unreadable
+        replies, questions without a reply.
+        """
         return {f"judge/{name}": float(count) for name, count in self._counts.items()}
 
     async def _ask_all(self, prompts: Sequence[str]) -> dict[str, bool | None]:
@@ -85,7 +97,9 @@ class Judge:
             self._counts["asked"] += 1
             try:
                 async with asyncio.timeout(self._options.deadline_s):
-                    reply = await self._engine.ask(prompt, seed=seed, deadline_s=self._options.deadline_s)
+                    reply = await self._engine.ask(
+                        prompt, seed=seed, deadline_s=self._options.deadline_s
+                    )
             except (EngineError, TimeoutError):
                 self._counts["failed"] += 1
                 return None
@@ -98,15 +112,24 @@ class Judge:
 
 
 def judge_prompt(task: Task, answer: str) -> str:
-    """What the judge reads. As JSON an answer stays on its line, so it cannot pass for a part of the prompt, nor can a quotation of it
-    pass for the verdict."""
-    texts = {"question": task.question, "choices": list(task.choices) or None, "accepted": list(task.answers), "answer": answer}
-    prompt = _PROMPT.format(**{name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()})
+    """What the judge reads. As JSON an answer stays on its line, so it cannot pass for a part of
+    the prompt, nor can a quotation of it pass for the verdict.
+    """
+    texts = {
+        "question": task.question,
+        "choices": list(task.choices) or None,
+        "accepted": list(task.answers),
+        "answer": answer,
+    }
+    prompt = _PROMPT.format(
+        **{name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    )
     return prompt.encode(errors="replace").decode()  # no engine takes half a surrogate pair
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """What the last line that is not blank says, up to case and Markdown; None when that line is no verdict.
+    """What the last line that is not blank says, up to case and Markdown; None when that line is no
+    verdict.
 
     Quotation marks are not taken away: a quoted verdict is the answer's own.
     """

@@ -1,4 +1,6 @@
-"""What people and models write around a mathematical answer, taken away: boxes, dollar signs, spacing commands, \\text and the like."""
+"""What people and models write around a mathematical answer, taken away: boxes, dollar signs,
+spacing commands, \\text and the like.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,14 @@ _RULES = tuple(
     for pattern, replacement in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^\{?\\circ\}?|\\degree(?![A-Za-z])", " degrees"),
-        (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[!,;:> ]|~", " "),
-        (r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+        (
+            r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[!,;:> ]|~",
+            " ",
+        ),
+        (
+            r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}",
+            r" \1 ",
+        ),
         (r" \^", "^"),
         (r"_\{([A-Za-z0-9])\}", r"_\1"),
         (r"\{,\}", ","),
@@ -49,7 +57,9 @@ _RULES = tuple(
 
 
 def tidy(text: str) -> str:
-    """The content of the last \\boxed{...}, else the whole text, in fewer ways of writing; a currency's dollar sign stays as "$"."""
+    """The content of the last \\boxed{...}, else the whole text, in fewer ways of writing; a
+    currency's dollar sign stays as "$".
+    """
     text = boxed(text).translate(_UNICODE).replace("\\$", "\ue000")
     if text.count("$") != 1:
         text = text.replace("$", " ")

@@ -1,4 +1,6 @@
-"""Mathematical answers: numbers, fractions, percentages, expressions, equations, tuples, sets and intervals, by value."""
+"""Mathematical answers: numbers, fractions, percentages, expressions, equations, tuples, sets and
+intervals, by value.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _LEAD = re.compile(r"\b(?:is|are|equals|equal to|be)\b:?\s|:\s")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _NAME = re.compile(r"\s*(?:\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?(?:\s*\([A-Za-z, ]*\))?)\s*")
 _UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?")
-_GLUED_UNIT = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)")
+_GLUED_UNIT = re.compile(
+    r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
+)
 _UNITS = {
     "dollar": "$",
     "usd": "$",
@@ -56,7 +60,9 @@ _UNITS = {
 
 
 def math_match(task: Task, answer: str) -> float:
-    """1.0 when the answer has the value of an accepted one, else 0.0; what is no expression must be the same text."""
+    """1.0 when the answer has the value of an accepted one, else 0.0; what is no expression must be
+    the same text.
+    """
     texts = _readings(answer)
     return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
 
@@ -100,7 +106,9 @@ def _same_parts(given: Sequence[str], wanted: Sequence[str], is_ordered: bool, d
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """The brackets and the elements of a list, "" for bare ones: "(1, 2]" is ("(]", ["1", "2"]); None for a text that is no list."""
+    """The brackets and the elements of a list, "" for bare ones: "(1, 2]" is ("(]", ["1", "2"]);
+    None for a text that is no list.
+    """
     if len(pieces := _split(text, "\\cup")) > 1:
         return "\\cup", pieces
     if "\\pm" in text and text.count("\\pm") == 1:
@@ -117,7 +125,9 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split outside of brackets; not at all where the brackets do not match, as in "(1, 2), (3, 4)" without its ends."""
+    """Split outside of brackets; not at all where the brackets do not match, as in "(1, 2), (3, 4)"
+    without its ends.
+    """
     pieces, depth, start = [], 0, 0
     for place, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -132,9 +142,15 @@ def _split(text: str, separator: str) -> list[str]:
 def _same_leaf(given: str, wanted: str) -> bool:
     """Two numbers, expressions or equations."""
     try:
-        (*given_left, given_right), (*wanted_left, wanted_right) = given.split("="), wanted.split("=")
+        (*given_left, given_right), (*wanted_left, wanted_right) = (
+            given.split("="),
+            wanted.split("="),
+        )
         if len(given_left) == len(wanted_left) == 1:
-            one, other = _difference(given_left[0], given_right), _difference(wanted_left[0], wanted_right)
+            one, other = (
+                _difference(given_left[0], given_right),
+                _difference(wanted_left[0], wanted_right),
+            )
             return _equal(one, other) or _equal(one, [-value for value in other])
         if wanted_left and not _NAME.fullmatch(wanted_left[0]):
             return False
@@ -161,7 +177,9 @@ def _same_quantity(given: str, wanted: str) -> bool:
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
-    return _equal([value / 100 for value in one], other) or (not -1 < other[0] < 1 and _equal(one, other))
+    return _equal([value / 100 for value in one], other) or (
+        not -1 < other[0] < 1 and _equal(one, other)
+    )
 
 
 def _quantity(text: str) -> tuple[list[Value], str]:

@@ -1,8 +1,10 @@
-"""Short answers to open questions: exact match and token F1 after the normalisation of SQuAD (Rajpurkar et al. 2016).
+"""Short answers to open questions: exact match and token F1 after the normalisation of SQuAD
+(Rajpurkar et al. 2016).
 
-It drops case, punctuation, articles and repeated white space. Four things that it gets wrong are put right here: decimal points and
-minus signs are part of a number (10.8 is not 108), accents do not count (Temür is Temur), & is and, and a date is one however it is written
-(5 January 1964, January 5th, 1964, 1964-01-05).
+It drops case, punctuation, articles and repeated white space. Four things that it gets wrong are
+put right here: decimal points and minus signs are part of a number (10.8 is not 108), accents do
+not count (Temür is Temur), & is and, and a date is one however it is written (5 January 1964,
+January 5th, 1964, 1964-01-05).
 """
 
 from __future__ import annotations
@@ -18,20 +20,41 @@ _POINT = re.compile(r"(?<=[0-9])\.(?=[0-9])")
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_MONTHS = ["january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december"]
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
 _MONTH = "sept|" + "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS)
 _DATES = (
-    re.compile(rf"(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\.?,? (?P<year>[0-9]{{3,4}})"),
-    re.compile(rf"(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?,? (?P<year>[0-9]{{3,4}})"),
+    re.compile(
+        rf"(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTH})\.?,? "
+        rf"(?P<year>[0-9]{{3,4}})"
+    ),
+    re.compile(
+        rf"(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?,? (?P<year>[0-9]{{3,4}})"
+    ),
     re.compile(r"(?P<year>[0-9]{4})-(?P<month>[0-9]{2})-(?P<day>[0-9]{2})"),
 )
 _YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
 _KEPT = {"\ue000": "-", "\ue001": "."}
-"""Signs that are part of a number, put aside while punctuation goes (private characters stand for them)."""
+"""Signs that are part of a number, put aside while punctuation goes (private characters stand for
+them)."""
 
 
 def exact_match(task: Task, answer: str) -> float:
-    """1.0 when the normalised answer equals a normalised accepted one, else 0.0. To a yes/no question "Yes, both were." says yes."""
+    """1.0 when the normalised answer equals a normalised accepted one, else 0.0. To a yes/no
+    question "Yes, both were." says yes.
+    """
     given = normalise(answer)
     opening = _YES_NO.match(answer.strip().casefold())
     for accepted in map(normalise, task.answers):
@@ -41,13 +64,17 @@ def exact_match(task: Task, answer: str) -> float:
 
 
 def token_f1(task: Task, answer: str) -> float:
-    """The best F1 between the tokens of the answer and those of an accepted one; 0 beside yes or no unless they are equal."""
+    """The best F1 between the tokens of the answer and those of an accepted one; 0 beside yes or no
+    unless they are equal.
+    """
     given = normalise(answer)
     return max((_f1(given, normalise(accepted)) for accepted in task.answers), default=0.0)
 
 
 def normalise(text: str) -> str:
-    """As the head of this file says; text of which nothing would be left ("The The" is a band) loses its case and spaces only."""
+    """As the head of this file says; text of which nothing would be left ("The The" is a band)
+    loses its case and spaces only.
+    """
     text = " ".join(text.casefold().replace("&", " and ").split())
     if date := _date(text.rstrip(".")):
         return date
@@ -63,7 +90,11 @@ def _date(text: str) -> str:
     match = next(filter(None, (pattern.fullmatch(text) for pattern in _DATES)), None)
     if match is None:
         return ""
-    month = int(match["month"]) if match["month"].isdigit() else [m[:3] for m in _MONTHS].index(match["month"][:3]) + 1
+    month = (
+        int(match["month"])
+        if match["month"].isdigit()
+        else [m[:3] for m in _MONTHS].index(match["month"][:3]) + 1
+    )
     return f"{int(match['year']):04}-{month:02}-{int(match['day']):02}"
 
 

@@ -1,4 +1,6 @@
-"""What a judge has said, on disk, so that nothing is asked twice: by several processes at once, and after a restart."""
+"""What a judge has said, on disk, so that nothing is asked twice: by several processes at once, and
+after a restart.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from pathlib import Path
 
 from flowtrain.types import UserError
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply TEXT NOT NULL)"
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply "
+    "TEXT NOT NULL)"
+)
 _WAIT_S = 30.0
 """Seconds to wait for another process that writes."""
 
@@ -28,14 +33,17 @@ class VerdictCache:
     def get(self, engine: str, prompt: str) -> bool | None:
         """The verdict, or None where there is none yet."""
         with self._writing() as connection:
-            row = connection.execute("SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)).fetchone()
+            row = connection.execute(
+                "SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)
+            ).fetchone()
         return None if row is None else bool(row[0])
 
     def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
         """Keep a verdict with the reply that it stands in; the first one stays."""
         with self._writing() as connection:
             connection.execute(
-                "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)", (_key(engine, prompt), is_right, reply.encode(errors="replace").decode())
+                "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)",
+                (_key(engine, prompt), is_right, reply.encode(errors="replace").decode()),
             )
 
     @contextmanager
@@ -46,7 +54,10 @@ class VerdictCache:
             with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as connection, connection:
                 yield connection
         except (sqlite3.Error, OSError) as error:
-            raise UserError(f"judge.cache={str(self._path)!r}: cannot be used as a cache ({error}); name another file") from error
+            raise UserError(
+                f"judge.cache={str(self._path)!r}: cannot be used as a cache ({error}); name "
+                "another file"
+            ) from error
 
 
 def _key(engine: str, prompt: str) -> str:

@@ -1,4 +1,6 @@
-"""Where questions come from: built-in tasks over a small corpus, the game of 24, files of questions, and benchmarks."""
+"""Where questions come from: built-in tasks over a small corpus, the game of 24, files of
+questions, and benchmarks.
+"""
 
 from flowtrain.tasks.benchmarks import BENCHMARKS, load_benchmark
 from flowtrain.tasks.corpus import Entity, load_corpus, passage_value, passages

@@ -39,16 +39,21 @@ BENCHMARKS = {
 
 
 def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> list[Task]:
-    """The tasks that the paper ran (`whole`: all in the file), with ids "medqa-0", "medqa-1" by their place in the file.
+    """The tasks that the paper ran (`whole`: all in the file), with ids "medqa-0", "medqa-1" by
+    their place in the file.
 
-    The file is `folder`/NAME.json or, as in AgentFlow's test folder, `folder`/NAME/data/data.json. UserError for a name that is unknown,
-    a file that is not there, and what is wrong in it.
+    The file is `folder`/NAME.json or, as in AgentFlow's test folder, `folder`/NAME/data/data.json.
+    UserError for a name that is unknown, a file that is not there, and what is wrong in it.
     """
     if name not in BENCHMARKS:
         raise UserError(f"benchmark {name!r} is unknown; known: {', '.join(BENCHMARKS)}")
     benchmark, path = BENCHMARKS[name], benchmark_file(name, folder)
     tasks = [
-        replace(read_task(row, benchmark.layout, where, f"{name}-{number - 1}"), kind=name, scorer=benchmark.scorer)
+        replace(
+            read_task(row, benchmark.layout, where, f"{name}-{number - 1}"),
+            kind=name,
+            scorer=benchmark.scorer,
+        )
         for number, where, row in read_rows(path)
     ]
     if not tasks:
@@ -58,7 +63,9 @@ def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> lis
 
 def available(folder: str | Path) -> list[str]:
     """The benchmarks whose files are in a folder, in the order of the paper's tables."""
-    return [name for name in BENCHMARKS if any(path.is_file() for path in _places(name, Path(folder)))]
+    return [
+        name for name in BENCHMARKS if any(path.is_file() for path in _places(name, Path(folder)))
+    ]
 
 
 def benchmark_file(name: str, folder: str | Path) -> Path:
@@ -67,7 +74,8 @@ def benchmark_file(name: str, folder: str | Path) -> Path:
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise UserError(
-            f"benchmark {name!r}: there is neither {places[0]} nor {places[1]}; copy test/{name}/data/data.json of "
+            f"benchmark {name!r}: there is neither {places[0]} nor {places[1]}; copy "
+            f"test/{name}/data/data.json of "
             f"https://github.com/lupantech/AgentFlow to {places[0]}"
         )
     return found

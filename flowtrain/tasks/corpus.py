@@ -27,45 +27,77 @@ class Entity:
     kind: str
     """"country" or "element" in the shipped corpus."""
     facts: Mapping[str, str | int]
-    """Attribute to value, e.g. "capital" to "Oslo"; areas in thousand square km, masses in atomic mass units."""
+    """Attribute to value, e.g. "capital" to "Oslo"; areas in thousand square km, masses in atomic
+    mass units."""
 
 
 def load_corpus(path: Path | None = None) -> tuple[Entity, ...]:
     """The entities of a JSON file, in file order; the shipped corpus when `path` is None.
 
-    The file is a list of {"name": str, "kind": str, "facts": {attribute: string or integer}}. Raises UserError naming the file,
-    the entry and the key that is wrong.
+    The file is a list of {"name": str, "kind": str, "facts": {attribute: string or integer}}.
+    Raises UserError naming the file, the entry and the key that is wrong.
     """
     where = "corpus.json" if path is None else str(path)
-    text = resources.files("flowtrain").joinpath("tasks/data/corpus.json").read_text("utf-8") if path is None else read_text(path)
+    text = (
+        resources.files("flowtrain").joinpath("tasks/data/corpus.json").read_text("utf-8")
+        if path is None
+        else read_text(path)
+    )
     entries = parse_json(text, where)
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: must be a list of at least one entity")
-    entities = tuple(_entity(entry, f"{where}, entry {number}") for number, entry in enumerate(entries, start=1))
+    entities = tuple(
+        _entity(entry, f"{where}, entry {number}") for number, entry in enumerate(entries, start=1)
+    )
     seen: dict[str, int] = {}
     for number, entity in enumerate(entities, start=1):
         first = seen.setdefault(entity.name.casefold(), number)
         if first != number:
-            raise UserError(f"{where}, entry {number}: key 'name' repeats {entity.name!r} of entry {first}; names must be unique")
+            raise UserError(
+                f"{where}, entry {number}: key 'name' repeats {entity.name!r} of entry {first}; "
+                "names must be unique"
+            )
     return entities
 
 
 def key_facts(entities: Sequence[Entity]) -> list[tuple[Entity, str, str]]:
-    """(entity, attribute, value) for each key attribute whose value no other entity of the same kind has, in any case of letters."""
-    found = [(e, attribute, str(e.facts[attribute])) for e in entities for attribute in KEY_ATTRIBUTES if attribute in e.facts]
+    """(entity, attribute, value) for each key attribute whose value no other entity of the same
+    kind has, in any case of letters.
+    """
+    found = [
+        (e, attribute, str(e.facts[attribute]))
+        for e in entities
+        for attribute in KEY_ATTRIBUTES
+        if attribute in e.facts
+    ]
     uses = Counter((entity.kind, attribute, value.casefold()) for entity, attribute, value in found)
-    return [(e, attribute, value) for e, attribute, value in found if uses[e.kind, attribute, value.casefold()] == 1]
+    return [
+        (e, attribute, value)
+        for e, attribute, value in found
+        if uses[e.kind, attribute, value.casefold()] == 1
+    ]
 
 
 def passages(entities: Sequence[Entity]) -> tuple[str, ...]:
-    """One sentence per fact, "The capital of Norway is Oslo.", then one per key fact, "The country with capital Oslo is Norway."."""
-    forward = [f"The {attribute} of {entity.name} is {value}." for entity in entities for attribute, value in entity.facts.items()]
-    reverse = [f"The {entity.kind} with {attribute} {value} is {entity.name}." for entity, attribute, value in key_facts(entities)]
+    """One sentence per fact, "The capital of Norway is Oslo.", then one per key fact, "The country
+    with capital Oslo is Norway.".
+    """
+    forward = [
+        f"The {attribute} of {entity.name} is {value}."
+        for entity in entities
+        for attribute, value in entity.facts.items()
+    ]
+    reverse = [
+        f"The {entity.kind} with {attribute} {value} is {entity.name}."
+        for entity, attribute, value in key_facts(entities)
+    ]
     return (*forward, *reverse)
 
 
 def passage_value(text: str) -> str | None:
-    """What a passage states: the part between the last " is " and the final "."; None where there is no such part."""
+    """What a passage states: the part between the last " is " and the final "."; None where there
+    is no such part.
+    """
     _, found, rest = text.rpartition(" is ")
     value, period, _ = rest.rpartition(".")
     return (value.strip() or None) if found and period else None
@@ -77,13 +109,25 @@ def _entity(entry: Any, where: str) -> Entity:
     facts = entry["facts"]
     if not isinstance(facts, dict) or not facts:
         raise UserError(f"{where}: key 'facts' must be an object with at least one attribute")
-    name, kind = _phrase(entry["name"], "key 'name'", where), _phrase(entry["kind"], "key 'kind'", where)
-    return Entity(name, kind, {_attribute(attribute, where): _value(value, attribute, where) for attribute, value in facts.items()})
+    name, kind = (
+        _phrase(entry["name"], "key 'name'", where),
+        _phrase(entry["kind"], "key 'kind'", where),
+    )
+    return Entity(
+        name,
+        kind,
+        {
+            _attribute(attribute, where): _value(value, attribute, where)
+            for attribute, value in facts.items()
+        },
+    )
 
 
 def _attribute(attribute: str, where: str) -> str:
     if " of " in f" {attribute} ":
-        raise UserError(f"{where}: attribute {attribute!r} of key 'facts' may not hold the word \"of\"")
+        raise UserError(
+            f"{where}: attribute {attribute!r} of key 'facts' may not hold the word \"of\""
+        )
     return _phrase(attribute, f"attribute {attribute!r} of key 'facts'", where)
 
 
@@ -95,6 +139,14 @@ def _value(value: Any, attribute: str, where: str) -> str | int:
 
 def _phrase(value: Any, key: str, where: str, also: str = "") -> str:
     """A string that can stand in a passage without changing what `passage_value` reads from it."""
-    if isinstance(value, str) and value and value == " ".join(value.split()) and " is " not in f" {value} ":
+    if (
+        isinstance(value, str)
+        and value
+        and value == " ".join(value.split())
+        and " is " not in f" {value} "
+    ):
         return value
-    raise UserError(f'{where}: {key} must be {also}a non-empty single-spaced string without the word "is", not {value!r}')
+    raise UserError(
+        f'{where}: {key} must be {also}a non-empty single-spaced string without the word "is", not '
+        f"{value!r}"
+    )

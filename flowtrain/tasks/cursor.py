@@ -11,9 +11,10 @@ from flowtrain.types import Task, UserError
 class TaskCursor:
     """Endless batches of tasks: one fresh seeded permutation per epoch.
 
-    `position`, the number of tasks taken so far, is the whole state: a cursor made with the position of another one goes on exactly
-    like it, as long as both take batches of the same size. A batch that crosses the end of an epoch repeats no task either (unless
-    it is larger than the number of tasks), and with batches of one size every epoch still visits each task once.
+    `position`, the number of tasks taken so far, is the whole state: a cursor made with the
+    position of another one goes on exactly like it, as long as both take batches of the same size.
+    A batch that crosses the end of an epoch repeats no task either (unless it is larger than the
+    number of tasks), and with batches of one size every epoch still visits each task once.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
@@ -48,7 +49,9 @@ class TaskCursor:
         return self._tasks[self._order[offset]]
 
     def _next_order(self) -> list[int]:
-        """The permutation of `_epoch`; it opens with tasks that the batch crossing into the epoch has not had yet."""
+        """The permutation of `_epoch`; it opens with tasks that the batch crossing into the epoch
+        has not had yet.
+        """
         n, phase = self._walk
         order = list(range(len(self._tasks)))
         random.Random(f"tasks/{self._seed}/{self._epoch}").shuffle(order)

@@ -1,7 +1,8 @@
 """Made-up countries and elements to warm a planner up with.
 
-A model that learns its trade on a few hundred real names remembers them; asked about a name it never saw, it writes one that it knows. On
-names that hardly ever repeat it has to learn to copy, and that carries over to the real corpus, of which it then has seen nothing.
+A model that learns its trade on a few hundred real names remembers them; asked about a name it
+never saw, it writes one that it knows. On names that hardly ever repeat it has to learn to copy,
+and that carries over to the real corpus, of which it then has seen nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ _ENDS = [*[""] * 10, *"nnrrslmtdk"]
 _CONTINENTS = ("Africa", "Asia", "Europe", "North America", "South America", "Oceania")
 
 
-def fictional_entities(num_countries: int, num_elements: int, seed: int, real_names: Collection[str] = ()) -> tuple[Entity, ...]:
-    """Entities shaped like those of the shipped corpus, with made-up names and values; none is named like a real one.
+def fictional_entities(
+    num_countries: int, num_elements: int, seed: int, real_names: Collection[str] = ()
+) -> tuple[Entity, ...]:
+    """Entities shaped like those of the shipped corpus, with made-up names and values; none is
+    named like a real one.
 
     Codes and symbols are unique, which bounds both numbers by 676.
     """
@@ -28,7 +32,10 @@ def fictional_entities(num_countries: int, num_elements: int, seed: int, real_na
     taken = set(real_names)
     codes = [pair.upper() for pair in _letter_pairs(rng)]
     symbols = [pair.title() for pair in _letter_pairs(rng)]
-    countries = [_country(_new_name(rng, taken), _new_name(rng, taken), codes[i], rng) for i in range(num_countries)]
+    countries = [
+        _country(_new_name(rng, taken), _new_name(rng, taken), codes[i], rng)
+        for i in range(num_countries)
+    ]
     elements = [_element(_new_name(rng, taken), symbols[i], rng) for i in range(num_elements)]
     return (*countries, *elements)
 
@@ -45,7 +52,11 @@ def _country(name: str, capital: str, code: str, rng: random.Random) -> Entity:
 
 
 def _element(name: str, symbol: str, rng: random.Random) -> Entity:
-    return Entity(name, "element", {"symbol": symbol, "atomic number": rng.randint(1, 130), "mass": rng.randint(1, 300)})
+    return Entity(
+        name,
+        "element",
+        {"symbol": symbol, "atomic number": rng.randint(1, 130), "mass": rng.randint(1, 300)},
+    )
 
 
 def _letter_pairs(rng: random.Random) -> list[str]:
@@ -66,5 +77,7 @@ def _new_name(rng: random.Random, taken: set[str]) -> str:
 
 def _word(rng: random.Random) -> str:
     syllables = rng.choice((2, 3, 3, 4))
-    word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) + rng.choice(_ENDS) for _ in range(syllables))
+    word = "".join(
+        rng.choice(_STARTS) + rng.choice(_VOWELS) + rng.choice(_ENDS) for _ in range(syllables)
+    )
     return word.capitalize()

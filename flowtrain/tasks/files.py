@@ -10,21 +10,31 @@ from flowtrain.tasks.rows import column_names, read_rows
 from flowtrain.types import Task, UserError
 
 
-def load_tasks(path: str | Path, preset: str = "auto", *, question_key: str = "", answer_key: str = "", scorer: str = "") -> list[Task]:
+def load_tasks(
+    path: str | Path,
+    preset: str = "auto",
+    *,
+    question_key: str = "",
+    answer_key: str = "",
+    scorer: str = "",
+) -> list[Task]:
     """The tasks of a .jsonl, .json or .parquet file, in file order.
 
-    In your own layout a row has `question` (string) and `answer` (string, number or list of these: any of them is right), and may have
-    `id` (default: file name and row number), `kind` (default ""), `num_turns` (default 0, unknown), `choices` (a list), `scorer` and
-    `sub_goals` (a list of {names, weight, query}; see `flowtrain.tasks.sub_goals`).
-    `preset` is a name in `PRESETS`, or "auto" to recognise the layout by its columns. The keys name other columns for
-    question and answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
+    In your own layout a row has `question` (string) and `answer` (string, number or list of these:
+    any of them is right), and may have `id` (default: file name and row number), `kind` (default
+    ""), `num_turns` (default 0, unknown), `choices` (a list), `scorer` and `sub_goals` (a list of
+    {names, weight, query}; see `flowtrain.tasks.sub_goals`). `preset` is a name in `PRESETS`, or
+    "auto" to recognise the layout by its columns. The keys name other columns for question and
+    answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
     Raises UserError naming the file, the row, the key and what it may be.
     """
     path = Path(path)
     layout = recognise(column_names(path)) if preset == "auto" else PRESETS[preset]
     if question_key or answer_key:
         answers = (answer_key,) if answer_key else layout.answers
-        layout = replace(layout, question=question_key or layout.question, answers=answers, is_closed=False)
+        layout = replace(
+            layout, question=question_key or layout.question, answers=answers, is_closed=False
+        )
     if scorer:
         layout = replace(layout, default_scorer=scorer, scorer_by_kind={})
     tasks: list[Task] = []
@@ -32,7 +42,9 @@ def load_tasks(path: str | Path, preset: str = "auto", *, question_key: str = ""
     for number, where, row in read_rows(path, None if layout.is_closed else layout.columns):
         task = read_task(row, layout, where, default_id=f"{path.stem}-{number}")
         if task.id in places:
-            raise UserError(f"{where}: id {task.id!r} was already used by {places[task.id]}; ids must be unique")
+            raise UserError(
+                f"{where}: id {task.id!r} was already used by {places[task.id]}; ids must be unique"
+            )
         places[task.id] = where
         tasks.append(task)
     if not tasks:

@@ -14,10 +14,13 @@ from flowtrain.types import PlanStep, Task, UserError
 SPLITS = ("train", "texts")
 TARGET = 24
 _QUESTION = (
-    "Using the numbers [{numbers}], create an expression that equals 24. You must use basic arithmetic operations (+, -, \u00d7, /) and "
-    "parentheses. **Each number can only be used once.**  Example: for [1, 2, 3, 4], one solution is (1+2+3)\u00d74."
+    "Using the numbers [{numbers}], create an expression that equals 24. You must use basic "
+    "arithmetic operations (+, -, \u00d7, /) and "
+    "parentheses. **Each number can only be used once.**  Example: for [1, 2, 3, 4], one solution "
+    "is (1+2+3)\u00d74."
 )
-"""In the words of AgentFlow's benchmark, so that what was learnt on other puzzles can be measured on its."""
+"""In the words of AgentFlow's benchmark, so that what was learnt on other puzzles can be measured
+on its."""
 
 _Numbers = tuple[int, ...]
 
@@ -25,11 +28,17 @@ _Numbers = tuple[int, ...]
 @cache
 def solvable_puzzles() -> tuple[tuple[int, int, int, int], ...]:
     """The 1362 ascending quadruples of numbers from 1 to 13 that can make 24, in ascending order."""
-    return tuple((a, b, c, d) for a, b, c, d in combinations_with_replacement(range(1, 14), 4) if solve((a, b, c, d)) is not None)
+    return tuple(
+        (a, b, c, d)
+        for a, b, c, d in combinations_with_replacement(range(1, 14), 4)
+        if solve((a, b, c, d)) is not None
+    )
 
 
 def solve(numbers: Sequence[int]) -> str | None:
-    """An expression over + - * / and parentheses that uses each of two or more numbers once and is exactly 24; None if there is none."""
+    """An expression over + - * / and parentheses that uses each of two or more numbers once and is
+    exactly 24; None if there is none.
+    """
     ordered = tuple(sorted(numbers))
     expression = next(_solutions(ordered), None)
     return None if expression is None else expression[1:-1]
@@ -45,7 +54,8 @@ def random_expression(numbers: Sequence[str], rng: random.Random) -> str:
 
 
 def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
-    """`num_tasks` distinct puzzles (None: all) of a split ("train", or the 10 % held out as "texts"), in an order set by the seed.
+    """`num_tasks` distinct puzzles (None: all) of a split ("train", or the 10 % held out as
+    "texts"), in an order set by the seed.
 
     Their ids are "gameof24-{split}-{i}", so that they can be mixed with other tasks.
 
@@ -53,10 +63,15 @@ def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
-    puzzles = [puzzle for puzzle in solvable_puzzles() if _is_text(_question(puzzle)) == (split == "texts")]
+    puzzles = [
+        puzzle for puzzle in solvable_puzzles() if _is_text(_question(puzzle)) == (split == "texts")
+    ]
     num_tasks = len(puzzles) if num_tasks is None else num_tasks
     if not 0 < num_tasks <= len(puzzles):
-        raise UserError(f"num_tasks: split {split!r} of the game of 24 has 1 to {len(puzzles)} tasks, not {num_tasks}")
+        raise UserError(
+            f"num_tasks: split {split!r} of the game of 24 has 1 to {len(puzzles)} tasks, not "
+            f"{num_tasks}"
+        )
     chosen = random.Random(f"gameof24/{split}/{seed}").sample(puzzles, num_tasks)
     return [_task(f"gameof24-{split}-{index}", puzzle) for index, puzzle in enumerate(chosen)]
 
@@ -65,7 +80,9 @@ def _task(task_id: str, puzzle: _Numbers) -> Task:
     expression = solve(puzzle)
     assert expression is not None
     plan = (PlanStep(expression, "Python_Coder"),)
-    return Task(task_id, _question(puzzle), tuple(map(str, puzzle)), "gameof24", 1, "gameof24", plan)
+    return Task(
+        task_id, _question(puzzle), tuple(map(str, puzzle)), "gameof24", 1, "gameof24", plan
+    )
 
 
 def _question(puzzle: _Numbers) -> str:
@@ -77,14 +94,18 @@ def _is_text(question: str) -> bool:
 
 
 def _solutions(numbers: _Numbers) -> Iterator[str]:
-    """Parenthesised expressions that are 24, found by asking for each value of one part which value of the rest completes it."""
+    """Parenthesised expressions that are 24, found by asking for each value of one part which value
+    of the rest completes it.
+    """
     for left, right in _splits(numbers):
         right_values = _values(right)
         for x, x_text in _values(left).items():
             wanted = [("+", TARGET - x), ("-", x - TARGET)]
             if x != 0:
                 wanted += [("*", TARGET / x), ("/", x / TARGET)]
-            yield from (f"({x_text} {sign} {right_values[y]})" for sign, y in wanted if y in right_values)
+            yield from (
+                f"({x_text} {sign} {right_values[y]})" for sign, y in wanted if y in right_values
+            )
 
 
 @cache
@@ -110,5 +131,11 @@ def _splits(numbers: _Numbers) -> list[tuple[_Numbers, _Numbers]]:
     """Every way to deal the numbers into two non-empty hands, each once."""
     places = range(len(numbers))
     masks = range(1, 2 ** len(numbers) - 1)
-    hands = [(tuple(numbers[i] for i in places if mask >> i & 1), tuple(numbers[i] for i in places if not mask >> i & 1)) for mask in masks]
+    hands = [
+        (
+            tuple(numbers[i] for i in places if mask >> i & 1),
+            tuple(numbers[i] for i in places if not mask >> i & 1),
+        )
+        for mask in masks
+    ]
     return list(dict.fromkeys(hands))

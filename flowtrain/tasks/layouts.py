@@ -1,4 +1,6 @@
-"""Which columns of a row make a task: the layout of the user's own files, and those of published data sets."""
+"""Which columns of a row make a task: the layout of the user's own files, and those of published
+data sets.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import Any
 from flowtrain.tasks.rows import Row
 from flowtrain.types import SubGoal, Task, UserError
 
-_INSTRUCTION = re.compile(r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL)
+_INSTRUCTION = re.compile(
+    r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL
+)
 """AgentFlow bakes this into some questions; our flow asks for the answer in its own words."""
 _LABEL = re.compile(r"([A-Z])[.):]\s+")
 _MISSING = object()
@@ -22,7 +26,9 @@ _GOAL_KEYS = {"names", "weight", "query"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of columns; "reward_model.ground_truth" looks into an object. "" where a data set has no such column."""
+    """Names of columns; "reward_model.ground_truth" looks into an object. "" where a data set has
+    no such column.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -44,36 +50,79 @@ class Layout:
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are read."""
-        names = (self.question, *self.answers, self.id, self.kind, self.num_turns, self.choices, self.scorer, self.sub_goals)
+        names = (
+            self.question,
+            *self.answers,
+            self.id,
+            self.kind,
+            self.num_turns,
+            self.choices,
+            self.scorer,
+            self.sub_goals,
+        )
         return tuple(name.partition(".")[0] for name in names if name)
 
 
-OWN = Layout("question", ("answer",), "id", "kind", "num_turns", "choices", "scorer", "sub_goals", is_closed=True)
+OWN = Layout(
+    "question",
+    ("answer",),
+    "id",
+    "kind",
+    "num_turns",
+    "choices",
+    "scorer",
+    "sub_goals",
+    is_closed=True,
+)
 PRESETS = {
     "own": OWN,
-    "search-r1": Layout("question", ("golden_answers", "reward_model.ground_truth.target"), kind="data_source", default_scorer="qa"),
+    "search-r1": Layout(
+        "question",
+        ("golden_answers", "reward_model.ground_truth.target"),
+        kind="data_source",
+        default_scorer="qa",
+    ),
     "deepmath": Layout("question", ("final_answer",), default_scorer="math"),
     "agentflow": Layout(
-        "question", ("result",), kind="source", default_scorer="qa", scorer_by_kind={"mathhard": "math", "aime2024": "math"}, separator="; "
+        "question",
+        ("result",),
+        kind="source",
+        default_scorer="qa",
+        scorer_by_kind={"mathhard": "math", "aime2024": "math"},
+        separator="; ",
     ),
 }
-"""search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the combined_train file."""
+"""search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the
+combined_train file."""
 
 
 def recognise(columns: Collection[str]) -> Layout:
-    """The preset whose question and answers a file has by the names of its columns; the user's own layout where none fits."""
+    """The preset whose question and answers a file has by the names of its columns; the user's own
+    layout where none fits.
+    """
     for layout in PRESETS.values():
-        if not layout.is_closed and layout.question in columns and any(name.partition(".")[0] in columns for name in layout.answers):
+        if (
+            not layout.is_closed
+            and layout.question in columns
+            and any(name.partition(".")[0] in columns for name in layout.answers)
+        ):
             return layout
     return OWN
 
 
 def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     """The task of a row; UserError starting with `where` that names the column and what it may be."""
-    if layout.is_closed and (unknown := next((key for key in row if key not in layout.columns), None)):
-        raise UserError(f"{where}: unknown key {unknown!r}; allowed are {', '.join(layout.columns)}")
+    if layout.is_closed and (
+        unknown := next((key for key in row if key not in layout.columns), None)
+    ):
+        raise UserError(
+            f"{where}: unknown key {unknown!r}; allowed are {', '.join(layout.columns)}"
+        )
     question = _column(row, layout.question)
-    answer = next((value for name in layout.answers if (value := _column(row, name)) is not _MISSING), _MISSING)
+    answer = next(
+        (value for name in layout.answers if (value := _column(row, name)) is not _MISSING),
+        _MISSING,
+    )
     for key, value in ((layout.question, question), (" or ".join(layout.answers), answer)):
         if value is _MISSING:
             raise UserError(f"{where}: key {key!r} is missing")
@@ -81,13 +130,24 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     scorer = layout.scorer_by_kind.get(kind, layout.default_scorer)
     return Task(
         id=_id(row.get(layout.id, default_id), where),
-        question=_text(_INSTRUCTION.sub("", _text(question, layout.question, where)), layout.question, where),
-        answers=_answers(answer, "answer" if layout.is_closed else layout.answers[0], where, layout.separator if scorer != "math" else ""),
+        question=_text(
+            _INSTRUCTION.sub("", _text(question, layout.question, where)), layout.question, where
+        ),
+        answers=_answers(
+            answer,
+            "answer" if layout.is_closed else layout.answers[0],
+            where,
+            layout.separator if scorer != "math" else "",
+        ),
         kind=kind,
         num_turns=_num_turns(row.get(layout.num_turns, 0), where),
         scorer=_text(row[layout.scorer], "scorer", where) if layout.scorer in row else scorer,
-        choices=_choices(row[layout.choices], layout.choices, where) if layout.choices in row else (),
-        sub_goals=_sub_goals(row[layout.sub_goals], layout.sub_goals, where) if layout.sub_goals in row else (),
+        choices=_choices(row[layout.choices], layout.choices, where)
+        if layout.choices in row
+        else (),
+        sub_goals=_sub_goals(row[layout.sub_goals], layout.sub_goals, where)
+        if layout.sub_goals in row
+        else (),
     )
 
 
@@ -108,20 +168,33 @@ def _text(value: Any, key: str, where: str) -> str:
 
 def _id(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise UserError(f"{where}: key 'id' must be a non-empty string or an integer, not {_shown(value)}")
+        raise UserError(
+            f"{where}: key 'id' must be a non-empty string or an integer, not {_shown(value)}"
+        )
     return str(value)
 
 
 def _num_turns(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{where}: key 'num_turns' must be an integer of 0 (unknown) or more, not {_shown(value)}")
+        raise UserError(
+            f"{where}: key 'num_turns' must be an integer of 0 (unknown) or more, not "
+            f"{_shown(value)}"
+        )
     return value
 
 
 def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
-    """The options in order, without their letters where all of them have them ("A. Rome", "B. Oslo")."""
-    if not isinstance(value, list) or not 2 <= len(value) <= 26 or not all(isinstance(each, str) and each.strip() for each in value):
-        raise UserError(f"{where}: key {key!r} must be a list of 2 to 26 non-empty strings, not {_shown(value)}")
+    """The options in order, without their letters where all of them have them ("A. Rome", "B.
+    Oslo").
+    """
+    if (
+        not isinstance(value, list)
+        or not 2 <= len(value) <= 26
+        or not all(isinstance(each, str) and each.strip() for each in value)
+    ):
+        raise UserError(
+            f"{where}: key {key!r} must be a list of 2 to 26 non-empty strings, not {_shown(value)}"
+        )
     labels = [match[1] if (match := _LABEL.match(each)) else "" for each in value]
     if labels == list(string.ascii_uppercase[: len(value)]):
         return tuple(_LABEL.sub("", each, count=1).strip() for each in value)
@@ -129,14 +202,28 @@ def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
 
 
 def _sub_goals(value: Any, key: str, where: str) -> tuple[SubGoal, ...]:
-    """[{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...]; the query may be missing."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) and {"names", "weight"} <= set(each) <= _GOAL_KEYS for each in value):
-        raise UserError(f"{where}: key {key!r} must be a list of objects with names, weight and perhaps query, not {_shown(value)}")
+    """[{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...]; the
+    query may be missing.
+    """
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) and {"names", "weight"} <= set(each) <= _GOAL_KEYS for each in value
+    ):
+        raise UserError(
+            f"{where}: key {key!r} must be a list of objects with names, weight and perhaps query, "
+            f"not {_shown(value)}"
+        )
     goals = []
     for each in value:
         names, weight, query = each["names"], each["weight"], each.get("query", "")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not isinstance(query, str):
-            raise UserError(f"{where}: key {key!r}: names must be a list of strings and query a string, not {_shown(each)}")
+        if (
+            not isinstance(names, list)
+            or not all(isinstance(name, str) for name in names)
+            or not isinstance(query, str)
+        ):
+            raise UserError(
+                f"{where}: key {key!r}: names must be a list of strings and query a string, not "
+                f"{_shown(each)}"
+            )
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"{where}: key {key!r}: weight must be a number, not {_shown(weight)}")
         goals.append(SubGoal(tuple(names), float(weight), query))
@@ -148,7 +235,12 @@ def _answers(value: Any, key: str, where: str, separator: str) -> tuple[str, ...
     if not values:
         raise UserError(f"{where}: key {key!r} must not be an empty list")
     answers = [_answer(each, key, where) for each in values]
-    return tuple(part for answer in answers for part in (answer.split(separator) if separator else [answer]) if part.strip())
+    return tuple(
+        part
+        for answer in answers
+        for part in (answer.split(separator) if separator else [answer])
+        if part.strip()
+    )
 
 
 def _answer(value: Any, key: str, where: str) -> str:
@@ -156,7 +248,10 @@ def _answer(value: Any, key: str, where: str) -> str:
     is_finite = isinstance(value, float) and math.isfinite(value)
     if is_integer or is_finite or (isinstance(value, str) and value.strip()):
         return str(value)
-    raise UserError(f"{where}: key {key!r} must be a non-empty string, a finite number or a list of these, not {_shown(value)}")
+    raise UserError(
+        f"{where}: key {key!r} must be a non-empty string, a finite number or a list of these, not "
+        f"{_shown(value)}"
+    )
 
 
 def _shown(value: Any) -> str:

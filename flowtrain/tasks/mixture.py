@@ -5,29 +5,42 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from flowtrain.seeds import derive_seed
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Task, UserError
+from flowtrain.utils.seeds import derive_seed
 
 
 class MixedCursor:
-    """Endless batches in which every source has the same share, by its weight; each source is walked over by a `TaskCursor` of its own.
+    """Endless batches in which every source has the same share, by its weight; each source is
+    walked over by a `TaskCursor` of its own.
 
-    `position`, the number of tasks taken so far, is the whole state, as it is there: a cursor made with the position of another one goes
-    on exactly like it, as long as both take batches of the same size.
+    `position`, the number of tasks taken so far, is the whole state, as it is there: a cursor made
+    with the position of another one goes on exactly like it, as long as both take batches of the
+    same size.
     """
 
-    def __init__(self, sources: Mapping[str, Sequence[Task]], weights: Mapping[str, float], seed: int, position: int = 0) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Task]],
+        weights: Mapping[str, float],
+        seed: int,
+        position: int = 0,
+    ) -> None:
         """`sources` and `weights` by name. UserError as in `TaskCursor`."""
         if position < 0:
             raise UserError(f"position: must be 0 or more, not {position}")
         self.position = position
         self._weights = dict(weights)
         self._seed = seed
-        self._cursors = {name: TaskCursor(tasks, derive_seed(seed, "mixture", name)) for name, tasks in sources.items()}
+        self._cursors = {
+            name: TaskCursor(tasks, derive_seed(seed, "mixture", name))
+            for name, tasks in sources.items()
+        }
 
     def take(self, n: int) -> list[Task]:
-        """The next `n` tasks, each source's share in turn with the others'; UserError as in `shares`."""
+        """The next `n` tasks, each source's share in turn with the others'; UserError as in
+        `shares`.
+        """
         batch: list[Task] = []
         for name, share in shares(self._weights, n).items():
             cursor = self._cursors[name]
@@ -39,7 +52,8 @@ class MixedCursor:
 
 
 def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
-    """How many of `n` tasks come from each source: in proportion to the weights, by the largest remainders; they sum to n.
+    """How many of `n` tasks come from each source: in proportion to the weights, by the largest
+    remainders; they sum to n.
 
     UserError when a source would get none.
     """

@@ -2,11 +2,13 @@
 
     python -m flowtrain.tasks.overlap --train nq.parquet math.parquet --benchmarks benchmarks/
 
-prints the pairs and exits with 1 when there are some. Two questions are as similar as the words they share, each weighed by how rare it
-is (weighted Jaccard): case, punctuation and order do not count, a template that many questions share counts little, a name much. Puzzles
-of the game of 24 are compared by their numbers.
+prints the pairs and exits with 1 when there are some. Two questions are as similar as the words
+they share, each weighed by how rare it is (weighted Jaccard): case, punctuation and order do not
+count, a template that many questions share counts little, a name much. Puzzles of the game of 24
+are compared by their numbers.
 
-(datasketch was looked at: MinHash estimates the unweighted Jaccard, which calls every two questions of one template alike.)
+(datasketch was looked at: MinHash estimates the unweighted Jaccard, which calls every two questions
+of one template alike.)
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from flowtrain.tasks.layouts import PRESETS
 from flowtrain.types import Task, UserError
 
 THRESHOLD = 0.6
-"""Similarity that counts. It finds 752 of 755 benchmark questions in which one word was changed, and of the 285,000 pairs of different
-ones among them eight, each about one thing and a word or two apart."""
+"""Similarity that counts. It finds 752 of 755 benchmark questions in which one word was changed,
+and of the 285,000 pairs of different ones among them eight, each about one thing and a word or two
+apart."""
 
 _Words = frozenset[tuple[str, int]]
 """A word and the how manieth of its kind it is, so that a word that stands twice counts twice."""
@@ -43,8 +46,12 @@ class Overlap:
     """In (0, 1]."""
 
 
-def overlaps(train: Sequence[Task], held_out: Sequence[Task], threshold: float = THRESHOLD) -> list[Overlap]:
-    """All pairs at least that similar, in the order of `train`; none is missed. A million short questions take a minute."""
+def overlaps(
+    train: Sequence[Task], held_out: Sequence[Task], threshold: float = THRESHOLD
+) -> list[Overlap]:
+    """All pairs at least that similar, in the order of `train`; none is missed. A million short
+    questions take a minute.
+    """
     train_words, held_words = [_words(task) for task in train], [_words(task) for task in held_out]
     weights = _weights([*train_words, *held_words])
     index = _index(held_words, weights, threshold)
@@ -52,7 +59,9 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], threshold: float =
     for task, words in zip(train, train_words, strict=True):
         places = sorted({place for word in words for place in index.get(word, ())})
         similar = ((place, _similarity(words, held_words[place], weights)) for place in places)
-        found += [Overlap(task, held_out[place], value) for place, value in similar if value >= threshold]
+        found += [
+            Overlap(task, held_out[place], value) for place, value in similar if value >= threshold
+        ]
     return found
 
 
@@ -79,8 +88,12 @@ def _weights(texts: Sequence[_Words]) -> dict[tuple[str, int], float]:
     return {word: math.log1p(len(texts) / count) for word, count in counts.items()}
 
 
-def _index(texts: Sequence[_Words], weights: Mapping[tuple[str, int], float], threshold: float) -> dict[tuple[str, int], list[int]]:
-    """The texts by their rarest words: so many of each that a text without any of them cannot share `threshold` of its weight."""
+def _index(
+    texts: Sequence[_Words], weights: Mapping[tuple[str, int], float], threshold: float
+) -> dict[tuple[str, int], list[int]]:
+    """The texts by their rarest words: so many of each that a text without any of them cannot share
+    `threshold` of its weight.
+    """
     index = defaultdict(list)
     for place, words in enumerate(texts):
         spare = (1 - threshold) * sum(weights[word] for word in words)
@@ -100,26 +113,53 @@ def _similarity(one: _Words, other: _Words, weights: Mapping[tuple[str, int], fl
 def main(argv: Sequence[str]) -> int:
     """0: no overlap, 1: some, 2: what was asked for cannot be read."""
     parser = argparse.ArgumentParser(
-        prog="python -m flowtrain.tasks.overlap", description="Training questions that nearly repeat a benchmark's."
+        prog="python -m flowtrain.tasks.overlap",
+        description="Training questions that nearly repeat a benchmark's.",
     )
-    parser.add_argument("--train", nargs="+", required=True, metavar="FILE", help="training questions, in any layout that tasks.path takes")
-    parser.add_argument("--benchmarks", required=True, metavar="DIR", help="folder with files such as medqa.json")
-    parser.add_argument("--preset", choices=["auto", *PRESETS], default="auto", help="whose columns the training files have")
     parser.add_argument(
-        "--threshold", type=float, default=THRESHOLD, help=f"similarity that counts, above 0 and up to 1 (default: {THRESHOLD})"
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="training questions, in any layout that tasks.path takes",
+    )
+    parser.add_argument(
+        "--benchmarks", required=True, metavar="DIR", help="folder with files such as medqa.json"
+    )
+    parser.add_argument(
+        "--preset",
+        choices=["auto", *PRESETS],
+        default="auto",
+        help="whose columns the training files have",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=THRESHOLD,
+        help=f"similarity that counts, above 0 and up to 1 (default: {THRESHOLD})",
     )
     options = parser.parse_args(argv)
     try:
         if not 0 < options.threshold <= 1:
             raise UserError(f"--threshold={options.threshold}: must be above 0 and at most 1")
         held_out = benchmark_tasks(options.benchmarks)
-        found = [pair for path in options.train for pair in overlaps(load_tasks(path, options.preset), held_out, options.threshold)]
+        found = [
+            pair
+            for path in options.train
+            for pair in overlaps(load_tasks(path, options.preset), held_out, options.threshold)
+        ]
     except UserError as error:
         print(f"flowtrain.tasks.overlap: {error}", file=sys.stderr)
         return 2
     for pair in found:
-        print(f"{pair.similarity:.2f}  {pair.train.id}: {_line(pair.train)}\n      {pair.held_out.id}: {_line(pair.held_out)}")
-    print(f"{len(found)} pairs at {options.threshold:g} or more, against {len(held_out)} benchmark questions")
+        print(
+            f"{pair.similarity:.2f}  {pair.train.id}: {_line(pair.train)}\n      "
+            f"{pair.held_out.id}: {_line(pair.held_out)}"
+        )
+    print(
+        f"{len(found)} pairs at {options.threshold:g} or more, against {len(held_out)} benchmark "
+        "questions"
+    )
     return 1 if found else 0
 
 
@@ -127,7 +167,9 @@ def benchmark_tasks(folder: str | Path) -> list[Task]:
     """All tasks of the benchmarks in a folder; UserError when it has none."""
     names = available(folder)
     if not names:
-        raise UserError(f"{folder}: holds no benchmark file, such as medqa.json or medqa/data/data.json")
+        raise UserError(
+            f"{folder}: holds no benchmark file, such as medqa.json or medqa/data/data.json"
+        )
     return [task for name in names for task in load_benchmark(name, folder, whole=True)]
 
 

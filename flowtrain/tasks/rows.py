@@ -1,4 +1,6 @@
-"""The rows of a file of questions: JSONL (one object per line), JSON (a list of objects) or Parquet."""
+"""The rows of a file of questions: JSONL (one object per line), JSON (a list of objects) or
+Parquet.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, str, Row]]:
-    """(1-based number, "file, line 3", row) for each row; of a Parquet file only the `columns` that it has are read (None: all).
+    """(1-based number, "file, line 3", row) for each row; of a Parquet file only the `columns` that
+    it has are read (None: all).
 
     Raises UserError naming the file, and the line or entry that is wrong.
     """
@@ -55,22 +58,39 @@ def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text; UserError starting with `where` when it is not JSON."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # fails for half a surrogate pair, which no tokenizer takes
         return value
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # an integer of too many digits; brackets nested too deep
+        raise UserError(
+            f"{where}: is not JSON ({error.msg} at line {error.lineno}, column {error.colno})"
+        ) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of too many digits; brackets nested too deep
         raise UserError(f"{where}: is not JSON that can be read ({error})") from error
 
 
 def type_name(value: Any) -> str:
     """What a person calls the type of a JSON value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """A line at a time: files of passages have millions. Lines of bytes end at a line feed alone; JSON strings may hold U+2028 as it is."""
+    """A line at a time: files of passages have millions. Lines of bytes end at a line feed alone;
+    JSON strings may hold U+2028 as it is.
+    """
     place = 0
     try:
         with path.open("rb") as file:
@@ -78,7 +98,11 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
                 text = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode()
                 place += len(line)
                 if text.strip():
-                    yield number, f"{path}, line {number}", parse_json(text, f"{path}, line {number}")
+                    yield (
+                        number,
+                        f"{path}, line {number}",
+                        parse_json(text, f"{path}, line {number}"),
+                    )
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -100,7 +124,11 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, s
         for batch in file.iter_batches(columns=names):
             for entry in batch.to_pylist():
                 number += 1
-                yield number, f"{path}, row {number}", {key: value for key, value in entry.items() if value is not None}
+                yield (
+                    number,
+                    f"{path}, row {number}",
+                    {key: value for key, value in entry.items() if value is not None},
+                )
 
 
 @contextmanager
@@ -109,11 +137,15 @@ def _opened(path: Path) -> Iterator[ParquetFile]:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise UserError(f"{path}: reading Parquet needs pyarrow (pip install 'flowtrain[parquet]')") from error
+        raise UserError(
+            f"{path}: reading Parquet needs pyarrow (pip install 'flowtrain[parquet]')"
+        ) from error
     try:
         with ParquetFile(path) as file:
             yield file
     except OSError as error:  # some of pyarrow's own have no strerror
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: is not a Parquet file that can be read ({str(error).splitlines()[0]})") from error
+        raise UserError(
+            f"{path}: is not a Parquet file that can be read ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,4 +1,6 @@
-"""The questions of a run: training tasks, held-out tasks by split, and the passages that Search looks through."""
+"""The questions of a run: training tasks, held-out tasks by split, and the passages that Search
+looks through.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
-"""The held-out split that curves and the summary lead with: question texts that training never shows."""
+"""The held-out split that curves and the summary lead with: question texts that training never
+shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +41,46 @@ class TaskSet:
         if not self.mixture:
             return TaskCursor(self.train, seed, position)
         tasks = {path: found for path, (_, found) in self.mixture.items()}
-        return MixedCursor(tasks, {path: weight for path, (weight, _) in self.mixture.items()}, seed, position)
+        return MixedCursor(
+            tasks, {path: weight for path, (weight, _) in self.mixture.items()}, seed, position
+        )
 
     def draw_weights(self) -> list[float]:
         """How often to draw each training task beside the others."""
-        return [weight / len(tasks) for weight, tasks in self.mixture.values() for _ in tasks] or [1.0] * len(self.train)
+        return [weight / len(tasks) for weight, tasks in self.mixture.values() for _ in tasks] or [
+            1.0
+        ] * len(self.train)
 
     @property
     def guesses(self) -> tuple[str, ...]:
         """Values that passages state, for the base generator to draw from."""
-        return tuple(dict.fromkeys(value for text in self.passages if (value := passage_value(text))))
+        return tuple(
+            dict.fromkeys(value for text in self.passages if (value := passage_value(text)))
+        )
 
 
 def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
-    """Load or generate what `[tasks]` and `[eval]` ask for; the seed of training questions is the run's, held-out ones never change.
+    """Load or generate what `[tasks]` and `[eval]` ask for; the seed of training questions is the
+    run's, held-out ones never change.
 
     `fictional` replaces the corpus by made-up entities, for the demonstrations of `flowtrain.rft`.
     """
     tasks, num_held_out = config.tasks, config.eval.num_tasks
     entities = load_corpus(Path(tasks.corpus) if tasks.corpus else None)
     if fictional:
-        entities = fictional_entities(600, 400, config.run.seed, {entity.name for entity in entities})
+        entities = fictional_entities(
+            600, 400, config.run.seed, {entity.name for entity in entities}
+        )
     texts = passages(entities)
     match tasks.name:
         case "facts":
             kinds: dict[str, float] = dict.fromkeys(tasks.kinds, 1.0)
             train = facts_tasks(entities, "train", tasks.num_train, config.run.seed, kinds)
-            held_out = {split: tuple(facts_tasks(entities, split, num_held_out, 0, kinds)) for split in SPLITS if split != "train"}
+            held_out = {
+                split: tuple(facts_tasks(entities, split, num_held_out, 0, kinds))
+                for split in SPLITS
+                if split != "train"
+            }
         case "gameof24":
             train = gameof24_tasks("train", None, config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, None, seed=0)[:num_held_out])}
@@ -88,10 +104,19 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     held_out: list[Task] = []
     paths: dict[str, str] = {}
     for path in tasks.mixture or (tasks.path,):
-        every = load_tasks(path, tasks.preset, question_key=tasks.question_key, answer_key=tasks.answer_key, scorer=tasks.scorer)
+        every = load_tasks(
+            path,
+            tasks.preset,
+            question_key=tasks.question_key,
+            answer_key=tasks.answer_key,
+            scorer=tasks.scorer,
+        )
         for task in every:
             if paths.setdefault(task.id, path) != path:
-                raise UserError(f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id {task.id!r}; ids must be unique")
+                raise UserError(
+                    f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id "
+                    f"{task.id!r}; ids must be unique"
+                )
         found, kept = _split(every, tasks.held_out_share, path)
         train[path] = _new(found, tasks.benchmarks)
         held_out += kept
@@ -103,12 +128,17 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
 
 
 def _new(train: list[Task], benchmarks: str) -> list[Task]:
-    """Without what nearly repeats a question of the benchmarks in that folder; all of them where it is ""."""
+    """Without what nearly repeats a question of the benchmarks in that folder; all of them where it
+    is "".
+    """
     if not benchmarks:
         return train
     left = without_overlaps(train, benchmark_tasks(benchmarks))
     if not left:
-        raise UserError(f"tasks.benchmarks={benchmarks!r} has nearly all training questions, so that none is left to train on")
+        raise UserError(
+            f"tasks.benchmarks={benchmarks!r} has nearly all training questions, so that none is "
+            "left to train on"
+        )
     return left
 
 
@@ -117,5 +147,8 @@ def _split(tasks: list[Task], held_out_share: float, path: str) -> tuple[list[Ta
     shuffled = random.Random(0).sample(tasks, len(tasks))
     num_held_out = max(1, round(len(tasks) * held_out_share))
     if num_held_out >= len(tasks):
-        raise UserError(f"tasks.path={path!r} holds {len(tasks)} task(s); training and evaluation need at least one each")
+        raise UserError(
+            f"tasks.path={path!r} holds {len(tasks)} task(s); training and evaluation need at "
+            "least one each"
+        )
     return shuffled[num_held_out:], shuffled[:num_held_out]

@@ -1,9 +1,11 @@
 """Attention over packed rows, for any Hugging Face decoder through its attention interface.
 
-A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a branch; the queries of a segment see the
-keys of its ancestors and, causally, its own. Attention alone is computed on segments side by side, in blocks of similar shape padded to
-the largest of the block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches; everything else in the
-model runs on the row as it is. That is the way on a CPU; `flex.py` has the one on a GPU.
+A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a
+branch; the queries of a segment see the keys of its ancestors and, causally, its own. Attention
+alone is computed on segments side by side, in blocks of similar shape padded to the largest of the
+block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches;
+everything else in the model runs on the row as it is. That is the way on a CPU; `flex.py` has the
+one on a GPU.
 
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
@@ -22,9 +24,11 @@ from transformers import AttentionInterface
 
 NAME = "flowtrain_forest"
 _SIMILAR = 4 / 3
-"""Lengths in a block differ by less than this factor: more blocks mean less padding and more calls."""
+"""Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.
+"""
 _SHORT = 16
-"""Queries up to this number count as alike: a block of its own would cost more than their padding."""
+"""Queries up to this number count as alike: a block of its own would cost more than their padding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,11 @@ class Segment:
     @property
     def shape(self) -> tuple[bool, int, int]:
         """Segments of one shape go into one block."""
-        return bool(self.ancestors), _size_class(max(self.num_queries, _SHORT)), _size_class(self.num_keys)
+        return (
+            bool(self.ancestors),
+            _size_class(max(self.num_queries, _SHORT)),
+            _size_class(self.num_keys),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +63,14 @@ class Block:
     """Segments of similar shape, side by side."""
 
     query_SQ: Tensor
-    """int64 [S * Q], the token of the row in each slot; padding repeats the segment's first token."""
+    """int64 [S * Q], the token of the row in each slot; padding repeats the segment's first token.
+    """
     key_SK: Tensor
     """int64 [S * K]: ancestors, then the segment itself; padding as above."""
     num_segments: int
     mask_SQK: Tensor | None
-    """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last, so plain causal attention will do."""
+    """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last,
+    so plain causal attention will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +99,18 @@ class Forest:
 
     @torch.compiler.disable  # its loop is another one for every row
     def attend(
-        self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None = None, dropout: float = 0.0
+        self,
+        query_1HND: Tensor,
+        key_1HND: Tensor,
+        value_1HND: Tensor,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """See `Structure`."""
-        query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
+        query_NHD, key_NHD, value_NHD = (
+            x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND)
+        )
         outs = []
         for block in self.blocks:
             query = _side_by_side(query_NHD, block.query_SQ, block)
@@ -112,7 +130,9 @@ class Forest:
 
 
 def segments(subtree_end: Sequence[int]) -> list[Segment]:
-    """The runs of tokens without a branch, in order: within one, all subtrees end at the same place."""
+    """The runs of tokens without a branch, in order: within one, all subtrees end at the same
+    place.
+    """
     found: list[Segment] = []
     path: list[tuple[int, int]] = []
     start = 0
@@ -144,17 +164,31 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
     mask_SQK = None
     if members[0].ancestors:
         num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
-        place_Q, place_K = torch.arange(most_queries, device=device), torch.arange(most_keys, device=device)
-        # A query of the padding sees more than its segment has, which nobody reads; one of the segment never sees padding.
+        place_Q, place_K = (
+            torch.arange(most_queries, device=device),
+            torch.arange(most_keys, device=device),
+        )
+        # A query of the padding sees more than its segment has, which nobody reads; one of the
+        # segment never sees padding.
         mask_SQK = (place_K <= (num_before_S[:, None] + place_Q)[..., None])[:, None]
-    query_SQ, key_SK = (torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys))
+    query_SQ, key_SK = (
+        torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys)
+    )
     return Block(query_SQ, key_SK, len(members), mask_SQK)
 
 
 class Structure(Protocol):
     """What a row tells its attention."""
 
-    def attend(self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+    def attend(
+        self,
+        query_1HND: Tensor,
+        key_1HND: Tensor,
+        value_1HND: Tensor,
+        *,
+        scaling: float | None,
+        dropout: float,
+    ) -> Tensor:
         """[1, N, H, D]"""
 
 
@@ -177,7 +211,9 @@ def forest_attention(
 
 def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:
     """[N, H, D] -> [S, H, Q or K, D]"""
-    return x_NHD.index_select(0, token).view(block.num_segments, -1, *x_NHD.shape[1:]).transpose(1, 2)
+    return (
+        x_NHD.index_select(0, token).view(block.num_segments, -1, *x_NHD.shape[1:]).transpose(1, 2)
+    )
 
 
 AttentionInterface.register(NAME, forest_attention)

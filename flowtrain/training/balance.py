@@ -1,8 +1,10 @@
-"""Rows spread over the ranks so that all are busy: what each rolled out differs in length, and a rank that is done waits for the others.
+"""Rows spread over the ranks so that all are busy: what each rolled out differs in length, and a
+rank that is done waits for the others.
 
-Ranks walk through their rows side by side, because every row takes collectives of all. So a pass costs what its dearest row costs, and
-the sum is least when rows of like cost share a pass: in order of cost, rank r of R trains the rows r, r + R, r + 2 R and so on. That is
-also the fewest passes. The gradient is the sum over all rows, whoever trains them.
+Ranks walk through their rows side by side, because every row takes collectives of all. So a pass
+costs what its dearest row costs, and the sum is least when rows of like cost share a pass: in order
+of cost, rank r of R trains the rows r, r + R, r + 2 R and so on. That is also the fewest passes.
+The gradient is the sum over all rows, whoever trains them.
 """
 
 from __future__ import annotations
@@ -16,46 +18,81 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from flowtrain.training.scores import Origin
-from flowtrain.training.tree import Row
+from flowtrain.training.token_scores import Origin
+from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 
 _NOWHERE = (-1, -1, -1)
 
 
-def balance(rows: Sequence[Row], cost: Callable[[Row], float], world: World) -> list[Row]:
-    """The rows that this rank trains, dearest first; collective. Rows are on the CPU before and after."""
+def balance(
+    rows: Sequence[PackedRow], cost: Callable[[PackedRow], float], world: World
+) -> list[PackedRow]:
+    """The rows that this rank trains, dearest first; collective. Rows are on the CPU before and
+    after.
+    """
     if world.size == 1:
         return list(rows)
-    costs: list[list[float]] = [json.loads(text) for text in world.gather_text(json.dumps([cost(row) for row in rows]))]
+    costs: list[list[float]] = [
+        json.loads(text) for text in world.gather_text(json.dumps([cost(row) for row in rows]))
+    ]
     plan = assign(costs)
-    sent: list[dict[int, Row]] = [{} for _ in range(world.size)]
+    sent: list[dict[int, PackedRow]] = [{} for _ in range(world.size)]
     for taker, places in enumerate(plan):
-        sent[taker] = {place: rows[index] for place, (giver, index) in enumerate(places) if giver == world.rank}
+        sent[taker] = {
+            place: rows[index] for place, (giver, index) in enumerate(places) if giver == world.rank
+        }
     received = _exchange([_encode(by_place) for by_place in sent], world)
     mine = {place: row for data in received for place, row in _decode(data).items()}
     return [mine[place] for place in range(len(plan[world.rank]))]
 
 
-def give_back(scores: Mapping[Origin, Sequence[float]], origins: Sequence[Origin], world: World) -> dict[Origin, tuple[float, ...]]:
+def return_logprobs(
+    scores: Mapping[Origin, Sequence[float]], origins: Sequence[Origin], world: World
+) -> dict[Origin, tuple[float, ...]]:
     """Of the scores that all ranks have, those of `origins`; collective. One rank has no others."""
     if world.size == 1:
         return {origin: tuple(score) for origin, score in scores.items()}
-    wanted = [[tuple(origin) for origin in json.loads(text)] for text in world.gather_text(json.dumps(origins))]
-    sent = [save({json.dumps(o): torch.tensor(scores[o], dtype=torch.float64) for o in each if o in scores}) for each in wanted]
+    wanted = [
+        [tuple(origin) for origin in json.loads(text)]
+        for text in world.gather_text(json.dumps(origins))
+    ]
+    sent = [
+        save(
+            {
+                json.dumps(o): torch.tensor(scores[o], dtype=torch.float64)
+                for o in each
+                if o in scores
+            }
+        )
+        for each in wanted
+    ]
     received = _exchange(sent, world)
-    return {tuple(json.loads(key)): tuple(score.tolist()) for data in received for key, score in load(data).items()}
+    return {
+        tuple(json.loads(key)): tuple(score.tolist())
+        for data in received
+        for key, score in load(data).items()
+    }
 
 
 def assign(costs: Sequence[Sequence[float]]) -> list[list[tuple[int, int]]]:
-    """For each rank the rows it trains, as (rank that has it, index there). `costs`: of the rows that each rank has."""
-    order = sorted((-cost, rank, index) for rank, own in enumerate(costs) for index, cost in enumerate(own))
-    return [[(giver, index) for _, giver, index in order[rank :: len(costs)]] for rank in range(len(costs))]
+    """For each rank the rows it trains, as (rank that has it, index there). `costs`: of the rows
+    that each rank has.
+    """
+    order = sorted(
+        (-cost, rank, index) for rank, own in enumerate(costs) for index, cost in enumerate(own)
+    )
+    return [
+        [(giver, index) for _, giver, index in order[rank :: len(costs)]]
+        for rank in range(len(costs))
+    ]
 
 
 def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
     """data[r] goes to rank r; what each rank had for this one."""
-    sizes: list[list[int]] = [json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))]
+    sizes: list[list[int]] = [
+        json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))
+    ]
     ours = [size[world.rank] for size in sizes]
     sending = torch.tensor(bytearray(b"".join(data)), dtype=torch.uint8, device=world.device)
     receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
@@ -63,19 +100,33 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
     return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
 
 
-def _encode(rows: dict[int, Row]) -> bytes:
-    """Tensors under "<place>/<field>"; None as nothing, a number as a tensor, and no origin as one of -1."""
-    values = {f"{place}/{f.name}": getattr(row, f.name) for place, row in rows.items() for f in fields(row)}
-    values |= {f"{place}/origins": [origin or _NOWHERE for origin in row.origins] for place, row in rows.items()}
+def _encode(rows: dict[int, PackedRow]) -> bytes:
+    """Tensors under "<place>/<field>"; None as nothing, a number as a tensor, and no origin as one
+    of -1.
+    """
+    values = {
+        f"{place}/{f.name}": getattr(row, f.name)
+        for place, row in rows.items()
+        for f in fields(row)
+    }
+    values |= {
+        f"{place}/origins": [origin or _NOWHERE for origin in row.origins]
+        for place, row in rows.items()
+    }
     # Copies, because safetensors refuses tensors that share memory.
-    return save({key: torch.as_tensor(value).clone() for key, value in values.items() if value is not None})
+    return save(
+        {key: torch.as_tensor(value).clone() for key, value in values.items() if value is not None}
+    )
 
 
-def _decode(data: bytes) -> dict[int, Row]:
+def _decode(data: bytes) -> dict[int, PackedRow]:
     found: dict[int, dict[str, Any]] = {}
     for key, tensor in load(data).items():
         place, name = key.split("/")
         found.setdefault(int(place), {})[name] = tensor if tensor.dim() else int(tensor)
     for values in found.values():
-        values["origins"] = tuple(None if origin == _NOWHERE else origin for origin in map(tuple, values["origins"].tolist()))
-    return {place: Row(**values) for place, values in found.items()}
+        values["origins"] = tuple(
+            None if origin == _NOWHERE else origin
+            for origin in map(tuple, values["origins"].tolist())
+        )
+    return {place: PackedRow(**values) for place, values in found.items()}

@@ -1,10 +1,14 @@
-"""Checkpoints: one folder per step that transformers loads, with the optimizer and the state of the loop beside the model.
+"""Checkpoints: one folder per step that transformers loads, with the optimizer and the state of the
+loop beside the model.
 
-    checkpoints/step_00000050/     config.json, tokenizer.json, model.safetensors   a Hugging Face model
-                                   optimizer.safetensors                            "<parameter>/exp_avg" and so on, whole tensors
-                                   state.json                                       step, version, cursor, dataflow; checksums of the others
+    checkpoints/step_00000050/     config.json, tokenizer.json, model.safetensors   a Hugging Face
+    model
+                                   optimizer.safetensors
+                                   "<parameter>/exp_avg" and so on, whole tensors state.json
+                                   step, version, cursor, dataflow; checksums of the others
 
-The folder is written under another name and renamed, so one that exists was whole; the checksums tell whether it still is.
+The folder is written under another name and renamed, so one that exists was whole; the checksums
+tell whether it still is.
 """
 
 from __future__ import annotations
@@ -59,9 +63,14 @@ def save(
             models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
             sealed = {path.name: seal(path) for path in sorted(scratch.iterdir())}
-            files = {name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3} for name, file in sealed.items()}
+            files = {
+                name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3}
+                for name, file in sealed.items()
+            }
             whole = {"step": step, **state, "files": files}
-            (scratch / "state.json").write_text(json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1))
+            (scratch / "state.json").write_text(
+                json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
+            )
             seal(scratch / "state.json")
         except (OSError, SafetensorError):  # safetensors has its own error for a full disk
             shutil.rmtree(scratch, ignore_errors=True)
@@ -79,7 +88,9 @@ def place(root: Path, step: int) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are passed over with a warning. Reads all of it."""
+    """The newest checkpoint that is whole; damaged ones are passed over with a warning. Reads all
+    of it.
+    """
     for path in sorted(root.glob("step_????????"), reverse=True):
         try:
             _check(path)
@@ -107,7 +118,9 @@ def _read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
         xxh3 = state.pop("xxh3")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{path / 'state.json'} is damaged: {type(error).__name__}: {error}") from error
+        raise StoreError(
+            f"{path / 'state.json'} is damaged: {type(error).__name__}: {error}"
+        ) from error
     if xxh3 != _checksum_of(state):
         raise StoreError(f"{path / 'state.json'} does not have the checksum that it names")
     return state
@@ -124,7 +137,10 @@ def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         if source in weights:
             weights[tied] = weights[source]
-    own, saved = ({name: tensor.shape for name, tensor in each.items()} for each in (model.state_dict(), weights))
+    own, saved = (
+        {name: tensor.shape for name, tensor in each.items()}
+        for each in (model.state_dict(), weights)
+    )
     if own != saved:
         differing = sorted(name for name in own | saved if own.get(name) != saved.get(name))
         raise UserError(f"{path} holds another model: {differing[:3]} differ")
@@ -144,12 +160,17 @@ def _moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _flatten(state: dict[str, Any]) -> dict[str, Tensor]:
-    """{"state": {parameter: {name: tensor}}} -> {"parameter/name": tensor}; empty on ranks other than 0, as torch gathers to that one.
+    """{"state": {parameter: {name: tensor}}} -> {"parameter/name": tensor}; empty on ranks other
+    than 0, as torch gathers to that one.
 
     The hyper-parameters are left out: they come from the config.
     """
     entries = state.get("state", {}).items()
-    return {f"{parameter}/{name}": tensor.contiguous() for parameter, entry in entries for name, tensor in entry.items()}
+    return {
+        f"{parameter}/{name}": tensor.contiguous()
+        for parameter, entry in entries
+        for name, tensor in entry.items()
+    }
 
 
 def _unflatten(moments: dict[str, Tensor], like: dict[str, Any]) -> dict[str, Any]:

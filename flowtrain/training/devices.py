@@ -25,7 +25,8 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""Dense bf16 with fp32 sums, from the vendor's data sheets, by a part of the name that the device goes by."""
+"""Dense bf16 with fp32 sums, from the vendor's data sheets, by a part of the name that the device
+goes by."""
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -35,7 +36,9 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 class MemoryPeak:
-    """The most memory of a device that this process had since this was made: what tensors took of a GPU, or its resident set's growth."""
+    """The most memory of a device that this process had since this was made: what tensors took of a
+    GPU, or its resident set's growth.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

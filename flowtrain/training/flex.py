@@ -1,8 +1,10 @@
-"""Attention over packed rows on a GPU: PyTorch's FlexAttention under the mask that `subtree_end` spells out.
+"""Attention over packed rows on a GPU: PyTorch's FlexAttention under the mask that `subtree_end`
+spells out.
 
-The kernel walks over blocks of 128 x 128 tokens and leaves out those where nobody sees anybody. Which those are is worked out on the device
-from the ends of the subtrees, a block at a time: no N x N mask exists. Rows are filled up to whole blocks with lone tokens, and the kernel
-is compiled for any number of blocks, so a new batch compiles nothing. B: blocks of a row.
+The kernel walks over blocks of 128 x 128 tokens and leaves out those where nobody sees anybody.
+Which those are is worked out on the device from the ends of the subtrees, a block at a time: no N x
+N mask exists. Rows are filled up to whole blocks with lone tokens, and the kernel is compiled for
+any number of blocks, so a new batch compiles nothing. B: blocks of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flowtrain.training.tree import Row
+from flowtrain.training.tree import PackedRow
 
 BLOCK = 128
 
@@ -36,7 +38,8 @@ class FlexTree:
         end_BT = subtree_end_N.view(-1, BLOCK)
         start_B = torch.arange(0, num_tokens, BLOCK, device=subtree_end_N.device)
         is_before_BB = start_B < start_B[:, None]
-        # In a block before one's own, the token whose subtree reaches furthest is seen by the first query or nobody is by any.
+        # In a block before one's own, the token whose subtree reaches furthest is seen by the first
+        # query or nobody is by any.
         is_seen_BB = is_before_BB & (end_BT.amax(1) > start_B[:, None])
         is_whole_BB = is_before_BB & (end_BT.amin(1) >= start_B[:, None] + BLOCK)
         is_partial_BB = is_seen_BB & ~is_whole_BB | (start_B == start_B[:, None])
@@ -45,23 +48,42 @@ class FlexTree:
             return (key <= query) & (query < subtree_end_N[key])
 
         lists = (*_lists(is_partial_BB), *_lists(is_whole_BB))
-        return cls(BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)))
+        return cls(
+            BlockMask.from_kv_blocks(
+                *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)
+            )
+        )
 
     def attend(
-        self, query_1HND: Tensor, key_1HND: Tensor, value_1HND: Tensor, *, scaling: float | None = None, dropout: float = 0.0
+        self,
+        query_1HND: Tensor,
+        key_1HND: Tensor,
+        value_1HND: Tensor,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         assert dropout == 0, "FlexAttention has no dropout"
         has_groups = query_1HND.shape[1] != key_1HND.shape[1]
         attend: Any = _compiled() if query_1HND.is_cuda else flex_attention
-        out: Tensor = attend(query_1HND, key_1HND, value_1HND, block_mask=self.mask, scale=scaling, enable_gqa=has_groups)
+        out: Tensor = attend(
+            query_1HND,
+            key_1HND,
+            value_1HND,
+            block_mask=self.mask,
+            scale=scaling,
+            enable_gqa=has_groups,
+        )
         return out.transpose(1, 2).contiguous()
 
 
-def padded(row: Row) -> Row:
+def padded(row: PackedRow) -> PackedRow:
     """With lone tokens up to a multiple of BLOCK; nobody sees them and no target reads them."""
     num_tokens = len(row.input_ids_N)
     missing = -num_tokens % BLOCK
-    own_end = torch.arange(num_tokens + 1, num_tokens + missing + 1, device=row.subtree_end_N.device)
+    own_end = torch.arange(
+        num_tokens + 1, num_tokens + missing + 1, device=row.subtree_end_N.device
+    )
     return replace(
         row,
         input_ids_N=F.pad(row.input_ids_N, (0, missing)),
@@ -76,6 +98,8 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _lists(is_in_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks of keys that each block of queries takes in, [1, 1, B]; which they are, [1, 1, B, B], the others behind them)"""
+    """(blocks of keys that each block of queries takes in, [1, 1, B]; which they are, [1, 1, B, B],
+    the others behind them)
+    """
     order_BB = is_in_BB.int().argsort(dim=1, descending=True, stable=True)
     return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.int()[None, None]

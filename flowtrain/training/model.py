@@ -17,42 +17,62 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention, head
+from flowtrain.training import attention, lm_head
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.weights.pieces import layout_hash, spec_of
+from flowtrain.weights.tensor_shards import layout_hash, spec_of
 
-transformers.utils.logging.disable_progress_bar()  # loading a model is not what a person waits for here
+# loading a model is not what a person waits for here
+transformers.utils.logging.disable_progress_bar()
 
 END, PAD = "<|end|>", "<|pad|>"
 _SMALL = 50_000_000
-"""Parameters up to which a model is gathered at once: collectives of single layers would cost more than the memory they spare."""
+"""Parameters up to which a model is gathered at once: collectives of single layers would cost more
+than the memory they spare."""
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFast:
-    """The tokenizer of a model folder or hub name; it must know how a response ends. `key`: the option that names the path."""
+    """The tokenizer of a model folder or hub name; it must know how a response ends. `key`: the
+    option that names the path.
+    """
     try:
-        # One of `new_tokenizer` is loaded as it was saved: AutoTokenizer would take the class of the model's family, which has other rules
-        # and one token more than the model.
+        # One of `new_tokenizer` is loaded as it was saved: AutoTokenizer would take the class of
+        # the model's family, which has other rules and one token more than the model.
         is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
         tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}={path!r} holds no tokenizer that transformers can load: {_first_line(error)}") from error
+        raise UserError(
+            f"{key}={path!r} holds no tokenizer that transformers can load: {_first_line(error)}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {key}={path!r} has no end-of-sequence token")
     return tokenizer
 
 
-def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path") -> PreTrainedModel:
-    """A causal language model on the CPU. `attn` is the attention of packed rows for training, "sdpa" for sampling."""
+def load_model(
+    path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
+) -> PreTrainedModel:
+    """A causal language model on the CPU. `attn` is the attention of packed rows for training,
+    "sdpa" for sampling.
+    """
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{key}={path!r} is no causal language model that transformers can load: {_first_line(error)}") from error
+        raise UserError(
+            f"{key}={path!r} is no causal language model that transformers can load: "
+            f"{_first_line(error)}"
+        ) from error
     check_model(model.config, path, key)
     return model
 
@@ -60,27 +80,49 @@ def load_model(path: str, dtype: torch.dtype, attn: str = attention.NAME, key: s
 def check_model(config: AutoConfig, path: str, key: str = "model.path") -> None:
     """Refuse what the attention of packed rows would silently compute wrongly."""
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"{key}={path!r} has layers other than full attention ({set(config.layer_types)}); they are not supported")
+        raise UserError(
+            f"{key}={path!r} has layers other than full attention ({set(config.layer_types)}); "
+            "they are not supported"
+        )
     if getattr(config, "attn_logit_softcapping", None):
         raise UserError(f"{key}={path!r} caps its attention logits; that is not supported")
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits stay apart so that numbers can be copied."""
+    """A byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits stay apart
+    so that numbers can be copied.
+    """
     if vocab_size < _SMALLEST_VOCAB:
-        raise UserError(f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can spell every byte")
+        raise UserError(
+            f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can "
+            "spell every byte"
+        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int, num_heads: int, max_positions: int) -> PreTrainedModel:
+def new_model(
+    tokenizer: PreTrainedTokenizerFast,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    max_positions: int,
+) -> PreTrainedModel:
     """A Qwen3-shaped decoder with random weights; seed torch before the call."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -91,7 +133,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: 
         num_key_value_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=max_positions,
-        # The usual 0.02 is made for widths of thousands; a narrow model learns to copy much later with it.
+        # The usual 0.02 is made for widths of thousands; a narrow model learns to copy much later
+        # with it.
         initializer_range=0.4 * hidden_size**-0.5,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -113,14 +156,15 @@ class ShardSpec:
     compile: bool = False
     """Compile each layer."""
     reshard: bool = True
-    """Layers give gathered weights back after the forward pass, and gather them again for the backward pass."""
+    """Layers give gathered weights back after the forward pass, and gather them again for the
+    backward pass."""
     offload: bool = False
     """Weights, gradients and moments are in the memory of the CPU."""
 
 
 def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
     """FSDP2: fp32 master weights sharded over the ranks. One rank in fp32 stays as it is."""
-    head.equip(model)
+    lm_head.equip(model)
     if spec.recompute:
         recompute_layers(model)
     if spec.compile:
@@ -129,7 +173,10 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
         model.to(world.device)
         if world.size == 1 and spec.dtype == torch.float32:
             return model
-    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32)}
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
+    }
     if spec.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if is_sharded_by_layer(model):
@@ -147,7 +194,10 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
 def recompute_layers(model: PreTrainedModel) -> None:
     """Keep the inputs of layers alone for the backward pass."""
     # The name changed within transformers 5.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
@@ -157,22 +207,34 @@ def is_sharded_by_layer(model: PreTrainedModel) -> bool:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights on the CPU of rank 0, a tied tensor once; empty elsewhere. Collective: every rank must call it."""
+    """The whole weights on the CPU of rank 0, a tied tensor once; empty elsewhere. Collective:
+    every rank must call it.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     tied = tied_names(model)
-    return {name: weight for name, weight in weights.items() if name not in tied and isinstance(weight, Tensor)}
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if name not in tied and isinstance(weight, Tensor)
+    }
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name where they are: shards (DTensors) under FSDP2; a tied tensor once."""
     tied = tied_names(model)
-    return {name: weight for name, weight in model.state_dict().items() if name not in tied and isinstance(weight, Tensor)}
+    return {
+        name: weight
+        for name, weight in model.state_dict().items()
+        if name not in tied and isinstance(weight, Tensor)
+    }
 
 
 def layout_digest(model: nn.Module, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> str:
-    """Equal for policies whose weights and tokens are interchangeable: names, shapes and `dtype` of the weights as they are published,
-    and the text of every token. 32 hex digits, the same on every rank."""
+    """Equal for policies whose weights and tokens are interchangeable: names, shapes and `dtype` of
+    the weights as they are published, and the text of every token. 32 hex digits, the same on every
+    rank.
+    """
     weights = {name: spec_of(name, tensor, dtype) for name, tensor in named_weights(model).items()}
     tokens = [tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items())]
     return hashlib.sha256(f"{layout_hash(weights)} {json.dumps(tokens)}".encode()).hexdigest()[:32]
@@ -183,12 +245,21 @@ def tied_names(model: nn.Module) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", {}))
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, weights: Mapping[str, Tensor], path: Path) -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    weights: Mapping[str, Tensor],
+    path: Path,
+) -> None:
     """Write a folder that `from_pretrained` loads."""
     path.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def _first_line(error: Exception) -> str:

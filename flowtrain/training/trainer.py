@@ -1,7 +1,8 @@
 """The optimizer step: packed rows in, new weights and statistics out.
 
-One global normaliser per mini-batch (the sum of all token weights over all ranks and micro-batches) makes the gradient independent of how
-samples are spread over rows and ranks. A step whose loss or gradient is not finite is skipped, by all ranks alike.
+One global normaliser per mini-batch (the sum of all token weights over all ranks and micro-batches)
+makes the gradient independent of how samples are spread over rows and ranks. A step whose loss or
+gradient is not finite is skipped, by all ranks alike.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from flowkernels import (
     PolicyLoss,
     TokenLossFn,
     correct_for_sampler,
+    divergent_log_ratios,
     future_aware,
-    leaving,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
+    m2po_clip,
     policy_loss,
-    within_second_moment,
 )
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowtrain.training.balance import balance, give_back
+from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.head import forward, run_head, task_head
+from flowtrain.training.lm_head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
-from flowtrain.training.scores import Origin, Scored, TokenScores
-from flowtrain.training.totals import Totals
-from flowtrain.training.tree import Row, empty_row, pack_rows, packing_order
+from flowtrain.training.step_metrics import StepMetrics
+from flowtrain.training.token_scores import Origin, Scored, TokenScores
+from flowtrain.training.tree import PackedRow, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
 
@@ -62,11 +63,14 @@ class OptimSpec:
     grad_clip: float = 1.0
     """Upper bound of the global gradient norm; 0 turns clipping off."""
     rescore: bool = False
-    """Take ratios against log-probs that this trainer computes before the first step of a batch, not against the sampler's."""
+    """Take ratios against log-probs that this trainer computes before the first step of a batch,
+    not against the sampler's."""
     m2po: float | None = None
-    """Largest mean square of the log-ratios that lead away from the old policy, over a mini-batch; None: the clip of the loss alone."""
+    """Largest mean square of the log-ratios that lead away from the old policy, over a mini-batch;
+    None: the clip of the loss alone."""
     has_ref: bool = False
-    """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks for."""
+    """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks
+    for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +82,35 @@ class ResponseScores:
     old_logprob_T: Tensor
     """Of the sampler, or of the reference policy."""
 
-    def by_origin(self, samples: Sequence[Sample], has_old: bool, has_ref: bool) -> dict[Origin, Scored]:
-        """What the trainer is to know of these samples: the policy's log-probs as old ones, the others as those of the reference policy."""
+    def by_origin(
+        self, samples: Sequence[Sample], has_old: bool, has_ref: bool
+    ) -> dict[Origin, Scored]:
+        """What the trainer is to know of these samples: the policy's log-probs as old ones, the
+        others as those of the reference policy.
+        """
         if not has_old and not has_ref:
             return {}
         num_tokens = [len(sample.response_ids) for sample in samples]
-        parts = zip(samples, self.logprob_T.split(num_tokens), self.old_logprob_T.split(num_tokens), strict=True)
+        parts = zip(
+            samples,
+            self.logprob_T.split(num_tokens),
+            self.old_logprob_T.split(num_tokens),
+            strict=True,
+        )
         return {
-            sample.origin: (tuple(old.tolist()) if has_old else (), tuple(ref.tolist()) if has_ref else ())
+            sample.origin: (
+                tuple(old.tolist()) if has_old else (),
+                tuple(ref.tolist()) if has_ref else (),
+            )
             for sample, old, ref in parts
             if sample.origin is not None
         }
 
 
 class Trainer:
-    """Owns the policy's master weights and optimizer; holds the frozen reference policy when the loss has a KL term."""
+    """Owns the policy's master weights and optimizer; holds the frozen reference policy when the
+    loss has a KL term.
+    """
 
     def __init__(
         self,
@@ -106,7 +124,13 @@ class Trainer:
     ) -> None:
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reference = reference
@@ -123,33 +147,54 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, minibatches: Sequence[Sequence[Row]], number: int = 0) -> dict[str, float]:
-        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share of all and gets statistics of all.
+    def step(self, minibatches: Sequence[Sequence[PackedRow]], number: int = 0) -> dict[str, float]:
+        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share
+        of all and gets statistics of all.
 
-        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in a row were skipped.
+        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in
+        a row were skipped.
         """
-        totals, self._scores = Totals(), TokenScores()
-        self._origins = [origin for rows in minibatches for row in rows for origin in row.origins if origin is not None]
-        totals.num_flops = self._needed_flops(minibatches)
-        prepared = [self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches]
+        step_metrics, self._scores = StepMetrics(), TokenScores()
+        self._origins = [
+            origin
+            for rows in minibatches
+            for row in rows
+            for origin in row.origins
+            if origin is not None
+        ]
+        step_metrics.num_flops = self._needed_flops(minibatches)
+        prepared = [
+            self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches
+        ]
         for rows in prepared:
-            (normaliser,), (num_rows,) = self._world.reduce([sum(float(row.weight_T.sum()) for row in rows)], [len(rows)])
+            (normaliser,), (num_rows,) = self._world.reduce(
+                [sum(float(row.weight_T.sum()) for row in rows)], [len(rows)]
+            )
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
             if self._optim.m2po is not None:
                 trusted = self._within_region(rows, self._optim.m2po)
-                totals.ratio_bounds.append(1 + trusted.clip_high)
+                step_metrics.ratio_bounds.append(1 + trusted.clip_high)
                 self._token_loss = self._aware_of_future(trusted)
-            loss = self.forward_backward(rows, normaliser, totals, int(num_rows))
-            totals.close_step(self.optim_step(loss, number))
-        return totals.reduce(self._world, self.optimizer.param_groups[0]["lr"])
+            loss = self.forward_backward(rows, normaliser, step_metrics, int(num_rows))
+            step_metrics.close_step(self.optim_step(loss, number))
+        return step_metrics.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
     def own_scores(self) -> dict[Origin, tuple[float, ...]]:
-        """The log-probs of the last step's tokens, of the turns that this rank gave; collective, and waits for the device."""
-        return give_back(self._scores.by_origin(), self._origins, self._world)
+        """The log-probs of the last step's tokens, of the turns that this rank gave; collective,
+        and waits for the device.
+        """
+        return return_logprobs(self._scores.by_origin(), self._origins, self._world)
 
-    def forward_backward(self, rows: Sequence[Row], normaliser: float, totals: Totals, num_rows: int | None = None) -> Tensor:
-        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has, because each is a collective.
+    def forward_backward(
+        self,
+        rows: Sequence[PackedRow],
+        normaliser: float,
+        step_metrics: StepMetrics,
+        num_rows: int | None = None,
+    ) -> Tensor:
+        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has,
+        because each is a collective.
 
         Returns this rank's part of the loss.
         """
@@ -159,23 +204,28 @@ class Trainer:
         losses = []
         for index in range(num_rows):
             if self._world.size > 1:
-                self.model.set_requires_gradient_sync(self._reduces_every_row or index == num_rows - 1)
+                self.model.set_requires_gradient_sync(
+                    self._reduces_every_row or index == num_rows - 1
+                )
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
             out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
             out.loss.backward()
             self._scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
-            totals.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
+            step_metrics.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
         return torch.stack(losses).sum()
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.
 
-        None where it is not finite, or the `loss` of any rank is not: then weights and moments stay as they are.
+        None where it is not finite, or the `loss` of any rank is not: then weights and moments stay
+        as they are.
         """
         limit = self._optim.grad_clip or math.inf
         sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        norm = float(sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm)
+        norm = float(
+            sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
+        )
         whole_loss, sum_of_norms = self._world.sum([float(loss), norm])  # one decision on all ranks
         is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
         if is_finite:
@@ -189,15 +239,23 @@ class Trainer:
     def _report_skip(self, number: int, norm: float, loss: float) -> None:
         if self._num_skipped >= MOST_SKIPPED:
             raise UserError(
-                f"step {number}: {self._num_skipped} optimizer steps in a row were skipped, the last with a gradient norm of {norm} and "
-                f"a loss of {loss}; weights are as before them. See how grad_norm, ratio_max and logprob_mismatch grew in metrics.jsonl; "
-                f"a learning rate below {self.optimizer.param_groups[0]['lr']:g} may help, or model.dtype = 'float32'"
+                f"step {number}: {self._num_skipped} optimizer steps in a row were skipped, the "
+                f"last with a gradient norm of {norm} and "
+                f"a loss of {loss}; weights are as before them. See how grad_norm, ratio_max and "
+                "logprob_mismatch grew in metrics.jsonl; "
+                f"a learning rate below {self.optimizer.param_groups[0]['lr']:g} may help, or "
+                "model.dtype = 'float32'"
             )
         if self._world.is_main:
-            _log.warning("step %d: an optimizer step is skipped: its gradient norm is %s and its loss %s", number, norm, loss)
+            _log.warning(
+                "step %d: an optimizer step is skipped: its gradient norm is %s and its loss %s",
+                number,
+                norm,
+                loss,
+            )
 
     @torch.no_grad()
-    def score(self, model: PreTrainedModel, rows: Sequence[Row]) -> list[LogProbs]:
+    def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Of every row's targets under `model`; collective, rows may differ in number."""
         num_rows = int(self._world.max([len(rows)])[0])
         padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
@@ -205,11 +263,16 @@ class Trainer:
         return scores[: len(rows)]
 
     def score_samples(
-        self, samples: Sequence[Sample], token_budget: int, against_reference: bool, entropies: Sequence[float] | None = None
+        self,
+        samples: Sequence[Sample],
+        token_budget: int,
+        against_reference: bool,
+        entropies: Sequence[float] | None = None,
     ) -> ResponseScores:
         """The policy's view of all response tokens, in the order of the samples; collective.
 
-        With the `entropies` that the sampler told, the sampler's view is taken for the policy's, and no pass is needed for it.
+        With the `entropies` that the sampler told, the sampler's view is taken for the policy's,
+        and no pass is needed for it.
         """
         old_T = sampler_T = self._fp32([x for sample in samples for x in sample.logprobs])
         if against_reference:
@@ -221,15 +284,28 @@ class Trainer:
         logprob_T = torch.where((sampler_T - old_T).abs() < _ROUNDING, old_T, sampler_T)
         return ResponseScores(logprob_T, self._fp32(entropies), old_T)
 
-    def _score_in_order(self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows change."""
-        scores = self.score(model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)])
+    def _score_in_order(
+        self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows
+        change.
+        """
+        scores = self.score(
+            model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
+        )
         order = packing_order(samples)
         num_tokens = [len(samples[index].response_ids) for index in order]
 
         def in_order(parts: list[Tensor]) -> Tensor:
-            of_samples = zip(order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True)
-            return torch.cat([self._fp32([]), *(part for _, part in sorted(of_samples, key=lambda pair: pair[0]))])
+            of_samples = zip(
+                order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True
+            )
+            return torch.cat(
+                [
+                    self._fp32([]),
+                    *(part for _, part in sorted(of_samples, key=lambda pair: pair[0])),
+                ]
+            )
 
         return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
 
@@ -239,48 +315,80 @@ class Trainer:
     def _aware_of_future(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         return spec if self._future is None else future_aware(spec, self._future)
 
-    def _within_region(self, rows: Sequence[Row], threshold: float) -> LossSpec:
-        """The loss with M2PO's clip, which hangs on all tokens of the mini-batch under the weights of now; collective."""
+    def _within_region(self, rows: Sequence[PackedRow], threshold: float) -> LossSpec:
+        """The loss with M2PO's clip, which hangs on all tokens of the mini-batch under the weights
+        of now; collective.
+        """
         scores = self.score(self.model, rows)
-        found = [leaving(s.logprob_T - r.old_logprob_T, r.advantage_T, r.weight_T) for s, r in zip(scores, rows, strict=True)]
-        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).cpu().numpy().tobytes()
+        found = [
+            divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.weight_T)
+            for s, r in zip(scores, rows, strict=True)
+        ]
+        mine = (
+            torch.cat([torch.zeros(0, device=self._world.device), *found]).cpu().numpy().tobytes()
+        )
         every = np.frombuffer(b"".join(self._world.gather_bytes(mine)), np.float32)
-        return within_second_moment(self._loss, torch.from_numpy(every.copy()), threshold)
+        return m2po_clip(self._loss, torch.from_numpy(every.copy()), threshold)
 
-    def _needed_flops(self, minibatches: Sequence[Sequence[Row]]) -> float:
-        """Of forward and backward pass and of the scores that the loss asks for; what is computed anew to spare memory is not needed."""
-        num_passes = 3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
+    def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
+        """Of forward and backward pass and of the scores that the loss asks for; what is computed
+        anew to spare memory is not needed.
+        """
+        num_passes = (
+            3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
+        )
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
-    def _prepare(self, rows: Sequence[Row]) -> list[Row]:
+    def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """The rows on the device, with the log-probs of other policies that the loss asks for."""
         rows = [row.to(self._world.device) for row in rows]
         if self._optim.rescore:
-            rows = [replace(row, old_logprob_T=old.logprob_T) for row, old in zip(rows, self.score(self.model, rows), strict=True)]
+            rows = [
+                replace(row, old_logprob_T=old.logprob_T)
+                for row, old in zip(rows, self.score(self.model, rows), strict=True)
+            ]
         if self._scores_reference:
             assert self._reference is not None
-            rows = [replace(row, ref_logprob_T=ref.logprob_T) for row, ref in zip(rows, self.score(self._reference, rows), strict=True)]
+            rows = [
+                replace(row, ref_logprob_T=ref.logprob_T)
+                for row, ref in zip(rows, self.score(self._reference, rows), strict=True)
+            ]
         return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
 
-    def _kept_weights(self, row: Row) -> Tensor:
+    def _kept_weights(self, row: PackedRow) -> Tensor:
         """Tokens that masked importance sampling drops leave the normaliser too."""
-        return correct_for_sampler(self._loss, row.advantage_T, row.weight_T, row.old_logprob_T, row.sampler_logprob_T)[1]
+        return correct_for_sampler(
+            self._loss, row.advantage_T, row.weight_T, row.old_logprob_T, row.sampler_logprob_T
+        )[1]
 
 
-def forward_rows(model: PreTrainedModel, row: Row) -> Tensor:
+def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
-    return forward(model, row).squeeze(0)  # a view whose backward pass, unlike that of [0], copies nothing
+    return forward(model, row).squeeze(
+        0
+    )  # a view whose backward pass, unlike that of [0], copies nothing
 
 
-def score_row(model: PreTrainedModel, row: Row, temperature: float) -> LogProbs:
+def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
     """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
     head = task_head(model)
     if head is None:
-        return logprobs(forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept)
+        return logprobs(
+            forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept
+        )
     found: list[LogProbs] = []
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        found.append(linear_logprobs(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, temperature=temperature, kept=row.kept))
+        found.append(
+            linear_logprobs(
+                hidden_TD,
+                weight_VD,
+                row.target_ids_T,
+                bias_V=bias_V,
+                temperature=temperature,
+                kept=row.kept,
+            )
+        )
         return found[0].logprob_T
 
     # The log-probs as the model returns them: FSDP has put its hooks there.
@@ -288,8 +396,16 @@ def score_row(model: PreTrainedModel, row: Row, temperature: float) -> LogProbs:
     return replace(found[0], logprob_T=logprob_T)
 
 
-def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, scale: float, temperature: float) -> PolicyLoss:
-    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the model's head allows."""
+def row_loss(
+    model: PreTrainedModel,
+    row: PackedRow,
+    spec: LossSpec | TokenLossFn,
+    scale: float,
+    temperature: float,
+) -> PolicyLoss:
+    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
+    model's head allows.
+    """
     tokens: dict[str, Any] = {
         "spec": spec,
         "advantage_T": row.advantage_T,
@@ -307,7 +423,9 @@ def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, sca
     found: list[PolicyLoss] = []
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        found.append(linear_policy_loss(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **tokens))
+        found.append(
+            linear_policy_loss(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **tokens)
+        )
         return found[0].loss
 
     # The loss as the model returns it: FSDP has put its hooks there.
@@ -315,6 +433,8 @@ def row_loss(model: PreTrainedModel, row: Row, spec: LossSpec | TokenLossFn, sca
     return replace(found[0], loss=loss)
 
 
-def _mismatch(logprob_T: Tensor, row: Row) -> Tensor:
-    """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it is the engines' disagreement."""
+def _mismatch(logprob_T: Tensor, row: PackedRow) -> Tensor:
+    """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it
+    is the engines' disagreement.
+    """
     return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()

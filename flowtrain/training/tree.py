@@ -1,9 +1,11 @@
-"""Token trees: many samples in one row of N tokens, without padding, and what they have in common once.
+"""Token trees: many samples in one row of N tokens, without padding, and what they have in common
+once.
 
-One int per token carries the structure: token j is visible to token i iff j <= i < subtree_end[j]. Samples whose inputs begin alike, as the
-turns and rollouts of a question do, share those tokens: a row is the trie of its samples, depth first. Each token's hidden state depends
-on the tokens before it in its own sample alone, so sharing changes nothing but the order of floating-point sums. The trained tokens are
-listed apart, so the head runs on them alone.
+One int per token carries the structure: token j is visible to token i iff j <= i < subtree_end[j].
+Samples whose inputs begin alike, as the turns and rollouts of a question do, share those tokens: a
+row is the trie of its samples, depth first. Each token's hidden state depends on the tokens before
+it in its own sample alone, so sharing changes nothing but the order of floating-point sums. The
+trained tokens are listed apart, so the head runs on them alone.
 
 Suffixes: N packed tokens, T target tokens, S samples.
 """
@@ -23,8 +25,10 @@ from flowtrain.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One packed row. Example: inputs (1, 2, 3), (1, 2, 4) and (5,) give input_ids_N = [1, 2, 3, 4, 5], subtree_end_N = [4, 4, 3, 4, 5]."""
+class PackedRow:
+    """One packed row. Example: inputs (1, 2, 3), (1, 2, 4) and (5,) give input_ids_N = [1, 2, 3, 4,
+    5], subtree_end_N = [4, 4, 3, 4, 5].
+    """
 
     input_ids_N: Tensor
     """int64"""
@@ -33,11 +37,13 @@ class Row:
     subtree_end_N: Tensor
     """int64, one past the last token that sees this one."""
     target_row_T: Tensor
-    """int64, the token whose hidden state predicts the target; samples that share it have it in common."""
+    """int64, the token whose hidden state predicts the target; samples that share it have it in
+    common."""
     target_ids_T: Tensor
     """int64"""
     old_logprob_T: Tensor
-    """fp32, of the policy that the ratio is taken against: the sampler's until the trainer scores them itself."""
+    """fp32, of the policy that the ratio is taken against: the sampler's until the trainer scores
+    them itself."""
     sampler_logprob_T: Tensor
     """fp32, as recorded by the sampler."""
     advantage_T: Tensor
@@ -45,17 +51,20 @@ class Row:
     weight_T: Tensor
     """fp32, before division by the global sum."""
     cu_targets_S1: Tensor
-    """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to cu_targets[s + 1] - 1."""
+    """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to
+    cu_targets[s + 1] - 1."""
     num_unshared_tokens: int
     """What the samples would take without sharing."""
     ref_logprob_T: Tensor | None = None
-    """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL term."""
+    """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
+    term."""
     origins: tuple[tuple[int, int, int] | None, ...] = ()
     """`Sample.origin` of each sample."""
     kept_ids_K: Tensor | None = None
     """int64, the ids that log-probs are taken among, target after target; None: among all."""
     kept_offsets_T1: Tensor | None = None
-    """int64, bounds of each target's ids in `kept_ids_K`; a target without any was sampled from all."""
+    """int64, bounds of each target's ids in `kept_ids_K`; a target without any was sampled from
+    all."""
 
     @property
     def kept(self) -> KeptSet | None:
@@ -64,22 +73,33 @@ class Row:
             return None
         return KeptSet(self.kept_ids_K, self.kept_offsets_T1)
 
-    def to(self, device: torch.device) -> Row:
+    def to(self, device: torch.device) -> PackedRow:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True)
+            for name, x in values.items()
+            if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 
-def pack(samples: Sequence[Sample], num_minibatches: int, token_budget: int) -> list[list[Row]]:
+def pack(
+    samples: Sequence[Sample], num_minibatches: int, token_budget: int
+) -> list[list[PackedRow]]:
     """The rows of each optimizer step of a batch."""
-    return [pack_rows([s for s in samples if s.minibatch == index], token_budget) for index in range(num_minibatches)]
+    return [
+        pack_rows([s for s in samples if s.minibatch == index], token_budget)
+        for index in range(num_minibatches)
+    ]
 
 
-def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) -> list[Row]:
-    """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which puts beside each other what is alike.
+def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) -> list[PackedRow]:
+    """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which
+    puts beside each other what is alike.
 
-    A sample longer than the budget gets a row of its own. The last response token is a target but never an input, so a sample takes
-    len(prompt) + len(response) - 1 tokens, less what it shares with the one before it. `share=False` is for comparison.
+    A sample longer than the budget gets a row of its own. The last response token is a target but
+    never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
+    with the one before it. `share=False` is for comparison.
     """
     rows: list[list[Sample]] = []
     num_tokens = 0
@@ -105,7 +125,7 @@ def packing_order(samples: Sequence[Sample]) -> list[int]:
     return sorted(range(len(samples)), key=lambda index: _inputs(samples[index]))
 
 
-def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
+def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
     """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
     inputs = [_inputs(sample) for sample in samples]
     input_ids: list[int] = []
@@ -116,7 +136,10 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
     for index in sorted(range(len(samples)), key=inputs.__getitem__):
         sequence = inputs[index]
         num_shared = _num_shared(previous, sequence) if share else 0
-        path = [*path[:num_shared], *range(len(input_ids), len(input_ids) + len(sequence) - num_shared)]
+        path = [
+            *path[:num_shared],
+            *range(len(input_ids), len(input_ids) + len(sequence) - num_shared),
+        ]
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))
         rows_of[index] = path[len(samples[index].prompt_ids) - 1 :]
@@ -126,17 +149,21 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> Row:
         return torch.tensor(values, dtype=torch.float32)
 
     has_ref = bool(samples) and all(s.ref_logprobs for s in samples)
-    return Row(
+    return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
         subtree_end_N=torch.tensor(_subtree_ends(position_ids), dtype=torch.int64),
-        target_row_T=torch.tensor([row for index in range(len(samples)) for row in rows_of[index]], dtype=torch.int64),
+        target_row_T=torch.tensor(
+            [row for index in range(len(samples)) for row in rows_of[index]], dtype=torch.int64
+        ),
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
         old_logprob_T=targets([x for s in samples for x in s.old_logprobs or s.logprobs]),
         sampler_logprob_T=targets([x for s in samples for x in s.logprobs]),
         advantage_T=targets([x for s in samples for x in s.advantages]),
         weight_T=targets([x for s in samples for x in s.weights]),
-        cu_targets_S1=torch.tensor([0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64),
+        cu_targets_S1=torch.tensor(
+            [0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64
+        ),
         num_unshared_tokens=sum(map(len, inputs)),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         origins=tuple(s.origin for s in samples),
@@ -148,19 +175,32 @@ def _kept(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """The kept sets of all targets; nothing where every sample was drawn from all tokens."""
     if all(sample.kept is None for sample in samples):
         return {}
-    counts = [count for s in samples for count in ((0,) * len(s.response_ids) if s.kept is None else s.kept.counts)]
-    ids_K = torch.cat([torch.tensor(s.kept.ids, dtype=torch.int64) for s in samples if s.kept is not None])
-    return {"kept_ids_K": ids_K, "kept_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64)}
+    counts = [
+        count
+        for s in samples
+        for count in ((0,) * len(s.response_ids) if s.kept is None else s.kept.counts)
+    ]
+    ids_K = torch.cat(
+        [torch.tensor(s.kept.ids, dtype=torch.int64) for s in samples if s.kept is not None]
+    )
+    return {
+        "kept_ids_K": ids_K,
+        "kept_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
+    }
 
 
-def empty_row() -> Row:
-    """A row that trains nothing, for a rank that has run out of rows while others still run collectives; it fits any loss."""
+def empty_row() -> PackedRow:
+    """A row that trains nothing, for a rank that has run out of rows while others still run
+    collectives; it fits any loss.
+    """
     row = pack_row([Sample((0,), (0,), (0.0,), (0.0,), (0.0,))])
     return replace(row, ref_logprob_T=row.old_logprob_T)
 
 
 def tree_bounds(subtree_end_N: Tensor) -> list[int]:
-    """Edges of the trees of a row: [0, end of the first tree, ..., N]. Tokens of different trees never see each other."""
+    """Edges of the trees of a row: [0, end of the first tree, ..., N]. Tokens of different trees
+    never see each other.
+    """
     ends = subtree_end_N.tolist()
     bounds = [0]
     while bounds[-1] < len(ends):
@@ -169,7 +209,9 @@ def tree_bounds(subtree_end_N: Tensor) -> list[int]:
 
 
 def is_valid_tree(subtree_end_N: Tensor) -> bool:
-    """Every subtree holds at least its own token and lies within its parent's: the condition for the array to describe a forest."""
+    """Every subtree holds at least its own token and lies within its parent's: the condition for
+    the array to describe a forest.
+    """
     ends = subtree_end_N.tolist()
     open_ends: list[int] = []
     for i, end in enumerate(ends):

@@ -1,4 +1,5 @@
-"""Samples as bytes, for the way from the ranks that sample to those that train, and what these made of them, for the way back.
+"""Samples as bytes, for the way from the ranks that sample to those that train, and what these made
+of them, for the way back.
 
 Safetensors files of flat arrays, no pickle.
 
@@ -16,15 +17,19 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flowtrain.training.scores import Origin
+from flowtrain.training.token_scores import Origin
 from flowtrain.types import KeptTokens, Sample
 
 _NO_ORIGIN = (-1, -1, -1)
 
 
 def to_bytes(samples: Sequence[Sample]) -> bytes:
-    """Numbers as rows have them: int32 is enough for ids and counts, and fp32 is what log-probs and weights become."""
-    assert not any(sample.old_logprobs or sample.ref_logprobs for sample in samples), "who scores samples trains them too"
+    """Numbers as rows have them: int32 is enough for ids and counts, and fp32 is what log-probs and
+    weights become.
+    """
+    assert not any(sample.old_logprobs or sample.ref_logprobs for sample in samples), (
+        "who scores samples trains them too"
+    )
     kept = [sample.kept for sample in samples if sample.kept is not None]
     return save(
         {
@@ -54,9 +59,13 @@ def from_bytes(data: bytes) -> list[Sample]:
     def kept(num_ids: int, num_tokens: int) -> KeptTokens | None:
         if num_ids < 0:
             return None
-        return KeptTokens(array("i", take("kept_ids_K", num_ids)), array("i", take("kept_counts_T", num_tokens)))
+        return KeptTokens(
+            array("i", take("kept_ids_K", num_ids)), array("i", take("kept_counts_T", num_tokens))
+        )
 
-    of_samples = (left[name] for name in ("num_prompt_S", "num_response_S", "num_kept_S", "minibatch_S"))
+    of_samples = (
+        left[name] for name in ("num_prompt_S", "num_response_S", "num_kept_S", "minibatch_S")
+    )
     return [
         Sample(
             take("prompt_ids_P", num_prompt),
@@ -89,7 +98,9 @@ def scores_from_bytes(data: bytes) -> dict[Origin, tuple[float, ...]]:
     left = iter(parts["logprobs_T"].tolist())
     return {
         (group, member, turn): tuple(islice(left, number))
-        for (group, member, turn), number in zip(parts["origin_S3"].view(-1, 3).tolist(), parts["num_tokens_S"].tolist(), strict=True)
+        for (group, member, turn), number in zip(
+            parts["origin_S3"].view(-1, 3).tolist(), parts["num_tokens_S"].tolist(), strict=True
+        )
     }
 
 

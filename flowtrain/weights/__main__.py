@@ -75,12 +75,19 @@ def _inspect(options: argparse.Namespace, cache: Path) -> int:
 
 def _verify(options: argparse.Namespace, cache: Path) -> int:
     source = _open(options.location, cache)
-    versions = _versions(source) if options.all else [_head(source) if options.version is None else options.version]
+    versions = (
+        _versions(source)
+        if options.all
+        else [_head(source) if options.version is None else options.version]
+    )
     verifier = Verifier(source, options.threads)
     problems = verifier.run(versions)
     for problem in problems:
         print(f"damaged: {problem}")
-    counts = f"{len(versions)} versions, {verifier.num_files} files, {show.human(verifier.num_bytes) or '0 B'}"
+    counts = (
+        f"{len(versions)} versions, {verifier.num_files} files, "
+        f"{show.human(verifier.num_bytes) or '0 B'}"
+    )
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
 
@@ -95,11 +102,16 @@ def _compose(options: argparse.Namespace, cache: Path) -> int:
     blobs = compose(source, options.start, options.end, options.level, options.threads)
     part = out.with_name(f"{out.name}.part")
     try:
-        num_bytes = write_delta(part, blobs, source.manifest(options.end).layout, options.start, options.end).num_bytes
+        num_bytes = write_delta(
+            part, blobs, source.manifest(options.end).layout, options.start, options.end
+        ).num_bytes
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
-    print(f"{out}: from {options.start} to {options.end}, {len(blobs)} tensors changed, {show.human(num_bytes)}")
+    print(
+        f"{out}: from {options.start} to {options.end}, {len(blobs)} tensors changed, "
+        f"{show.human(num_bytes)}"
+    )
     return 0
 
 
@@ -114,19 +126,26 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
 def _gc(options: argparse.Namespace, _cache: Path) -> int:
     store = _open_folder(options.store)
     garbage = store.garbage(options.keep)
-    num_bytes = sum(path.stat().st_size for version in garbage for path in store.place(version).iterdir())
+    num_bytes = sum(
+        path.stat().st_size for version in garbage for path in store.place(version).iterdir()
+    )
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
     what = "would delete" if options.dry_run else "deleted"
     named = ", ".join(map(str, garbage)) or "nothing"
     print(
-        f"{what} {named} ({show.human(num_bytes) or '0 B'}); {len(store.versions())} versions {'are there' if options.dry_run else 'stay'}"
+        f"{what} {named} ({show.human(num_bytes) or '0 B'}); {len(store.versions())} versions "
+        f"{'are there' if options.dry_run else 'stay'}"
     )
     return 0
 
 
 def _open(location: str, cache: Path) -> Source:
-    return _Kept(location, cache, os.environ.get("FLOWTRAIN_TOKEN", "")) if "://" in location else _open_folder(location)
+    return (
+        _Kept(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""))
+        if "://" in location
+        else _open_folder(location)
+    )
 
 
 def _open_folder(place: str) -> WeightStore:
@@ -148,53 +167,117 @@ def _versions(source: Source) -> list[int]:
     _head(source)
     versions = show.list_versions(source)
     if not versions or versions[-1] != source.head():
-        raise StoreError(f"HEAD of {source} is {source.head()}, which is not there; publish a new version, or write the newest one into it")
+        raise StoreError(
+            f"HEAD of {source} is {source.head()}, which is not there; publish a new version, or "
+            "write the newest one into it"
+        )
     return versions
 
 
 def _parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]))
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{inspect,verify,compose,serve,gc}")
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:])
+    )
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="{inspect,verify,compose,serve,gc}"
+    )
 
-    inspect = _add(commands, "inspect", _inspect, "what a store, a version or a delta file holds", "inspect runs/a/weights --version 12")
+    inspect = _add(
+        commands,
+        "inspect",
+        _inspect,
+        "what a store, a version or a delta file holds",
+        "inspect runs/a/weights --version 12",
+    )
     inspect.add_argument("location", metavar="LOCATION", help="a store, its URL, or a delta file")
-    inspect.add_argument("--version", type=_count, help="show the tensors of this version; default: a line per version")
+    inspect.add_argument(
+        "--version",
+        type=_count,
+        help="show the tensors of this version; default: a line per version",
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON, with whole digests")
 
-    verify = _add(commands, "verify", _verify, "check files, deltas and digests", "verify http://trainer:8321 --all")
+    verify = _add(
+        commands,
+        "verify",
+        _verify,
+        "check files, deltas and digests",
+        "verify http://trainer:8321 --all",
+    )
     verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--version", type=_count, help="this version instead of HEAD")
-    which.add_argument("--all", action="store_true", help="every version; over HTTP those that HEAD leads back to")
+    which.add_argument(
+        "--all", action="store_true", help="every version; over HTTP those that HEAD leads back to"
+    )
     verify.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
 
-    join = _add(commands, "compose", _compose, "one delta file between two versions", "compose runs/a/weights 3 12 -o step.safetensors")
+    join = _add(
+        commands,
+        "compose",
+        _compose,
+        "one delta file between two versions",
+        "compose runs/a/weights 3 12 -o step.safetensors",
+    )
     join.add_argument("location", metavar="STORE", help="a store or its URL")
-    join.add_argument("start", metavar="FROM", type=_count, help="the version that the delta starts from")
+    join.add_argument(
+        "start", metavar="FROM", type=_count, help="the version that the delta starts from"
+    )
     join.add_argument("end", metavar="TO", type=_count, help="the version that it leads to")
     join.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
-    join.add_argument("--level", type=int, choices=(1, 2), default=1, help="2: smaller, readable only with the old weights (default: 1)")
+    join.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: smaller, readable only with the old weights (default: 1)",
+    )
     join.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
 
-    server = _add(commands, "serve", _serve, "serve a store over HTTP, read-only", "serve runs/a/weights --port 8321")
+    server = _add(
+        commands,
+        "serve",
+        _serve,
+        "serve a store over HTTP, read-only",
+        "serve runs/a/weights --port 8321",
+    )
     server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP")
+    server.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP",
+    )
     server.add_argument("--port", type=_port, default=8321, help="0: any free one (default: 8321)")
 
-    clean = _add(commands, "gc", _gc, "delete versions that nobody needs", "gc runs/a/weights --keep 10 --dry-run")
+    clean = _add(
+        commands,
+        "gc",
+        _gc,
+        "delete versions that nobody needs",
+        "gc runs/a/weights --keep 10 --dry-run",
+    )
     clean.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     clean.add_argument(
-        "--keep", type=_positive, required=True, help="newest versions to keep, with the anchor they come from and all since"
+        "--keep",
+        type=_positive,
+        required=True,
+        help="newest versions to keep, with the anchor they come from and all since",
     )
     clean.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
 
 
 def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object, what: str, example: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: object,
+    what: str,
+    example: str,
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"{what}.", epilog=f"example: {_COMMAND} {example}")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=f"{what}.", epilog=f"example: {_COMMAND} {example}"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -213,7 +296,9 @@ def _port(text: str) -> int:
 
 def _between(text: str, low: int, high: int) -> int:
     if not text.isdecimal() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} on" + (f" to {high}" if high < 10**6 else ""))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number from {low} on" + (f" to {high}" if high < 10**6 else "")
+        )
     return int(text)
 
 

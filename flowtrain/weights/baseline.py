@@ -1,7 +1,8 @@
-"""A copy of what a rank has published, piece by piece: in host memory, or beside the weights on their device.
+"""A copy of what a rank has published, piece by piece: in host memory, or beside the weights on
+their device.
 
-On the host one pass finds and codes the changes. On a device Triton kernels find them, and only they cross to the host to be coded: the
-bytes are the same.
+On the host one pass finds and codes the changes. On a device Triton kernels find them, and only
+they cross to the host to be coded: the bytes are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.files import Blob
-from flowtrain.weights.pieces import Digest, Piece, Words, add
+from flowtrain.weights.tensor_shards import Digest, Piece, Words, add
 
 _MASK = (1 << 64) - 1
 
@@ -48,7 +49,14 @@ class HostCopy:
         self.digest: Digest = _delta.digest(self._words, first=piece.first, num_threads=num_threads)
 
     def encode(self, piece: Piece, level: int, num_threads: int) -> Blob:
-        return _delta.encode(self._words, piece.words(), first=piece.first, level=level, base_digest=self.digest, num_threads=num_threads)
+        return _delta.encode(
+            self._words,
+            piece.words(),
+            first=piece.first,
+            level=level,
+            base_digest=self.digest,
+            num_threads=num_threads,
+        )
 
     def plain(self, blob: Blob, num_threads: int) -> Blob:
         if _delta.info(blob)["level"] == 1:
@@ -56,7 +64,8 @@ class HostCopy:
         return _delta.compose([blob], self._words, num_threads=num_threads)
 
     def advance(self, piece: Piece, blob: Blob, num_threads: int) -> None:
-        # Encoding could store into the words in its own pass; a publish that fails would then have to take that back.
+        # Encoding could store into the words in its own pass; a publish that fails would then have
+        # to take that back.
         _delta.apply([blob], [self._words], num_threads=num_threads)
         self.digest = _delta.info(blob)["target_digest"]
 
@@ -70,7 +79,10 @@ class DeviceCopy:
 
     def encode(self, piece: Piece, level: int, num_threads: int) -> Blob:
         if level != 1:
-            raise ValueError(f"level={level} needs the weights on the CPU; on {piece.source.device} only level 1 is coded")
+            raise ValueError(
+                f"level={level} needs the weights on the CPU; on {piece.source.device} only level "
+                "1 is coded"
+            )
         found = diff_words(self._words, piece.rows().view(torch.int16), piece.first)
         return _delta.encode_pairs(
             _to_host(found.counts).view(np.uint32),

@@ -1,4 +1,6 @@
-"""What a version is and how to get it: one JSON file, written when everything that it names is in place."""
+"""What a version is and how to get it: one JSON file, written when everything that it names is in
+place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from math import prod
 from typing import Any
 
 from flowtrain.types import UserError
-from flowtrain.weights.pieces import Digest, Layout, TensorSpec, layout_hash
+from flowtrain.weights.tensor_shards import Digest, Layout, TensorSpec, layout_hash
 
 FORMAT = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
@@ -42,7 +44,8 @@ class Manifest:
     anchor: int
     """The newest version, this or an earlier one, from whose anchor deltas lead here."""
     anchor_files: tuple[File, ...]
-    """The tensors themselves, one file per rank of the trainer; empty when this version has no anchor."""
+    """The tensors themselves, one file per rank of the trainer; empty when this version has no
+    anchor."""
     delta_files: dict[int, tuple[File, ...]]
     """By the version they start from."""
     num_changed: int
@@ -72,12 +75,19 @@ class Manifest:
             "root": self.root,
             "layout": layout_hash(self.layout),
             "tensors": {
-                name: {"dtype": spec.dtype, "shape": spec.shape, "digest": "".join(f"{part:016x}" for part in self.digests[name])}
+                name: {
+                    "dtype": spec.dtype,
+                    "shape": spec.shape,
+                    "digest": "".join(f"{part:016x}" for part in self.digests[name]),
+                }
                 for name, spec in self.layout.items()
             },
             "anchor": self.anchor,
             "anchor_files": [_file_record(file) for file in self.anchor_files],
-            "delta_files": {str(base): [_file_record(file) for file in files] for base, files in self.delta_files.items()},
+            "delta_files": {
+                str(base): [_file_record(file) for file in files]
+                for base, files in self.delta_files.items()
+            },
             "num_changed": self.num_changed,
             "reason": self.reason,
         }
@@ -91,16 +101,35 @@ class Manifest:
             if not isinstance(record, dict) or not isinstance(record.get("format"), int):
                 raise StoreError(f"{place} is no manifest of a weight store")
             if record["format"] > FORMAT:
-                raise StoreError(f"{place} has format {record['format']}; this code reads up to {FORMAT}, a newer flowtrain is needed")
+                raise StoreError(
+                    f"{place} has format {record['format']}; this code reads up to {FORMAT}, a "
+                    "newer flowtrain is needed"
+                )
             manifest = cls._from_record(record)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             if isinstance(error, StoreError):
                 raise
             raise StoreError(f"{place} is damaged: {type(error).__name__}: {error}") from error
-        if (manifest.root, layout_hash(manifest.layout)) != (record.get("root"), record.get("layout")):
+        if (manifest.root, layout_hash(manifest.layout)) != (
+            record.get("root"),
+            record.get("layout"),
+        ):
             raise StoreError(f"{place} is damaged: its root is not that of its tensors")
-        if not all(base < manifest.version for base in manifest.delta_files) or manifest.anchor > manifest.version:
-            raise StoreError(f"{place} is damaged: version {manifest.version} starts from a version that is not before it")
+        if (
+            not all(base < manifest.version for base in manifest.delta_files)
+            or manifest.anchor > manifest.version
+        ):
+            raise StoreError(
+                f"{place} is damaged: version {manifest.version} starts from a version that is not "
+                "before it"
+            )
         return manifest
 
     @classmethod
@@ -109,10 +138,16 @@ class Manifest:
         return cls(
             version=int(record["version"]),
             layout={name: _spec(t) for name, t in tensors.items()},
-            digests={name: (int(t["digest"][:16], 16), int(t["digest"][16:], 16)) for name, t in tensors.items()},
+            digests={
+                name: (int(t["digest"][:16], 16), int(t["digest"][16:], 16))
+                for name, t in tensors.items()
+            },
             anchor=int(record["anchor"]),
             anchor_files=tuple(_file(f) for f in record["anchor_files"]),
-            delta_files={int(base): tuple(_file(f) for f in files) for base, files in record["delta_files"].items()},
+            delta_files={
+                int(base): tuple(_file(f) for f in files)
+                for base, files in record["delta_files"].items()
+            },
             num_changed=int(record["num_changed"]),
             reason=str(record["reason"]),
         )
@@ -132,5 +167,8 @@ def _spec(record: Mapping[str, Any]) -> TensorSpec:
 def _file(record: Mapping[str, Any]) -> File:
     file = File(str(record["name"]), int(record["num_bytes"]), str(record["xxh3"]))
     if not _FILE_NAME.fullmatch(file.name):
-        raise StoreError(f"a manifest names the file {file.name!r}, which is outside its folder or no safetensors file")
+        raise StoreError(
+            f"a manifest names the file {file.name!r}, which is outside its folder or no "
+            "safetensors file"
+        )
     return file

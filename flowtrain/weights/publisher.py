@@ -1,7 +1,9 @@
-"""The trainer's side: each rank encodes what changed in its own rows, rank 0 writes the manifest and moves HEAD.
+"""The trainer's side: each rank encodes what changed in its own rows, rank 0 writes the manifest
+and moves HEAD.
 
-The baseline, a copy of the published words, moves only after HEAD has: a publish that fails, on whichever rank, leaves store and baseline
-as they were, and the next one starts from the same version.
+The baseline, a copy of the published words, moves only after HEAD has: a publish that fails, on
+whichever rank, leaves store and baseline as they were, and the next one starts from the same
+version.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from flowtrain import _delta
 from flowtrain.weights.baseline import Copy, make_copy
 from flowtrain.weights.files import Blob, write_anchor, write_delta
 from flowtrain.weights.manifest import File, Manifest, StoreError
-from flowtrain.weights.pieces import Digest, Layout, Piece, add, pieces, spec_of
 from flowtrain.weights.ranks import Alone, Ranks
 from flowtrain.weights.store import WeightStore
+from flowtrain.weights.tensor_shards import Digest, Layout, Piece, add, pieces, spec_of
 
 _SKIP = 4
-"""Every fourth delta also comes composed with the three before it, every sixteenth with the fifteen, every 64th with the 63."""
+"""Every fourth delta also comes composed with the three before it, every sixteenth with the
+fifteen, every 64th with the 63."""
 _NUM_TIERS = 3
 
 
@@ -33,7 +36,8 @@ class PublishOptions:
     dtype: torch.dtype | None = None
     """What weights are cast to; None: their own."""
     level: int = 1
-    """2 makes deltas about a quarter smaller and several times slower to code: for links between sites."""
+    """2 makes deltas about a quarter smaller and several times slower to code: for links between
+    sites."""
     anchor_every: int = 64
     """Versions between anchors at most."""
     dense_share: float = 0.35
@@ -56,7 +60,11 @@ class Published:
     """Why there is an anchor; empty when there is none."""
 
     def metrics(self) -> dict[str, float | str]:
-        per_change = {"weights_bytes_per_change": self.delta_bytes / self.num_changed} if self.delta_bytes and self.num_changed else {}
+        per_change = (
+            {"weights_bytes_per_change": self.delta_bytes / self.num_changed}
+            if self.delta_bytes and self.num_changed
+            else {}
+        )
         return {
             "weights_density": self.num_changed / max(self.num_words, 1),
             "weights_delta_bytes": self.delta_bytes,
@@ -81,12 +89,18 @@ class _Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Skips:
-    """Deltas that wait to be composed, four to a tier; immutable, so that a failed publish leaves no trace."""
+    """Deltas that wait to be composed, four to a tier; immutable, so that a failed publish leaves
+    no trace.
+    """
 
     tiers: tuple[tuple[tuple[int, dict[str, Blob]], ...], ...] = ((),) * _NUM_TIERS
 
-    def plus(self, base: int, blobs: dict[str, Blob], num_threads: int) -> tuple[Skips, list[tuple[int, dict[str, Blob]]]]:
-        """With the delta from version `base`; and the compositions that this one completes, each with the version it starts from."""
+    def plus(
+        self, base: int, blobs: dict[str, Blob], num_threads: int
+    ) -> tuple[Skips, list[tuple[int, dict[str, Blob]]]]:
+        """With the delta from version `base`; and the compositions that this one completes, each
+        with the version it starts from.
+        """
         tiers, completed, carried = list(self.tiers), [], (base, blobs)
         for i, waiting in enumerate(tiers):
             tiers[i] = (*waiting, carried)
@@ -99,10 +113,15 @@ class Skips:
 
 
 def compose_pieces(steps: list[dict[str, Blob]], num_threads: int) -> dict[str, Blob]:
-    """Deltas of pieces that follow each other, as one; a piece that a step leaves out did not change in it."""
+    """Deltas of pieces that follow each other, as one; a piece that a step leaves out did not
+    change in it.
+    """
     names = sorted({name for step in steps for name in step})
     parts = {name: [step[name] for step in steps if name in step] for name in names}
-    return {name: _delta.compose(blobs, num_threads=num_threads) if len(blobs) > 1 else blobs[0] for name, blobs in parts.items()}
+    return {
+        name: _delta.compose(blobs, num_threads=num_threads) if len(blobs) > 1 else blobs[0]
+        for name, blobs in parts.items()
+    }
 
 
 @dataclass(slots=True)
@@ -123,22 +142,51 @@ class Publisher:
             OSError: a disk is full or read-only; store and publisher are as before, on every rank.
             ValueError: a tensor that the store cannot hold, with its name.
         """
-        layout, found = self._layout(tensors), pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size)
-        base = self._baseline if self._baseline is not None and self._baseline.layout == layout else None
-        blobs = {} if base is None else {p.name: base.copies[p.name].encode(p, self.options.level, self.options.num_threads) for p in found}
+        layout, found = (
+            self._layout(tensors),
+            pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size),
+        )
+        base = (
+            self._baseline
+            if self._baseline is not None and self._baseline.layout == layout
+            else None
+        )
+        blobs = (
+            {}
+            if base is None
+            else {
+                p.name: base.copies[p.name].encode(p, self.options.level, self.options.num_threads)
+                for p in found
+            }
+        )
         infos = {name: _delta.info(blob) for name, blob in blobs.items()}
-        totals = self._sum({"bytes": sum(map(len, blobs.values())), "changed": sum(info["num_changed"] for info in infos.values())})
+        totals = self._sum(
+            {
+                "bytes": sum(map(len, blobs.values())),
+                "changed": sum(info["num_changed"] for info in infos.values()),
+            }
+        )
         reason, with_delta = self._judge(layout, totals["bytes"])
         skips = Skips()
         deltas: list[tuple[int, dict[str, Blob]]] = []
         if base is not None and with_delta:
-            skips, composed = self._skips.plus(base.version, self._plain(blobs), self.options.num_threads)
+            skips, composed = self._skips.plus(
+                base.version, self._plain(blobs), self.options.num_threads
+            )
             deltas = [(base.version, blobs), *composed]
-        copies = {} if base is not None else {piece.name: make_copy(piece, self.options.num_threads) for piece in found}
-        own = {name: info["target_digest"] for name, info in infos.items()} | {name: copy.digest for name, copy in copies.items()}
+        copies = (
+            {}
+            if base is not None
+            else {piece.name: make_copy(piece, self.options.num_threads) for piece in found}
+        )
+        own = {name: info["target_digest"] for name, info in infos.items()} | {
+            name: copy.digest for name, copy in copies.items()
+        }
 
         self._together(version, lambda: self._on_main(lambda: self.store.begin(version)))
-        records = self._together(version, lambda: self._write(version, layout, found if reason else [], deltas, own))
+        records = self._together(
+            version, lambda: self._write(version, layout, found if reason else [], deltas, own)
+        )
         num_changed = _num_words(layout) if base is None else totals["changed"]
         manifest = self._manifest(version, layout, records, num_changed, reason)
         self._together(version, lambda: self._on_main(lambda: self.store.commit(manifest)))
@@ -153,20 +201,29 @@ class Publisher:
             base.num_bytes_since = 0 if reason else base.num_bytes_since + delta_bytes
             base.version, base.anchor = version, manifest.anchor
         self._skips = skips
-        return Published(version, num_changed, manifest.num_words, delta_bytes, _size(manifest, None), reason)
+        return Published(
+            version, num_changed, manifest.num_words, delta_bytes, _size(manifest, None), reason
+        )
 
     def resume(self, tensors: Mapping[str, Tensor], version: int) -> bool:
-        """Go on from `version` when it is HEAD and holds exactly these tensors; else nothing happens. Reads these tensors only."""
+        """Go on from `version` when it is HEAD and holds exactly these tensors; else nothing
+        happens. Reads these tensors only.
+        """
         if self.store.head() != version:
             return False
         manifest = self.store.manifest(version)
-        layout, found = self._layout(tensors), pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size)
+        layout, found = (
+            self._layout(tensors),
+            pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size),
+        )
         copies = {piece.name: make_copy(piece, self.options.num_threads) for piece in found}
         own = json.dumps({name: copy.digest for name, copy in copies.items()})
         whole = _whole_digests(layout, [json.loads(text) for text in self.ranks.gather_text(own)])
         if (manifest.layout, manifest.digests) != (layout, whole):
             return False
-        self._baseline = _Baseline(version, layout, copies, manifest.anchor, self._bytes_since_anchor(manifest))
+        self._baseline = _Baseline(
+            version, layout, copies, manifest.anchor, self._bytes_since_anchor(manifest)
+        )
         return True
 
     def _bytes_since_anchor(self, manifest: Manifest) -> int:
@@ -178,13 +235,21 @@ class Publisher:
         return num_bytes
 
     def _layout(self, tensors: Mapping[str, Tensor]) -> Layout:
-        return {name: spec_of(name, tensor, self.options.dtype) for name, tensor in sorted(tensors.items())}
+        return {
+            name: spec_of(name, tensor, self.options.dtype)
+            for name, tensor in sorted(tensors.items())
+        }
 
     def _plain(self, blobs: dict[str, Blob]) -> dict[str, Blob]:
-        """At level 1, which can be composed without the weights that each delta starts from; unchanged pieces left out."""
+        """At level 1, which can be composed without the weights that each delta starts from;
+        unchanged pieces left out.
+        """
         assert self._baseline is not None
         changed = {name: blob for name, blob in blobs.items() if _delta.info(blob)["num_changed"]}
-        return {name: self._baseline.copies[name].plain(blob, self.options.num_threads) for name, blob in changed.items()}
+        return {
+            name: self._baseline.copies[name].plain(blob, self.options.num_threads)
+            for name, blob in changed.items()
+        }
 
     def _judge(self, layout: Layout, delta_bytes: int) -> tuple[str, bool]:
         """Why an anchor is due, and whether there is a delta too. The same on all ranks."""
@@ -197,7 +262,11 @@ class Publisher:
             return f"the delta would be {delta_bytes / max(full, 1):.0%} of the full size", False
         since = base.num_bytes_since + delta_bytes
         if since > full / 2:
-            return f"the deltas since version {base.anchor} add up to {since / max(full, 1):.0%} of the full size", True
+            return (
+                f"the deltas since version {base.anchor} add up to {since / max(full, 1):.0%} of "
+                "the full size",
+                True,
+            )
         if self._num_since_anchor() >= options.anchor_every:
             return f"the last anchor is {options.anchor_every} versions old", True
         return "", True
@@ -207,19 +276,49 @@ class Publisher:
         return sum(1 for version in self.store.versions() if version >= self._baseline.anchor)
 
     def _write(
-        self, version: int, layout: Layout, anchored: list[Piece], deltas: list[tuple[int, dict[str, Blob]]], own: dict[str, Digest]
+        self,
+        version: int,
+        layout: Layout,
+        anchored: list[Piece],
+        deltas: list[tuple[int, dict[str, Blob]]],
+        own: dict[str, Digest],
     ) -> dict[str, Any]:
         """This rank's files, and what the manifest needs to know of them."""
         folder, rank = self.store.scratch(version), self.ranks.rank
-        anchors = [_record(write_anchor(folder / f"anchor-r{rank}.safetensors", anchored))] if anchored else []
+        anchors = (
+            [_record(write_anchor(folder / f"anchor-r{rank}.safetensors", anchored))]
+            if anchored
+            else []
+        )
         listed = {}
         for base, blobs in deltas:
-            changed = {name: blob for name, blob in blobs.items() if _delta.info(blob)["num_changed"]}
-            files = [write_delta(folder / f"delta-{base:08d}-r{rank}.safetensors", changed, layout, base, version)] if changed else []
+            changed = {
+                name: blob for name, blob in blobs.items() if _delta.info(blob)["num_changed"]
+            }
+            files = (
+                [
+                    write_delta(
+                        folder / f"delta-{base:08d}-r{rank}.safetensors",
+                        changed,
+                        layout,
+                        base,
+                        version,
+                    )
+                ]
+                if changed
+                else []
+            )
             listed[base] = [_record(file) for file in files]
         return {"digests": own, "anchor": anchors, "deltas": listed}
 
-    def _manifest(self, version: int, layout: Layout, records: list[dict[str, Any]], num_changed: int, reason: str) -> Manifest:
+    def _manifest(
+        self,
+        version: int,
+        layout: Layout,
+        records: list[dict[str, Any]],
+        num_changed: int,
+        reason: str,
+    ) -> Manifest:
         bases = {base for record in records for base in record["deltas"]}
         anchor = version if reason else self._baseline.anchor if self._baseline else version
         return Manifest(
@@ -228,7 +327,10 @@ class Publisher:
             digests=_whole_digests(layout, [record["digests"] for record in records]),
             anchor=anchor,
             anchor_files=tuple(File(*file) for record in records for file in record["anchor"]),
-            delta_files={int(base): tuple(File(*f) for r in records for f in r["deltas"][base]) for base in sorted(bases, key=int)},
+            delta_files={
+                int(base): tuple(File(*f) for r in records for f in r["deltas"][base])
+                for base in sorted(bases, key=int)
+            },
             num_changed=num_changed,
             reason=reason,
         )
@@ -242,13 +344,18 @@ class Publisher:
             action()
 
     def _together(self, version: int, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returned on each rank, as JSON gives it back. When it failed on one, every rank raises and the store is cleaned."""
+        """What `action` returned on each rank, as JSON gives it back. When it failed on one, every
+        rank raises and the store is cleaned.
+        """
         result, failure = None, None
         try:
             result = action()
         except (OSError, SafetensorError, StoreError) as error:
             failure = error
-        report = {"result": result, "failure": None if failure is None else f"rank {self.ranks.rank}: {failure}"}
+        report = {
+            "result": result,
+            "failure": None if failure is None else f"rank {self.ranks.rank}: {failure}",
+        }
         reports = [json.loads(text) for text in self.ranks.gather_text(json.dumps(report))]
         failures = [r["failure"] for r in reports if r["failure"]]
         if failures:
@@ -259,7 +366,9 @@ class Publisher:
 
 
 def _whole_digests(layout: Layout, each: list[dict[str, Digest]]) -> dict[str, Digest]:
-    return {name: add(*((own[name][0], own[name][1]) for own in each if name in own)) for name in layout}
+    return {
+        name: add(*((own[name][0], own[name][1]) for own in each if name in own)) for name in layout
+    }
 
 
 def _num_words(layout: Layout) -> int:

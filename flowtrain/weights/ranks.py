@@ -34,7 +34,9 @@ class Alone:
 
 
 def together(ranks: Ranks, action: Callable[[], _T]) -> _T:
-    """What `action` returns on this rank. When it raises on one, every rank raises: its own exception, or StoreError with its text."""
+    """What `action` returns on this rank. When it raises on one, every rank raises: its own
+    exception, or StoreError with its text.
+    """
     try:
         result = action()
     except BaseException as error:

@@ -1,7 +1,9 @@
-"""The reader's side: from the version it holds to another one, in place, by the smallest way that the store offers.
+"""The reader's side: from the version it holds to another one, in place, by the smallest way that
+the store offers.
 
-Fetch and check the files; compose deltas when there are several; check that their digests lead from what is held to what is wanted; apply
-all of them or none. Where deltas do not lead there, or are damaged, an anchor does, and the log says why.
+Fetch and check the files; compose deltas when there are several; check that their digests lead from
+what is held to what is wanted; apply all of them or none. Where deltas do not lead there, or are
+damaged, an anchor does, and the log says why.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from torch import Tensor
 from flowtrain import _delta
 from flowtrain.weights.files import read_anchor, read_delta
 from flowtrain.weights.manifest import Manifest, StoreError
-from flowtrain.weights.pieces import Digest, Piece, add, subtract
 from flowtrain.weights.ranks import together
 from flowtrain.weights.store import Source
 from flowtrain.weights.target import HostTensors, Step, Target, check_layout
+from flowtrain.weights.tensor_shards import Digest, Piece, add, subtract
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +43,17 @@ class Loaded:
     num_steps: int
     """Deltas that were composed."""
     num_damaged: int | None
-    """Tensors whose words were found changed by something else, and loaded anew; None when the load did not compare all words."""
+    """Tensors whose words were found changed by something else, and loaded anew; None when the load
+    did not compare all words."""
     seconds: float
 
     def metrics(self) -> dict[str, float]:
         compared = {} if self.num_damaged is None else {"weights_damaged": self.num_damaged}
-        return {"weights_loaded_by_delta": float(self.mode == "delta"), "weights_loaded_bytes": self.num_bytes, **compared}
+        return {
+            "weights_loaded_by_delta": float(self.mode == "delta"),
+            "weights_loaded_bytes": self.num_bytes,
+            **compared,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,8 @@ class _Way:
     start: Manifest | None
     target: Manifest
     steps: list[tuple[Step, Manifest]]
-    """Deltas, each with the version that it leads to; none when both versions are the same weights."""
+    """Deltas, each with the version that it leads to; none when both versions are the same weights.
+    """
     num_bytes: int
     num_steps: int
     """Before those that could be were composed."""
@@ -70,22 +78,36 @@ class WeightReader:
     Where several ranks hold the tensors of one `Target`, all of them must call `load` together.
     """
 
-    def __init__(self, source: Source, tensors: Mapping[str, Tensor] | Target, num_threads: int = 1, scrub_every: int = 0) -> None:
-        """`scrub_every`: loads between two comparisons of all words with the digests of the version; 0: never."""
+    def __init__(
+        self,
+        source: Source,
+        tensors: Mapping[str, Tensor] | Target,
+        num_threads: int = 1,
+        verify_every: int = 0,
+    ) -> None:
+        """`verify_every`: loads between two comparisons of all words with the digests of the
+        version; 0: never.
+        """
         self.source = source
-        self._target: Target = HostTensors(tensors, num_threads) if isinstance(tensors, Mapping) else tensors
+        self._target: Target = (
+            HostTensors(tensors, num_threads) if isinstance(tensors, Mapping) else tensors
+        )
         self._num_threads = num_threads
-        self._scrub_every, self._num_loads = scrub_every, 0
+        self._scrub_every, self._num_loads = verify_every, 0
         self._manifest: Manifest | None = None
         self._staging: tuple[int, Manifest | None, Future[_Way]] | None = None
 
     @property
     def version(self) -> int | None:
-        """The version that the tensors hold; None before the first load, and when one broke off that had to write everything."""
+        """The version that the tensors hold; None before the first load, and when one broke off
+        that had to write everything.
+        """
         return None if self._manifest is None else self._manifest.version
 
     def stage(self, version: int) -> Future[_Way]:
-        """Fetch, check and compose in the background what `load(version)` will apply; what goes wrong comes up there too."""
+        """Fetch, check and compose in the background what `load(version)` will apply; what goes
+        wrong comes up there too.
+        """
         pool = ThreadPoolExecutor(1)
         way = pool.submit(self._find_way, version)
         self._staging = version, self._manifest, way
@@ -101,8 +123,9 @@ class WeightReader:
         """Bring the tensors to `version`.
 
         Raises:
-            StoreError: no way leads there, or the store is damaged. The tensors hold the version that they held, or, when a delta from an
-                anchor failed, that of the anchor: see `version`.
+            StoreError: no way leads there, or the store is damaged. The tensors hold the version
+                that they held, or, when a delta from an anchor failed, that of the anchor: see
+                `version`.
         """
         started = time.monotonic()
         way = together(self._target.ranks, lambda: self._way(version))
@@ -111,17 +134,34 @@ class WeightReader:
         compares = self._scrub_every > 0 and self._num_loads % self._scrub_every == 0
         damaged = self.damaged() if compares else []
         if damaged:
-            _log.warning("%d tensors were not those of version %d and are loaded anew: %s", len(damaged), version, ", ".join(damaged[:3]))
+            _log.warning(
+                "%d tensors were not those of version %d and are loaded anew: %s",
+                len(damaged),
+                version,
+                ", ".join(damaged[:3]),
+            )
             self._manifest = None
-            loaded = self._follow(replace(way, start=None, obstacle=f"{len(damaged)} tensors were damaged"))
+            loaded = self._follow(
+                replace(way, start=None, obstacle=f"{len(damaged)} tensors were damaged")
+            )
         self._target.finish()
         self.source.loaded(version)
-        return replace(loaded, num_damaged=len(damaged) if compares else None, seconds=time.monotonic() - started)
+        return replace(
+            loaded,
+            num_damaged=len(damaged) if compares else None,
+            seconds=time.monotonic() - started,
+        )
 
     def damaged(self) -> list[str]:
-        """Tensors that are not those of their version, found by reading all words; a load compares only what it changes."""
+        """Tensors that are not those of their version, found by reading all words; a load compares
+        only what it changes.
+        """
         assert self._manifest is not None, "nothing was loaded"
-        return [name for name, digest in self._target.digests().items() if self._manifest.digests[name] != digest]
+        return [
+            name
+            for name, digest in self._target.digests().items()
+            if self._manifest.digests[name] != digest
+        ]
 
     def _way(self, version: int) -> _Way:
         """What was staged, if it starts from what is held, else the same now."""
@@ -140,13 +180,19 @@ class WeightReader:
         try:
             steps, num_bytes = self._read_steps(held, target)
             if num_bytes > target.num_bytes:
-                raise StoreError(f"the deltas from version {held.version} to {target.version} are longer than the weights")
+                raise StoreError(
+                    f"the deltas from version {held.version} to {target.version} are longer than "
+                    "the weights"
+                )
             return _Way(held, target, self._composed(steps, target), num_bytes, len(steps))
         except (StoreError, _delta.DeltaError) as error:
             return _Way(held, target, [], 0, 0, str(error))
 
     def _follow(self, way: _Way) -> Loaded:
-        target, obstacle = way.target, next(filter(None, self._target.ranks.gather_text(way.obstacle)), "")
+        target, obstacle = (
+            way.target,
+            next(filter(None, self._target.ranks.gather_text(way.obstacle)), ""),
+        )
         if not obstacle and not way.steps:
             self._manifest = target
             return Loaded(target.version, "none", "", 0, 0, None, 0.0)
@@ -163,28 +209,53 @@ class WeightReader:
         try:
             num_bytes, num_steps = self._load_anchor(target)
         except _delta.DeltaError as error:
-            raise StoreError(f"version {target.version} cannot be reached from the anchor of {target.anchor}: {error}") from error
-        return Loaded(target.version, "anchor", obstacle if target.delta_files else target.reason, num_bytes, num_steps, None, 0.0)
+            raise StoreError(
+                f"version {target.version} cannot be reached from the anchor of {target.anchor}: "
+                f"{error}"
+            ) from error
+        return Loaded(
+            target.version,
+            "anchor",
+            obstacle if target.delta_files else target.reason,
+            num_bytes,
+            num_steps,
+            None,
+            0.0,
+        )
 
-    def _read_steps(self, start: Manifest, target: Manifest) -> tuple[list[tuple[Step, Manifest]], int]:
-        """The deltas from one version to another, each with the version it leads to, and their bytes; fetched and checked."""
+    def _read_steps(
+        self, start: Manifest, target: Manifest
+    ) -> tuple[list[tuple[Step, Manifest]], int]:
+        """The deltas from one version to another, each with the version it leads to, and their
+        bytes; fetched and checked.
+        """
         steps, num_bytes = [], 0
         changes: dict[str, Digest] = {}
         for base, manifest in find_path(self.source, start.version, target):
             step: Step = {}
             for file in manifest.delta_files[base]:
                 num_bytes += file.num_bytes
-                for name, blob in read_delta(self.source.fetch(manifest.version, file), target.layout, base, manifest.version).items():
+                for name, blob in read_delta(
+                    self.source.fetch(manifest.version, file), target.layout, base, manifest.version
+                ).items():
                     info = _delta.info(blob)
                     step[name, info["first"]] = blob
-                    changes[name] = add(changes.get(name, (0, 0)), subtract(info["target_digest"], info["base_digest"]))
+                    changes[name] = add(
+                        changes.get(name, (0, 0)),
+                        subtract(info["target_digest"], info["base_digest"]),
+                    )
             steps.append((step, manifest))
         for name, digest in start.digests.items():
             if add(digest, changes.get(name, (0, 0))) != target.digests[name]:
-                raise StoreError(f"the deltas from version {start.version} to {target.version} do not lead there from this {name!r}")
+                raise StoreError(
+                    f"the deltas from version {start.version} to {target.version} do not lead "
+                    f"there from this {name!r}"
+                )
         return steps, num_bytes
 
-    def _composed(self, steps: list[tuple[Step, Manifest]], target: Manifest) -> list[tuple[Step, Manifest]]:
+    def _composed(
+        self, steps: list[tuple[Step, Manifest]], target: Manifest
+    ) -> list[tuple[Step, Manifest]]:
         """As one step where that is possible."""
         if len(steps) > 1 and _can_compose([step for step, _ in steps]):
             return [(self._compose([step for step, _ in steps]), target)]
@@ -203,7 +274,11 @@ class WeightReader:
             blobs = [step[key] for step in steps if key in step]
             if len(blobs) > 1:
                 needs_base = any(_delta.info(blob)["level"] == 2 for blob in blobs)
-                base = self._target.base(*key, _delta.info(blobs[0])["num_words"]) if needs_base else None
+                base = (
+                    self._target.base(*key, _delta.info(blobs[0])["num_words"])
+                    if needs_base
+                    else None
+                )
                 composed[key] = _delta.compose(blobs, base, num_threads=self._num_threads)
             else:
                 composed[key] = blobs[0]
@@ -211,20 +286,32 @@ class WeightReader:
 
     def _load_anchor(self, target: Manifest) -> tuple[int, int]:
         """The newest anchor before the target and the deltas from there: bytes read, and deltas."""
-        anchor, found, steps, num_bytes = together(self._target.ranks, lambda: self._read_anchor(target))
+        anchor, found, steps, num_bytes = together(
+            self._target.ranks, lambda: self._read_anchor(target)
+        )
         self._manifest = None  # until all is written
         self._target.write(found)
         self._manifest = anchor
         self._take(self._composed(steps, target))
         return num_bytes + sum(file.num_bytes for file in anchor.anchor_files), len(steps)
 
-    def _read_anchor(self, target: Manifest) -> tuple[Manifest, list[Piece], list[tuple[Step, Manifest]], int]:
+    def _read_anchor(
+        self, target: Manifest
+    ) -> tuple[Manifest, list[Piece], list[tuple[Step, Manifest]], int]:
         anchor = self.source.manifest(target.anchor)
         check_layout(target.layout, anchor.layout, anchor.version)
         if not anchor.anchor_files:
-            raise StoreError(f"version {target.anchor} should have an anchor and has none; publish a new version")
-        steps, num_bytes = self._read_steps(anchor, target) if anchor.version != target.version else ([], 0)
-        found = [piece for file in anchor.anchor_files for piece in read_anchor(self.source.fetch(anchor.version, file), target.layout)]
+            raise StoreError(
+                f"version {target.anchor} should have an anchor and has none; publish a new version"
+            )
+        steps, num_bytes = (
+            self._read_steps(anchor, target) if anchor.version != target.version else ([], 0)
+        )
+        found = [
+            piece
+            for file in anchor.anchor_files
+            for piece in read_anchor(self.source.fetch(anchor.version, file), target.layout)
+        ]
         _check_anchor(anchor, found, self._num_threads)
         return anchor, found, steps, num_bytes
 
@@ -233,15 +320,20 @@ def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor
     """The whole weights of a version, as new tensors on the CPU."""
     layout = source.manifest(version).layout
     try:
-        tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()}
+        tensors = {
+            name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()
+        }
     except RuntimeError as error:  # torch's word for shapes that no machine holds
-        raise StoreError(f"version {version} of {source} has tensors that do not fit into memory: {error}") from error
+        raise StoreError(
+            f"version {version} of {source} has tensors that do not fit into memory: {error}"
+        ) from error
     WeightReader(source, tensors, num_threads).load(version)
     return tensors
 
 
 def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, Manifest]]:
-    """The deltas from version `start` to the target, as (base, manifest that lists it), by the longest skips: O(log of the distance).
+    """The deltas from version `start` to the target, as (base, manifest that lists it), by the
+    longest skips: O(log of the distance).
 
     Raises:
         StoreError: the deltas do not reach back that far.
@@ -250,7 +342,10 @@ def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, M
     while True:
         bases = [base for base in manifest.delta_files if base >= start]
         if not bases:
-            raise StoreError(f"no deltas lead from version {start} to {target.version}: version {manifest.version} has none that fits")
+            raise StoreError(
+                f"no deltas lead from version {start} to {target.version}: version "
+                f"{manifest.version} has none that fits"
+            )
         base = min(bases)
         path.append((base, manifest))
         if base == start:
@@ -259,7 +354,9 @@ def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, M
 
 
 def _can_compose(steps: list[Step]) -> bool:
-    """Every piece covers the same words in each step that has it: the trainer had the same number of ranks."""
+    """Every piece covers the same words in each step that has it: the trainer had the same number
+    of ranks.
+    """
     spans: dict[str, set[tuple[int, int]]] = {}
     for step in steps:
         for (name, first), blob in step.items():
@@ -274,12 +371,19 @@ def _can_compose(steps: list[Step]) -> bool:
 def _check_anchor(anchor: Manifest, found: list[Piece], num_threads: int) -> None:
     """Every word once, with the right digest."""
     for name, spec in anchor.layout.items():
-        parts = sorted((piece for piece in found if piece.name == name), key=lambda piece: piece.first)
+        parts = sorted(
+            (piece for piece in found if piece.name == name), key=lambda piece: piece.first
+        )
         at = 0
         for piece in parts:
             at = at + len(piece.words()) if piece.first == at else -1
         if at != spec.num_words:
-            raise StoreError(f"the anchor of version {anchor.version} does not hold the whole of {name!r}")
-        digests = (_delta.digest(piece.words(), first=piece.first, num_threads=num_threads) for piece in parts)
+            raise StoreError(
+                f"the anchor of version {anchor.version} does not hold the whole of {name!r}"
+            )
+        digests = (
+            _delta.digest(piece.words(), first=piece.first, num_threads=num_threads)
+            for piece in parts
+        )
         if add(*digests) != anchor.digests[name]:
             raise StoreError(f"the anchor of version {anchor.version} is damaged at {name!r}")

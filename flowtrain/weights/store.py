@@ -2,11 +2,13 @@
 
     weights/HEAD                            "12\\n": the newest complete version
     weights/v00000012/manifest.json         what the version is and how to get it; see manifest.py
-    weights/v00000012/anchor-r0.safetensors the tensors, one file per rank of the trainer; only some versions have them
-    weights/v00000012/delta-00000011-r0.safetensors     what changed since version 11; see docs/delta-format.md
-    weights/leases/<reader>.json            a version that a reader still needs
+    weights/v00000012/anchor-r0.safetensors the tensors, one file per rank of the trainer; only some
+    versions have them weights/v00000012/delta-00000011-r0.safetensors     what changed since
+    version 11; see docs/delta-format.md weights/leases/<reader>.json            a version that a
+    reader still needs
 
-A version is written beside its place and renamed into it, then HEAD is replaced: a reader sees a whole version or none.
+A version is written beside its place and renamed into it, then HEAD is replaced: a reader sees a
+whole version or none.
 """
 
 from __future__ import annotations
@@ -53,19 +55,26 @@ class WeightStore:
             return None
         text = path.read_text(errors="replace").strip()
         if not text.isdecimal():
-            raise StoreError(f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder v… into it")
+            raise StoreError(
+                f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
+                "v… into it"
+            )
         return int(text)
 
     def versions(self) -> list[int]:
         """Versions up to HEAD, in order; a folder beyond it was never published."""
         head = self.head()
-        found = (int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.name[1:].isdecimal())
+        found = (
+            int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.name[1:].isdecimal()
+        )
         return sorted(version for version in found if head is not None and version <= head)
 
     def manifest(self, version: int) -> Manifest:
         path = self.place(version) / "manifest.json"
         if version not in self.versions() or not path.exists():
-            raise StoreError(f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}")
+            raise StoreError(
+                f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}"
+            )
         manifest = Manifest.from_json(path.read_text(errors="replace"), str(path))
         if manifest.version != version:
             raise StoreError(f"{path} describes version {manifest.version}; somebody moved it")
@@ -89,7 +98,10 @@ class WeightStore:
         """
         head = self.head()
         if head is not None and version <= head:
-            raise StoreError(f"version {version} cannot be published in {self.root}: it is at {head}, and versions never change")
+            raise StoreError(
+                f"version {version} cannot be published in {self.root}: it is at {head}, and "
+                "versions never change"
+            )
         scratch = self.scratch(version)
         for left_over in (scratch, self.place(version)):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -110,7 +122,9 @@ class WeightStore:
         shutil.rmtree(self.scratch(version), ignore_errors=True)
 
     def rollback(self, version: int) -> None:
-        """Forget every version after `version`: a resumed run trains on from a checkpoint that is older than HEAD."""
+        """Forget every version after `version`: a resumed run trains on from a checkpoint that is
+        older than HEAD.
+        """
         versions = self.versions()
         older = [v for v in versions if v <= version]
         if older:
@@ -121,7 +135,9 @@ class WeightStore:
             shutil.rmtree(self.place(newer))
 
     def garbage(self, keep: int) -> list[int]:
-        """Versions that neither the newest `keep` nor a leased one needs: all before the anchor of the oldest of those."""
+        """Versions that neither the newest `keep` nor a leased one needs: all before the anchor of
+        the oldest of those.
+        """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead somewhere")
         versions = self.versions()
@@ -139,12 +155,17 @@ class WeightStore:
         return garbage
 
     def lease(self, reader: str, version: int, seconds: float) -> None:
-        """Keep `version` and the way from it to newer ones for a while; a reader has one lease, which the next call replaces."""
+        """Keep `version` and the way from it to newer ones for a while; a reader has one lease,
+        which the next call replaces.
+        """
         if not reader or not all(c.isalnum() or c in "-_" for c in reader):
             raise ValueError(f"reader must be letters, digits, - or _, not {reader!r}")
         folder = self.root / "leases"
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"{reader}.json", json.dumps({"version": version, "expires": time.time() + seconds}))
+        _replace(
+            folder / f"{reader}.json",
+            json.dumps({"version": version, "expires": time.time() + seconds}),
+        )
 
     def leases(self) -> dict[str, int]:
         """Leases that have not run out, by reader."""
@@ -154,7 +175,10 @@ class WeightStore:
                 record = json.loads(path.read_text())
                 version, expires = int(record["version"]), float(record["expires"])
             except (ValueError, TypeError, KeyError) as error:
-                raise StoreError(f"{path} is no lease ({type(error).__name__}: {error}); delete it if no reader needs it") from error
+                raise StoreError(
+                    f"{path} is no lease ({type(error).__name__}: {error}); delete it if no reader "
+                    "needs it"
+                ) from error
             if expires > time.time():
                 found[path.stem] = version
         return found

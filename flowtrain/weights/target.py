@@ -11,15 +11,17 @@ from torch import Tensor
 from flowtrain import _delta
 from flowtrain.weights.files import Blob
 from flowtrain.weights.manifest import Manifest, StoreError
-from flowtrain.weights.pieces import Digest, Layout, Piece, Words, spec_of, words_of
 from flowtrain.weights.ranks import Alone, Ranks
+from flowtrain.weights.tensor_shards import Digest, Layout, Piece, Words, spec_of, words_of
 
 Step = dict[tuple[str, int], Blob]
 """Deltas between two versions by tensor and first word."""
 
 
 class Target(Protocol):
-    """The weights of one model. Where several ranks hold parts of them, all must call its methods together."""
+    """The weights of one model. Where several ranks hold parts of them, all must call its methods
+    together.
+    """
 
     @property
     def ranks(self) -> Ranks: ...
@@ -28,13 +30,16 @@ class Target(Protocol):
         """Raises StoreError when the version is of another model."""
 
     def base(self, name: str, first: int, num_words: int) -> Words:
-        """Words of a tensor as they are; deltas at level 2 cannot be read without. Raises StoreError or DeltaError."""
+        """Words of a tensor as they are; deltas at level 2 cannot be read without. Raises
+        StoreError or DeltaError.
+        """
 
     def apply(self, step: Step) -> None:
         """All of the deltas, or none.
 
         Raises:
-            DeltaError: a delta is damaged, or the words are not its base. On every rank alike, as is what follows.
+            DeltaError: a delta is damaged, or the words are not its base. On every rank alike, as
+                is what follows.
             Exception: anything else that happened.
         """
 
@@ -42,14 +47,18 @@ class Target(Protocol):
         """Every word of every tensor, checked before."""
 
     def digests(self) -> dict[str, Digest]:
-        """Of whole tensors, by reading all words; a tensor that is only another name for one may be left out."""
+        """Of whole tensors, by reading all words; a tensor that is only another name for one may be
+        left out.
+        """
 
     def finish(self) -> None:
         """A load is over: make what was written take effect."""
 
 
 class HostTensors:
-    """Tensors of this process: CPU tensors are written to directly, others through a copy on the CPU."""
+    """Tensors of this process: CPU tensors are written to directly, others through a copy on the
+    CPU.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], num_threads: int = 1) -> None:
         self.ranks = Alone()
@@ -66,7 +75,10 @@ class HostTensors:
         return part_of(name, words_of(self._host[name]), first, num_words)
 
     def apply(self, step: Step) -> None:
-        slices = [self.base(name, first, _delta.info(blob)["num_words"]) for (name, first), blob in step.items()]
+        slices = [
+            self.base(name, first, _delta.info(blob)["num_words"])
+            for (name, first), blob in step.items()
+        ]
         _delta.apply(list(step.values()), slices, num_threads=self._num_threads)
         self._written |= {name for name, _ in step}
 
@@ -77,7 +89,10 @@ class HostTensors:
             words_of(self._host[piece.name])[piece.first : piece.first + len(words)] = words
 
     def digests(self) -> dict[str, Digest]:
-        return {name: _delta.digest(words_of(host), num_threads=self._num_threads) for name, host in self._host.items()}
+        return {
+            name: _delta.digest(words_of(host), num_threads=self._num_threads)
+            for name, host in self._host.items()
+        }
 
     def finish(self) -> None:
         for name in self._written:
@@ -91,15 +106,25 @@ class HostTensors:
 def check_layout(ours: Layout, theirs: Layout, version: int) -> None:
     """Raises StoreError that names what differs."""
     if ours != theirs:
-        differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        examples = "; ".join(f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in differing[:3])
-        raise StoreError(f"version {version} holds another model than the one here: {len(differing)} tensors differ ({examples})")
+        differing = sorted(
+            name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+        )
+        examples = "; ".join(
+            f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in differing[:3]
+        )
+        raise StoreError(
+            f"version {version} holds another model than the one here: {len(differing)} tensors "
+            f"differ ({examples})"
+        )
 
 
 def part_of(name: str, words: Words, first: int, num_words: int) -> Words:
     """The words that a delta is for. Raises StoreError when the tensor has not so many."""
     if first + num_words > len(words):
-        raise StoreError(f"a delta of {name!r} covers words {first} to {first + num_words}; the tensor has {len(words)}")
+        raise StoreError(
+            f"a delta of {name!r} covers words {first} to {first + num_words}; the tensor has "
+            f"{len(words)}"
+        )
     part: Words = words[first : first + num_words]
     return part
 

@@ -1,4 +1,6 @@
-"""Whether a store holds what its manifests say: every file, every delta against the weights it starts from, every version as pulled."""
+"""Whether a store holds what its manifests say: every file, every delta against the weights it
+starts from, every version as pulled.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from tqdm import tqdm
 from flowtrain import _delta
 from flowtrain.weights.files import Blob, read_delta
 from flowtrain.weights.manifest import File, Manifest, StoreError
-from flowtrain.weights.pieces import Digest, Words, add, subtract, words_of
 from flowtrain.weights.reader import pull
 from flowtrain.weights.remote import NotThere
 from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights.tensor_shards import Digest, Words, add, subtract, words_of
 
 
 class Verifier:
@@ -28,14 +30,18 @@ class Verifier:
         """Files that were found damaged, by version."""
 
     def run(self, versions: Iterable[int]) -> list[str]:
-        """All problems of these versions. Each is pulled once, and so is each version from which a delta leads to one of them."""
+        """All problems of these versions. Each is pulled once, and so is each version from which a
+        delta leads to one of them.
+        """
         manifests = self._manifests(versions)
         starting: dict[int, list[Manifest]] = {version: [] for version in manifests}
         for manifest in manifests.values():
             for base in manifest.delta_files:
                 starting.setdefault(base, []).append(manifest)
         files = [(manifest, file) for manifest in manifests.values() for file in _files(manifest)]
-        with tqdm(total=len(files) + len(starting), desc="verify", leave=False, disable=None) as bar:
+        with tqdm(
+            total=len(files) + len(starting), desc="verify", leave=False, disable=None
+        ) as bar:
             for manifest, file in files:
                 self._check_file(manifest.version, file)
                 bar.update()
@@ -69,19 +75,27 @@ class Verifier:
             return
         try:
             manifest = self.source.manifest(version)
-            words = {name: words_of(tensor) for name, tensor in pull(self.source, version, self._num_threads).items()}
+            words = {
+                name: words_of(tensor)
+                for name, tensor in pull(self.source, version, self._num_threads).items()
+            }
         except (StoreError, _delta.DeltaError) as error:
             self.problems.append(f"version {version} cannot be pulled: {error}")
             manifest, words = None, None
         if manifest is not None and words is not None:
             for name, digest in manifest.digests.items():
                 if _delta.digest(words[name], num_threads=self._num_threads) != digest:
-                    self.problems.append(f"version {version}: {name!r} as pulled does not have the digest of the manifest")
+                    self.problems.append(
+                        f"version {version}: {name!r} as pulled does not have the digest of the "
+                        "manifest"
+                    )
         for target in targets:
             self._check_deltas(version, manifest, words, target)
 
     def _was_collected(self, version: int) -> bool:
-        """It was deleted with all before it: what leads from there is of no more use, and no damage. Over HTTP any gap looks like this."""
+        """It was deleted with all before it: what leads from there is of no more use, and no
+        damage. Over HTTP any gap looks like this.
+        """
         if isinstance(self.source, WeightStore):
             return version < min(self.source.versions())
         try:
@@ -92,13 +106,24 @@ class Verifier:
             return False  # pulling it says why
         return False
 
-    def _check_deltas(self, version: int, base: Manifest | None, words: dict[str, Words] | None, target: Manifest) -> None:
-        """`base` and `words` are None where the version cannot be had; then only the structure is checked."""
+    def _check_deltas(
+        self, version: int, base: Manifest | None, words: dict[str, Words] | None, target: Manifest
+    ) -> None:
+        """`base` and `words` are None where the version cannot be had; then only the structure is
+        checked.
+        """
         if base is not None and base.layout != target.layout:
-            self.problems.append(f"version {target.version} has a delta from version {version}, which has another layout")
+            self.problems.append(
+                f"version {target.version} has a delta from version {version}, which has another "
+                "layout"
+            )
             return
         changes: dict[str, Digest] = {}
-        files = [file for file in target.delta_files[version] if (target.version, file.name) not in self._bad]
+        files = [
+            file
+            for file in target.delta_files[version]
+            if (target.version, file.name) not in self._bad
+        ]
         for file in files:
             for name, change in self._changes(file, version, words, target).items():
                 changes[name] = add(changes.get(name, (0, 0)), change)
@@ -106,13 +131,20 @@ class Verifier:
             return
         for name, digest in target.digests.items():
             if add(base.digests[name], changes.get(name, (0, 0))) != digest:
-                self.problems.append(f"version {target.version}: its deltas from version {version} do not lead to its digest of {name!r}")
+                self.problems.append(
+                    f"version {target.version}: its deltas from version {version} do not lead to "
+                    f"its digest of {name!r}"
+                )
 
-    def _changes(self, file: File, base: int, words: dict[str, Words] | None, target: Manifest) -> dict[str, Digest]:
+    def _changes(
+        self, file: File, base: int, words: dict[str, Words] | None, target: Manifest
+    ) -> dict[str, Digest]:
         """By tensor, what the deltas of a file add to its digest."""
         place = f"version {target.version}: {file.name}"
         try:
-            blobs = read_delta(self.source.fetch(target.version, file), target.layout, base, target.version)
+            blobs = read_delta(
+                self.source.fetch(target.version, file), target.layout, base, target.version
+            )
         except StoreError as error:
             self.problems.append(f"{place}: {error}")
             return {}
@@ -135,4 +167,7 @@ class Verifier:
 
 
 def _files(manifest: Manifest) -> list[File]:
-    return [*manifest.anchor_files, *(file for files in manifest.delta_files.values() for file in files)]
+    return [
+        *manifest.anchor_files,
+        *(file for files in manifest.delta_files.values() for file in files),
+    ]

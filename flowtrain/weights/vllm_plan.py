@@ -1,10 +1,13 @@
-"""Where a model has the tensors of a store, found by watching its own loader, and proved by loading patterns through it.
+"""Where a model has the tensors of a store, found by watching its own loader, and proved by loading
+patterns through it.
 
-No table of names: `load_weights` gets, for each tensor of the store, a stand-in of the same shape whose memory nobody fills. A dispatch
-mode sees the loader cut it and copy the cuts into parameters, notes the geometry of each copy, and lets none happen. A tensor that the
-loader does anything else with (computes, casts, gathers) is dense: only the loader itself can write it. Then each tensor is loaded once for
-real, as a pattern that differs from word to word: every box must hold its part of the pattern, all ranks together every word once, and
-nothing else that belongs to a tensor may have changed. The weights are put back as they were.
+No table of names: `load_weights` gets, for each tensor of the store, a stand-in of the same shape
+whose memory nobody fills. A dispatch mode sees the loader cut it and copy the cuts into parameters,
+notes the geometry of each copy, and lets none happen. A tensor that the loader does anything else
+with (computes, casts, gathers) is dense: only the loader itself can write it. Then each tensor is
+loaded once for real, as a pattern that differs from word to word: every box must hold its part of
+the pattern, all ranks together every word once, and nothing else that belongs to a tensor may have
+changed. The weights are put back as they were.
 
 This file names no class of vLLM: any model with a `load_weights` will do.
 """
@@ -22,18 +25,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowtrain.weights.boxes import Box, Plan, digest_of, sum_regions
-from flowtrain.weights.pieces import Digest, Layout
 from flowtrain.weights.ranks import Ranks, together
+from flowtrain.weights.strided_view import Box, Plan, digest_of, sum_regions
+from flowtrain.weights.tensor_shards import Digest, Layout
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """`load_weights` of a model."""
 _ROW = 1 << 16
-_REFUSALS = (ValueError, KeyError, AssertionError, RuntimeError, IndexError, AttributeError, TypeError)
+_REFUSALS = (
+    ValueError,
+    KeyError,
+    AssertionError,
+    RuntimeError,
+    IndexError,
+    AttributeError,
+    TypeError,
+)
 
 
 class Watch(TorchDispatchMode):
-    """Notes what becomes of a stand-in, and keeps everything that happens from the memories of the parameters."""
+    """Notes what becomes of a stand-in, and keeps everything that happens from the memories of the
+    parameters.
+    """
 
     def __init__(self, stand_in: Tensor, memories: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -48,11 +61,21 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         uses = any(_memory(tensor) == self._source for tensor in tensors)
-        if func._schema.is_mutable and isinstance(args[0], Tensor) and _memory(args[0]) in self._memories:
+        if (
+            func._schema.is_mutable
+            and isinstance(args[0], Tensor)
+            and _memory(args[0]) in self._memories
+        ):
             self._note_write(func, args, uses)
             return args[0]
-        if uses and func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, self._dtype):
-            return args[0].view_as(args[0])  # to the parameter's device, where the copy would go anyway
+        if (
+            uses
+            and func is torch.ops.aten._to_copy.default
+            and kwargs.get("dtype") in (None, self._dtype)
+        ):
+            return args[0].view_as(
+                args[0]
+            )  # to the parameter's device, where the copy would go anyway
         result = func(*args, **kwargs)
         views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if uses and not (views and all(_memory(view) == self._source for view in views)):
@@ -64,9 +87,17 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and uses:
             there, cut = args[0], args[1]
             if there.dtype != cut.dtype:
-                self.obstacle = self.obstacle or f"its loader casts it from {cut.dtype} to {there.dtype}".replace("torch.", "")
+                self.obstacle = (
+                    self.obstacle
+                    or f"its loader casts it from {cut.dtype} to {there.dtype}".replace(
+                        "torch.", ""
+                    )
+                )
             elif there.shape != cut.shape:
-                self.obstacle = self.obstacle or f"its loader spreads {tuple(cut.shape)} over {tuple(there.shape)}"
+                self.obstacle = (
+                    self.obstacle
+                    or f"its loader spreads {tuple(cut.shape)} over {tuple(there.shape)}"
+                )
             self.copies.append((there, cut))
         elif uses:
             self.obstacle = self.obstacle or f"its loader writes it by {func}"
@@ -88,7 +119,8 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
                 raise ValueError(
-                    f"the loader of this model replaces a parameter of shape {tuple(data.shape)}: it cannot be updated in place"
+                    f"the loader of this model replaces a parameter of shape {tuple(data.shape)}: "
+                    "it cannot be updated in place"
                 )
         return watches
 
@@ -97,7 +129,11 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
     for text in ranks.gather_text(json.dumps(dense)):
         dense |= json.loads(text)
     boxes = {
-        name: [_box(there, cut, memories[_memory(there)]) for there, cut in watch.copies if there.numel()]
+        name: [
+            _box(there, cut, memories[_memory(there)])
+            for there, cut in watch.copies
+            if there.numel()
+        ]
         for name, watch in watches.items()
         if name not in dense
     }
@@ -117,7 +153,8 @@ def memories_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Load a pattern for each tensor that has boxes. The memories hold afterwards what they held before.
+    """Load a pattern for each tensor that has boxes. The memories hold afterwards what they held
+    before.
 
     Raises:
         ValueError: the plan is wrong for a tensor, with its name.
@@ -134,11 +171,17 @@ def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> No
     def try_all() -> None:
         for name, boxes in plan.boxes.items():
             spec = plan.layout[name]
-            flat = pattern(spec.num_words, zlib.crc32(name.encode()), boxes[0].words.device if boxes else torch.device("cpu"))
+            flat = pattern(
+                spec.num_words,
+                zlib.crc32(name.encode()),
+                boxes[0].words.device if boxes else torch.device("cpu"),
+            )
             whole[name] = digest_of(flat)
             if not boxes:
                 continue
-            watch = _watched(name, plan.layout, load, memories)  # what it fills with constants has to be put back, too
+            watch = _watched(
+                name, plan.layout, load, memories
+            )  # what it fills with constants has to be put back, too
             saved = {at: memories[at].clone() for at in watch.touched}
             try:
                 load([(name, flat.view(spec.torch_dtype).view(spec.shape))])
@@ -153,21 +196,39 @@ def prove(plan: Plan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -> No
 
     together(ranks, try_all)
     held = sum_regions([json.loads(text) for text in ranks.gather_text(json.dumps(own))])
-    lost = {name: "the ranks together do not hold each of its words once" for name, digest in held.items() if digest != whole[name]}
+    lost = {
+        name: "the ranks together do not hold each of its words once"
+        for name, digest in held.items()
+        if digest != whole[name]
+    }
     for text in ranks.gather_text(json.dumps(lost | wrong)):
         for name, why in json.loads(text).items():
-            raise ValueError(f"the weights of this model cannot be updated in place: {name!r}: {why}")
+            raise ValueError(
+                f"the weights of this model cannot be updated in place: {name!r}: {why}"
+            )
 
 
 def pattern(num_words: int, seed: int, device: torch.device) -> Tensor:
-    """int16 words that differ between neighbours, between rows 65,536 words apart, and between seeds."""
+    """int16 words that differ between neighbours, between rows 65,536 words apart, and between
+    seeds.
+    """
     num_rows = -(-num_words // _ROW)
-    in_row, of_row = (torch.arange(_ROW, device=device) * 0x9E37).short(), (torch.arange(num_rows, device=device) * 0x85EB + seed).short()
+    in_row, of_row = (
+        (torch.arange(_ROW, device=device) * 0x9E37).short(),
+        (torch.arange(num_rows, device=device) * 0x85EB + seed).short(),
+    )
     return (in_row + of_row[:, None]).view(-1)[:num_words]
 
 
-def _changed_others(name: str, saved: Mapping[int, Tensor], memories: Mapping[int, Tensor], in_memory: Mapping[int, Any]) -> str:
-    """Another tensor of which loading `name` changed a word; empty when there is none. What belongs to no tensor is padding."""
+def _changed_others(
+    name: str,
+    saved: Mapping[int, Tensor],
+    memories: Mapping[int, Tensor],
+    in_memory: Mapping[int, Any],
+) -> str:
+    """Another tensor of which loading `name` changed a word; empty when there is none. What belongs
+    to no tensor is padding.
+    """
     for at, words in saved.items():
         changed = words != memories[at]
         for other, box in in_memory.get(at, []):
@@ -186,7 +247,9 @@ def box_of(flat: Tensor, box: Box) -> Tensor:
 
 
 def _watched(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> Watch:
-    """What happens to one tensor, alone; or, where the loader does not take it alone, to it among all."""
+    """What happens to one tensor, alone; or, where the loader does not take it alone, to it among
+    all.
+    """
     try:
         return _watch_among(name, {name: layout[name]}, load, memories)
     except _REFUSALS as error:
@@ -194,13 +257,18 @@ def _watched(name: str, layout: Layout, load: Load, memories: Mapping[int, Tenso
             return _watch_among(name, layout, load, memories)
         except _REFUSALS:
             spec = layout[name]
-            text = f"the model's loader does not take {name!r} ({spec.dtype} {spec.shape}): {type(error).__name__}: {error}"
+            text = (
+                f"the model's loader does not take {name!r} ({spec.dtype} {spec.shape}): "
+                f"{type(error).__name__}: {error}"
+            )
             raise ValueError(text) from error
 
 
 def _watch_among(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> Watch:
     # The pages of a stand-in are never touched.
-    stand_ins = [(each, torch.empty(spec.shape, dtype=spec.torch_dtype)) for each, spec in layout.items()]
+    stand_ins = [
+        (each, torch.empty(spec.shape, dtype=spec.torch_dtype)) for each, spec in layout.items()
+    ]
     watch = Watch(dict(stand_ins)[name], memories)
     with torch.no_grad(), watch:
         load(stand_ins)
@@ -212,15 +280,31 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _box(there: Tensor, cut: Tensor, memory: Tensor) -> Box:
-    """Dimensions by descending stride in the store's tensor; those that follow each other on both sides made one; in 16-bit words."""
+    """Dimensions by descending stride in the store's tensor; those that follow each other on both
+    sides made one; in 16-bit words.
+    """
     num = there.dtype.itemsize // 2
-    dims = [(n, a * num, b * num) for n, a, b in zip(cut.shape, cut.stride(), there.stride(), strict=True) if n > 1]
+    dims = [
+        (n, a * num, b * num)
+        for n, a, b in zip(cut.shape, cut.stride(), there.stride(), strict=True)
+        if n > 1
+    ]
     merged: list[tuple[int, int, int]] = []
-    for n, stride, to_stride in [*sorted(dims, key=lambda dim: -dim[1]), *([(num, 1, 1)] if num > 1 else [])]:
+    for n, stride, to_stride in [
+        *sorted(dims, key=lambda dim: -dim[1]),
+        *([(num, 1, 1)] if num > 1 else []),
+    ]:
         if merged and merged[-1][1:] == (n * stride, n * to_stride):
             merged[-1] = (merged[-1][0] * n, stride, to_stride)
         else:
             merged.append((n, stride, to_stride))
     sizes, strides, to_strides = zip(*(merged or [(1, 1, 1)]), strict=True)
     assert prod(sizes) == there.numel() * num
-    return Box(memory, int(cut.storage_offset()) * num, int(there.storage_offset()) * num, sizes, strides, to_strides)
+    return Box(
+        memory,
+        int(cut.storage_offset()) * num,
+        int(there.storage_offset()) * num,
+        sizes,
+        strides,
+        to_strides,
+    )

@@ -1,23 +1,37 @@
-"""Fused losses for reinforcement learning of language models, and sparse deltas of weights: torch and Triton are all they need.
+"""Fused losses for reinforcement learning of language models, and sparse deltas of weights: torch
+and Triton are all they need.
 
     from flowkernels import LossSpec, policy_loss
 
-    out = policy_loss(logits_TV, target_ids_T, spec=LossSpec(clip_high=0.3), advantage_T=adv, old_logprob_T=old, weight_T=weight)
-    out.loss.backward()
+    out = policy_loss(logits_TV, target_ids_T, spec=LossSpec(clip_high=0.3), advantage_T=adv,
+    old_logprob_T=old, weight_T=weight) out.loss.backward()
 
-Every public function takes `impl=`: "triton" (the kernels), "torch" (their reference, and what runs on a CPU) or "auto".
+Every public function takes `impl=`: "triton" (the kernels), "torch" (their reference, and what runs
+on a CPU) or "auto".
 """
 
-from flowkernels.branching import BranchingScore, branch_points, branching_score, discounted_reverse_scan
+from flowkernels.branching import (
+    BranchingScore,
+    branch_points,
+    branching_score,
+    discounted_reverse_scan,
+)
 from flowkernels.future import FutureRatio, future_aware
 from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
 from flowkernels.rows import KeptSet
-from flowkernels.shards import VocabShard
+from flowkernels.shards import VocabParallel
 from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
-from flowkernels.token_loss import LossSpec, TokenLoss, TokenLossFn, Tokens, correct_for_sampler, token_loss
+from flowkernels.token_loss import (
+    LossSpec,
+    TokenLoss,
+    TokenLossFn,
+    Tokens,
+    correct_for_sampler,
+    token_loss,
+)
 from flowkernels.token_weights import token_weights
-from flowkernels.trust_region import leaving, second_moment_bound, within_second_moment
+from flowkernels.trust_region import divergent_log_ratios, m2po_clip, second_moment_bound
 
 __all__ = [
     "BranchingScore",
@@ -29,7 +43,7 @@ __all__ = [
     "TokenLoss",
     "TokenLossFn",
     "Tokens",
-    "VocabShard",
+    "VocabParallel",
     "WordDiff",
     "branch_points",
     "branching_score",
@@ -38,15 +52,15 @@ __all__ = [
     "digest_at",
     "digest_words",
     "discounted_reverse_scan",
+    "divergent_log_ratios",
     "future_aware",
-    "leaving",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
+    "m2po_clip",
     "policy_loss",
     "scatter_words_",
     "second_moment_bound",
     "token_loss",
     "token_weights",
-    "within_second_moment",
 ]

@@ -1,10 +1,13 @@
-"""The branching score: where in a rollout another choice would have mattered most (APPO, arXiv 2606.12384, eqs. 3 to 5).
+"""The branching score: where in a rollout another choice would have mattered most (APPO, arXiv
+2606.12384, eqs. 3 to 5).
 
-Maths, over the generated tokens (m = 1; tool text has m = 0) of one sequence: S_i = m_i d_i + gamma S_{i+1}, with d the log-ratio of two
-policies and position i included; Omega_i = clip(exp(clamp(S_i, -20, 20)), 1 - eps, 1 + eps), FIPO's future-KL (arXiv 2603.19835);
-Z(x) = (x - mean) / (std + 1e-6), the standard deviation that of the population; score_i = Z(H)_i Z(Omega)_i. A candidate needs both
-above 0. Where Omega is flat (std < 1e-6: both policies are the same) the score is Z(H). Bytes: a few per token; nothing beside the
-logits. T: tokens of all sequences, S: sequences, B: points of a sequence.
+Maths, over the generated tokens (m = 1; tool text has m = 0) of one sequence: S_i = m_i d_i + gamma
+S_{i+1}, with d the log-ratio of two policies and position i included; Omega_i = clip(exp(clamp(S_i,
+-20, 20)), 1 - eps, 1 + eps), FIPO's future-KL (arXiv 2603.19835); Z(x) = (x - mean) / (std + 1e-6),
+the standard deviation that of the population; score_i = Z(H)_i Z(Omega)_i. A candidate needs both
+above 0. Where Omega is flat (std < 1e-6: both policies are the same) the score is Z(H). Bytes: a
+few per token; nothing beside the logits. T: tokens of all sequences, S: sequences, B: points of a
+sequence.
 """
 
 from __future__ import annotations
@@ -35,13 +38,20 @@ class BranchingScore:
 
 
 def discounted_reverse_scan(
-    x_T: Tensor, cu_seqlens_S1: Tensor, *, gamma: float, mask_T: Tensor | None = None, impl: str = "auto"
+    x_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    *,
+    gamma: float,
+    mask_T: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
-    """S_i = m_i x_i + gamma S_{i+1} within each sequence, fp32 [T], in O(T) for any length. No gradient.
+    """S_i = m_i x_i + gamma S_{i+1} within each sequence, fp32 [T], in O(T) for any length. No
+    gradient.
 
     Args:
         x_T: [T] fp32.
-        cu_seqlens_S1: [S + 1] int32 or int64: sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1. It may be empty.
+        cu_seqlens_S1: [S + 1] int32 or int64: sequence s owns tokens cu_seqlens[s] to cu_seqlens[s
+            + 1] - 1. It may be empty.
         gamma: decay per position, in [0, 1]; masked positions count as steps.
         mask_T: [T] bool; where it is false x counts as 0, whatever it holds.
         impl: "triton", "torch", or "auto" by the device.
@@ -52,7 +62,11 @@ def discounted_reverse_scan(
     impl = resolve_impl(impl, x_T.device)
     _check(x_T, "x_T", cu_seqlens_S1, gamma, mask_T)
     scanned: Tensor = _scan_op(
-        x_T.detach().contiguous(), cu_seqlens_S1.long().contiguous(), None if mask_T is None else mask_T.contiguous(), gamma, impl
+        x_T.detach().contiguous(),
+        cu_seqlens_S1.long().contiguous(),
+        None if mask_T is None else mask_T.contiguous(),
+        gamma,
+        impl,
     )
     return scanned
 
@@ -71,8 +85,10 @@ def branching_score(
     """Score every generated token of packed rollouts. No gradient.
 
     Args:
-        logprob_T: [T] fp32, of the current policy; it and `old` may hold anything where `mask` is false.
-        old_logprob_T: [T] fp32, the denominator: the sampler's own log-probs for a stale rollout, else the initial policy's.
+        logprob_T: [T] fp32, of the current policy; it and `old` may hold anything where `mask` is
+            false.
+        old_logprob_T: [T] fp32, the denominator: the sampler's own log-probs for a stale rollout,
+            else the initial policy's.
         entropy_T: [T] fp32, of the distribution that each token was drawn from.
         cu_seqlens_S1: [S + 1] int32 or int64, one sequence per rollout.
         mask_T: [T] bool, true on generated tokens; all by default.
@@ -91,7 +107,11 @@ def branching_score(
         raise ValueError(f"clip={clip} must be in (0, 1)")
     mask_T = torch.ones_like(logprob_T, dtype=torch.bool) if mask_T is None else mask_T.contiguous()
     log_ratio_T, bounds_S1 = (logprob_T - old_logprob_T).detach(), cu_seqlens_S1.long().contiguous()
-    return BranchingScore(*_score_op(log_ratio_T, entropy_T.detach().contiguous(), mask_T, bounds_S1, gamma, clip, impl))
+    return BranchingScore(
+        *_score_op(
+            log_ratio_T, entropy_T.detach().contiguous(), mask_T, bounds_S1, gamma, clip, impl
+        )
+    )
 
 
 def branch_points(
@@ -103,7 +123,8 @@ def branch_points(
     mask_T: Tensor | None = None,
     allowed_T: Tensor | None = None,
 ) -> Tensor:
-    """The best candidates of each sequence, int64 [S, B], best first; -1 where there is none left. Nothing is read by the host.
+    """The best candidates of each sequence, int64 [S, B], best first; -1 where there is none left.
+    Nothing is read by the host.
 
     Args:
         num_points: B, at most that many in a sequence.
@@ -129,11 +150,15 @@ def branch_points(
     points = torch.full((num_sequences, num_points), -1, dtype=torch.int64, device=score_T.device)
     for i in range(num_points if num_tokens else 0):
         open_T = torch.where(is_free_T, score_T, -torch.inf)
-        best_S = open_T.new_full((num_sequences,), -torch.inf).scatter_reduce(0, sequence_T, open_T, "amax")
+        best_S = open_T.new_full((num_sequences,), -torch.inf).scatter_reduce(
+            0, sequence_T, open_T, "amax"
+        )
         # Of equal scores the first token wins.
         is_best_T = is_free_T & (open_T == best_S[sequence_T])
         first_S = position_T.new_full((num_sequences,), num_tokens)
-        first_S = first_S.scatter_reduce(0, sequence_T, torch.where(is_best_T, position_T, num_tokens), "amin")
+        first_S = first_S.scatter_reduce(
+            0, sequence_T, torch.where(is_best_T, position_T, num_tokens), "amin"
+        )
         has_point_S = first_S < num_tokens
         points[:, i] = torch.where(has_point_S, first_S, -1)
         chosen_T = generated_T[first_S.clamp(max=num_tokens - 1)][sequence_T]
@@ -142,9 +167,13 @@ def branch_points(
     return points
 
 
-def _check(x_T: Tensor, name: str, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None) -> None:
+def _check(
+    x_T: Tensor, name: str, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None
+) -> None:
     if x_T.dim() != 1 or x_T.dtype != torch.float32:
-        raise ValueError(f"{name} must be float32 [T], got {x_T.dtype} {tuple(x_T.shape)}".replace("torch.", ""))
+        raise ValueError(
+            f"{name} must be float32 [T], got {x_T.dtype} {tuple(x_T.shape)}".replace("torch.", "")
+        )
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma={gamma} must be in [0, 1]")
     check_sequences(cu_seqlens_S1, len(x_T), x_T.device)
@@ -153,10 +182,14 @@ def _check(x_T: Tensor, name: str, cu_seqlens_S1: Tensor, gamma: float, mask_T: 
 
 
 def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
-    """Reference: doubling. After k rounds every position holds the sum over its next 2^k ones, in fp64; O(T log T)."""
+    """Reference: doubling. After k rounds every position holds the sum over its next 2^k ones, in
+    fp64; O(T log T).
+    """
     sum_T = (x_T if mask_T is None else torch.where(mask_T, x_T, 0.0)).double()
     num_tokens, reach = len(x_T), 1
-    end_T = cu_seqlens_S1[1:][sequence_ids(cu_seqlens_S1, num_tokens)] if num_tokens else cu_seqlens_S1
+    end_T = (
+        cu_seqlens_S1[1:][sequence_ids(cu_seqlens_S1, num_tokens)] if num_tokens else cu_seqlens_S1
+    )
     position_T = torch.arange(num_tokens, device=x_T.device)
     longest = int(cu_seqlens_S1.diff().max()) if len(cu_seqlens_S1) > 1 else 0
     while reach < longest:
@@ -168,11 +201,18 @@ def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma
 
 
 def _score_torch(
-    log_ratio_T: Tensor, entropy_T: Tensor, mask_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, clip: float
+    log_ratio_T: Tensor,
+    entropy_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    gamma: float,
+    clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of `branching_triton.score`."""
     sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
-    future_T = _scan_torch(log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
+    future_T = (
+        _scan_torch(log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
+    )
     omega_T = future_T.clamp(1 - clip, 1 + clip)
     z_entropy_T, _ = _z_score(entropy_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
     z_omega_T, std_S = _z_score(omega_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
@@ -181,8 +221,12 @@ def _score_torch(
     return torch.where(mask_T, z_entropy_T * z_omega_T, 0.0), omega_T, is_candidate_T
 
 
-def _z_score(x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
-    """(z-scores over the generated tokens of each sequence, fp32 [T]; population standard deviations, fp64 [S])."""
+def _z_score(
+    x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """(z-scores over the generated tokens of each sequence, fp32 [T]; population standard
+    deviations, fp64 [S]).
+    """
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
     mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
@@ -207,15 +251,25 @@ def _(x: Tensor, *_: object) -> Tensor:
 
 @torch.library.custom_op("flowkernels::branching_score", mutates_args=())
 def _score_op(
-    log_ratio: Tensor, entropy: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, clip: float, impl: str
+    log_ratio: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    clip: float,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if impl == "torch":
         return _score_torch(log_ratio, entropy, mask, cu_seqlens, gamma, clip)
     from flowkernels import branching_triton
 
-    return branching_triton.score(log_ratio, entropy, mask, cu_seqlens, gamma, clip, _LOG_LIMIT, _FLAT)
+    return branching_triton.score(
+        log_ratio, entropy, mask, cu_seqlens, gamma, clip, _LOG_LIMIT, _FLAT
+    )
 
 
 @_score_op.register_fake
-def _(log_ratio: Tensor, entropy: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    log_ratio: Tensor, entropy: Tensor, mask: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(entropy), torch.empty_like(entropy), torch.empty_like(mask)

@@ -1,4 +1,6 @@
-"""The discounted reverse scan and the branching score in Triton: one program per sequence, blocks from its end to its beginning."""
+"""The discounted reverse scan and the branching score in Triton: one program per sequence, blocks
+from its end to its beginning.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ LAUNCH = {"BLOCK": 512, "num_warps": 4}
 
 @triton.jit
 def _combine(x_right, decay_right, x_left, decay_left):
-    """Of the recurrence S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to the left."""
+    """Of the recurrence S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to
+    the left.
+    """
     return x_left + decay_left * x_right, decay_left * decay_right
 
 
 @triton.jit
 def _scan_block(x, gamma, carry):
-    """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they leave the carry as it is but for
-    its decay, which is why the first block read must have carry 0."""
+    """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they
+    leave the carry as it is but for its decay, which is why the first block read must have carry 0.
+    """
     decay = tl.zeros_like(x) + gamma
     inner, decays = tl.associative_scan((x, decay), 0, _combine, reverse=True)
     return inner + decays * carry
@@ -33,11 +38,17 @@ def _first(x, offsets):
 @triton.jit
 def _std(squares, off, total):
     """Of the population, from squared deviations from a mean that is off by `off`."""
-    return tl.sqrt(tl.maximum(tl.sum(squares, axis=0) / total - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.sqrt(
+        tl.maximum(
+            tl.sum(squares, axis=0) / total - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL
+        )
+    )
 
 
 @triton.jit
-def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+def scan_kernel(
+    x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
+):
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -68,12 +79,18 @@ def score_kernel(
     offsets = tl.arange(0, BLOCK)
     num_blocks = (end - begin + BLOCK - 1) // BLOCK
     carry = 0.0
-    num, omegas, entropies = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    num, omegas, entropies = (
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+    )
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
         is_in = start + offsets < end
         is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        scanned = _scan_block(tl.load(log_ratio_ptr + start + offsets, mask=is_token, other=0.0), gamma, carry)
+        scanned = _scan_block(
+            tl.load(log_ratio_ptr + start + offsets, mask=is_token, other=0.0), gamma, carry
+        )
         carry = _first(scanned, offsets)
         future = tl.exp(tl.clamp(scanned, -limit, limit, propagate_nan=tl.PropagateNan.ALL))
         omega = tl.clamp(future, 1.0 - clip, 1.0 + clip, propagate_nan=tl.PropagateNan.ALL)
@@ -85,7 +102,8 @@ def score_kernel(
     total = tl.maximum(tl.sum(num, axis=0), 1.0)
     omega_mean = 1.0 + tl.sum(omegas, axis=0) / total
     entropy_mean = tl.sum(entropies, axis=0) / total
-    # Squares of deviations in a pass of their own: E[x^2] - E[x]^2 has no digits left where Omega is nearly flat.
+    # Squares of deviations in a pass of their own: E[x^2] - E[x]^2 has no digits left where Omega
+    # is nearly flat.
     omega_squares, entropy_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     omegas, entropies = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(num_blocks):
@@ -109,26 +127,49 @@ def score_kernel(
         start = begin + block * BLOCK
         is_in = start + offsets < end
         is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        z_omega = (tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean) / (omega_std + 1e-6)
-        z_entropy = (tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean) / (entropy_std + 1e-6)
+        z_omega = (tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean) / (
+            omega_std + 1e-6
+        )
+        z_entropy = (
+            tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean
+        ) / (entropy_std + 1e-6)
         z_omega = tl.where(is_flat, 1.0, z_omega)
-        tl.store(score_ptr + start + offsets, tl.where(is_token, z_entropy * z_omega, 0.0), mask=is_in)
-        tl.store(is_candidate_ptr + start + offsets, is_token & (z_entropy > 0) & (z_omega > 0), mask=is_in)
+        tl.store(
+            score_ptr + start + offsets, tl.where(is_token, z_entropy * z_omega, 0.0), mask=is_in
+        )
+        tl.store(
+            is_candidate_ptr + start + offsets,
+            is_token & (z_entropy > 0) & (z_omega > 0),
+            mask=is_in,
+        )
 
 
 def scan(x_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None) -> Tensor:
     """Launcher, see `branching.discounted_reverse_scan`."""
     out_T = torch.zeros_like(x_T)
     if len(cu_seqlens_S1) > 1:
-        scan_kernel[(len(cu_seqlens_S1) - 1,)](x_T, mask_T, out_T, cu_seqlens_S1, gamma, HAS_MASK=mask_T is not None, **LAUNCH)
+        scan_kernel[(len(cu_seqlens_S1) - 1,)](
+            x_T, mask_T, out_T, cu_seqlens_S1, gamma, HAS_MASK=mask_T is not None, **LAUNCH
+        )
     return out_T
 
 
 def score(
-    log_ratio_T: Tensor, entropy_T: Tensor, mask_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, clip: float, limit: float, flat: float
+    log_ratio_T: Tensor,
+    entropy_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    gamma: float,
+    clip: float,
+    limit: float,
+    flat: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launcher, see `branching.branching_score`."""
-    score_T, omega_T, is_candidate_T = torch.zeros_like(entropy_T), torch.ones_like(entropy_T), torch.zeros_like(mask_T)
+    score_T, omega_T, is_candidate_T = (
+        torch.zeros_like(entropy_T),
+        torch.ones_like(entropy_T),
+        torch.zeros_like(mask_T),
+    )
     if len(cu_seqlens_S1) > 1:
         score_kernel[(len(cu_seqlens_S1) - 1,)](
             log_ratio_T, entropy_T, mask_T, omega_T, score_T, is_candidate_T, cu_seqlens_S1, gamma, clip, limit, flat,

@@ -1,4 +1,6 @@
-"""The walk over chunks of a head, and its operators. T: target tokens, D: hidden size, V: vocabulary, C: rows of a chunk."""
+"""The walk over chunks of a head, and its operators. T: target tokens, D: hidden size, V:
+vocabulary, C: rows of a chunk.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,22 @@ def walk_scores(head: Head, source: Rows, impl: str) -> Tensor:
 
 
 def _chunk_scores(head: Head, source: Rows, chunk: slice, impl: str) -> tuple[Rows, Tensor, Tensor]:
-    return chunk_scores(head, replace(source[chunk], logits_TV=head.logits(source.hidden_TD[chunk])), impl)
+    return chunk_scores(
+        head, replace(source[chunk], logits_TV=head.logits(source.hidden_TD[chunk])), impl
+    )
 
 
-def walk_gradient(head: Head, source: Rows, dlogprob_T: Tensor, dentropy_T: Tensor, gradients: Gradients, impl: str) -> None:
-    """The gradient for any upstream gradient of logp and entropy, from logits computed once more; rows without one are left out."""
+def walk_gradient(
+    head: Head,
+    source: Rows,
+    dlogprob_T: Tensor,
+    dentropy_T: Tensor,
+    gradients: Gradients,
+    impl: str,
+) -> None:
+    """The gradient for any upstream gradient of logp and entropy, from logits computed once more;
+    rows without one are left out.
+    """
     row_T = (((dlogprob_T != 0) | (dentropy_T != 0)) & (source.target_ids_T >= 0)).nonzero()[:, 0]
     source, dlogprob_T, dentropy_T = source.at(row_T), dlogprob_T[row_T], dentropy_T[row_T]
     for chunk in head.chunks(len(row_T)):
@@ -66,17 +79,29 @@ class LossWalk:
         if self.compact and self.row_T is None:
             index_A = counts_T.nonzero()[:, 0]
             if len(index_A) < len(counts_T):
-                part = replace(self, source=self.source.at(index_A), tokens=_at(self.tokens, index_A, counts_T), row_T=index_A)
+                part = replace(
+                    self,
+                    source=self.source.at(index_A),
+                    tokens=_at(self.tokens, index_A, counts_T),
+                    row_T=index_A,
+                )
                 column_7T[:, index_A] = part.run()
                 return column_7T
         if self.row_T is None:  # a row with a negative target is in no sequence either
-            return replace(self, tokens=replace(self.tokens, weight_T=torch.where(counts_T, self.tokens.weight_T, 0.0)))._walk(column_7T)
+            return replace(
+                self,
+                tokens=replace(
+                    self.tokens, weight_T=torch.where(counts_T, self.tokens.weight_T, 0.0)
+                ),
+            )._walk(column_7T)
         return self._walk(column_7T)
 
     def _walk(self, column_7T: Tensor) -> Tensor:
         one_kernel = self.spec.policy != "gspo" and self.head.shard is None
         for block in _blocks(self.head, column_7T.shape[1], self.spec, self.tokens.cu_seqlens_S1):
-            column_7T[:, block] = self._fused_chunk(block) if one_kernel else self._scored_block(block)
+            column_7T[:, block] = (
+                self._fused_chunk(block) if one_kernel else self._scored_block(block)
+            )
         return column_7T
 
     def _fused_chunk(self, chunk: slice) -> Tensor:
@@ -85,23 +110,40 @@ class LossWalk:
         rows = replace(self.source[chunk], logits_TV=self.head.logits(hidden_CD))
         part = _part(self.tokens, chunk)
         out_CV = None if self.gradients is None else gradient_buffer(rows.logits_TV, hidden_CD)
-        column_7C = run_loss(rows, self.spec, part.advantage_T, part.weight_T, part.old_logprob_T, part.ref_logprob_T, out_CV, self.impl)
+        column_7C = run_loss(
+            rows,
+            self.spec,
+            part.advantage_T,
+            part.weight_T,
+            part.old_logprob_T,
+            part.ref_logprob_T,
+            out_CV,
+            self.impl,
+        )
         self._add(chunk, out_CV, column_7C)
         return column_7C
 
     def _scored_block(self, block: slice) -> Tensor:
-        """Rows whose loss is known only together: scores of all, their loss, then gradients. The logits of a block of one chunk are
-        computed once, those of a longer one twice where a chunk has rows with a gradient."""
-        chunks = [slice(block.start + c.start, block.start + c.stop) for c in self.head.chunks(block.stop - block.start)]
+        """Rows whose loss is known only together: scores of all, their loss, then gradients. The
+        logits of a block of one chunk are computed once, those of a longer one twice where a chunk
+        has rows with a gradient.
+        """
+        chunks = [
+            slice(block.start + c.start, block.start + c.stop)
+            for c in self.head.chunks(block.stop - block.start)
+        ]
         scored = [self._scores(chunk) for chunk in chunks] if len(chunks) == 1 else []
-        score_3B = torch.cat([s[1] for s in scored] or [self._scores(chunk)[1] for chunk in chunks], 1)
+        score_3B = torch.cat(
+            [s[1] for s in scored] or [self._scores(chunk)[1] for chunk in chunks], 1
+        )
         part = replace(_part(self.tokens, block), logprob_T=score_3B[0], entropy_T=score_3B[1])
         token = token_loss(self.spec, part)
         column_7B = torch.where(part.weight_T != 0, columns(token, part), 0.0)
         if self.gradients is None:
             return column_7B
         dlogprob_B, dentropy_B = weighted_slopes(token, part.weight_T)
-        # Of a shard all ranks must come to the collectives, though rounding may let them differ over a row at the edge of the clip.
+        # Of a shard all ranks must come to the collectives, though rounding may let them differ
+        # over a row at the edge of the clip.
         skips = self.compact and not scored and self.head.shard is None
         for chunk in chunks:
             inner = slice(chunk.start - block.start, chunk.stop - block.start)
@@ -110,7 +152,9 @@ class LossWalk:
             rows, score_3C, state_4C = scored.pop() if scored else self._scores(chunk)
             out_CV = gradient_buffer(rows.logits_TV, self.source.hidden_TD)
             dentropy_C = None if dentropy_B is None else dentropy_B[inner]
-            write_gradient(rows, score_3C, state_4C, dlogprob_B[inner], dentropy_C, self.impl, out_CV)
+            write_gradient(
+                rows, score_3C, state_4C, dlogprob_B[inner], dentropy_C, self.impl, out_CV
+            )
             self._add(chunk, out_CV, column_7B[:, inner])
             del rows, out_CV  # before the next chunk's logits are made
         return column_7B
@@ -126,7 +170,9 @@ class LossWalk:
 
 
 def _blocks(head: Head, num_rows: int, spec: LossSpec, cu_seqlens_S1: Tensor | None) -> list[slice]:
-    """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer ones alone."""
+    """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer ones
+    alone.
+    """
     if spec.policy != "gspo" or cu_seqlens_S1 is None:
         return list(head.chunks(num_rows))
     blocks: list[slice] = []
@@ -145,9 +191,13 @@ def _part(tokens: Tokens, block: slice) -> Tokens:
     if cu_seqlens is not None:
         # Sequences outside the block become empty ones, which takes no look at the values.
         cu_seqlens = cu_seqlens.clamp(block.start, block.stop) - block.start
-    old_T, ref_T = (None if x is None else x[block] for x in (tokens.old_logprob_T, tokens.ref_logprob_T))
+    old_T, ref_T = (
+        None if x is None else x[block] for x in (tokens.old_logprob_T, tokens.ref_logprob_T)
+    )
     weight_T = tokens.weight_T[block]
-    return Tokens(weight_T, weight_T, tokens.advantage_T[block], weight_T, old_T, ref_T, None, cu_seqlens)
+    return Tokens(
+        weight_T, weight_T, tokens.advantage_T[block], weight_T, old_T, ref_T, None, cu_seqlens
+    )
 
 
 def _at(tokens: Tokens, index_A: Tensor, counts_T: Tensor) -> Tokens:
@@ -156,9 +206,13 @@ def _at(tokens: Tokens, index_A: Tensor, counts_T: Tensor) -> Tokens:
     if cu_seqlens is not None:
         num_before = torch.cat([counts_T.new_zeros(1, dtype=torch.int64), counts_T.cumsum(0)])
         cu_seqlens = num_before[cu_seqlens.long()]
-    old_T, ref_T = (None if x is None else x[index_A] for x in (tokens.old_logprob_T, tokens.ref_logprob_T))
+    old_T, ref_T = (
+        None if x is None else x[index_A] for x in (tokens.old_logprob_T, tokens.ref_logprob_T)
+    )
     weight_T = tokens.weight_T[index_A]
-    return Tokens(weight_T, weight_T, tokens.advantage_T[index_A], weight_T, old_T, ref_T, None, cu_seqlens)
+    return Tokens(
+        weight_T, weight_T, tokens.advantage_T[index_A], weight_T, old_T, ref_T, None, cu_seqlens
+    )
 
 
 @torch.library.custom_op("flowkernels::linear_scores", mutates_args=())
@@ -178,7 +232,9 @@ def linear_scores_op(
 ) -> Tensor:
     """[3, T]; differentiable by hidden, weight and bias in the first two."""
     head = Head(weight, bias, fp32_logits, chunk_rows, batch_invariant)
-    return walk_scores(head, make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets), impl)
+    return walk_scores(
+        head, make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets), impl
+    )
 
 
 @linear_scores_op.register_fake
@@ -187,7 +243,17 @@ def _(hidden: Tensor, *_: Any) -> Tensor:
 
 
 def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, bias, targets, temperature, ctx.softcap, kept_ids, kept_offsets, *ctx.options = inputs
+    (
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        ctx.softcap,
+        kept_ids,
+        kept_offsets,
+        *ctx.options,
+    ) = inputs
     ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept_ids, kept_offsets)
 
 
@@ -195,7 +261,17 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     hidden, weight, bias, targets, temperature, kept_ids, kept_offsets = ctx.saved_tensors
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     found = linear_gradient_op(
-        hidden, weight, bias, targets, temperature, ctx.softcap, kept_ids, kept_offsets, dscore_3T.contiguous(), needs, *ctx.options
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        ctx.softcap,
+        kept_ids,
+        kept_offsets,
+        dscore_3T.contiguous(),
+        needs,
+        *ctx.options,
     )
     return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
 
@@ -228,7 +304,9 @@ def linear_gradient_op(
     return as_outputs(gradients, hidden)
 
 
-def _fake_gradients(hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulator_dtype(hidden.dtype)
     empty = hidden.new_empty((0,))
     return (
@@ -271,13 +349,17 @@ def linear_loss_op(
     gradients = Gradients.empty(hidden, head, needs)
     rows = make_rows(hidden, targets, temperature, softcap, kept_ids, kept_offsets)
     tokens = Tokens(token_weight, token_weight, advantage, token_weight, old, ref, None, cu_seqlens)
-    column_7T = LossWalk(head, rows, tokens, decode(spec), gradients if any(needs) else None, impl, compact).run()
+    column_7T = LossWalk(
+        head, rows, tokens, decode(spec), gradients if any(needs) else None, impl, compact
+    ).run()
     loss, stats = statistics.reduce(column_7T, token_weight, targets, impl)
     return loss, *as_outputs(gradients, hidden), column_7T, stats
 
 
 @linear_loss_op.register_fake
-def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(
+    hidden: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.float32)
     column_7T = hidden.new_empty((NUM_COLUMNS, hidden.shape[0]), dtype=torch.float32)
     stats = hidden.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32)
@@ -292,7 +374,10 @@ def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _loss_backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-    found = [scaled(gradient, dloss) if need else None for gradient, need in zip(ctx.saved_tensors, ctx.needs, strict=True)]
+    found = [
+        scaled(gradient, dloss) if need else None
+        for gradient, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+    ]
     return (*found, *[None] * 17)
 
 

@@ -1,4 +1,6 @@
-"""The fused loss in Triton: statistics, token loss and gradient of a row by one program, while the row is still in L2."""
+"""The fused loss in Triton: statistics, token loss and gradient of a row by one program, while the
+row is still in L2.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,17 @@ def _kl(raw, limit, KL: tl.constexpr):
 
 
 @triton.jit
-def _policy(logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY: tl.constexpr, HAS_DUAL: tl.constexpr):
+def _policy(
+    logp,
+    log_ratio,
+    advantage,
+    clip_low,
+    clip_high,
+    dual_clip,
+    limit,
+    POLICY: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+):
     """(loss, derivative by logp, clipped), as in `token_loss`."""
     ratio = tl.exp(_clamp(log_ratio, limit))
     if POLICY == NLL:
@@ -69,7 +81,10 @@ def _policy(logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, P
         is_clipped = ratio > 1.0 + clip_high
     else:
         unclipped = ratio * advantage
-        clipped = tl.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL) * advantage
+        clipped = (
+            tl.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL)
+            * advantage
+        )
         is_clipped = unclipped > clipped
         loss = tl.where(is_clipped, -clipped, -unclipped)
         if HAS_DUAL:
@@ -103,21 +118,36 @@ def loss_kernel(
             scale = 1.0 / temperature * LOG2E
             advantage = tl.load(advantage_ptr + row)
             x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)
-            top, log2_total, entropy = row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH)
+            top, log2_total, entropy = row_statistics(
+                row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH
+            )
             kept_top, kept_log2_total = top, log2_total
             begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
             if HAS_KEPT:
                 begin, end = tl.load(kept_offsets_ptr + row), tl.load(kept_offsets_ptr + row + 1)
                 if end > begin:
                     kept_top, kept_log2_total = kept_statistics(
-                        row_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, scale, softcap, HAS_SOFTCAP, LANES
+                        row_ptr,
+                        kept_ids_ptr,
+                        kept_copy_ptr,
+                        begin,
+                        end,
+                        target,
+                        x_target,
+                        num_vocab,
+                        scale,
+                        softcap,
+                        HAS_SOFTCAP,
+                        LANES,
                     )
             logp = ((x_target - kept_top) * scale - kept_log2_total) * LN2
             old = logp
             if HAS_OLD:
                 old = tl.load(old_ptr + row)
             log_ratio = logp - old
-            loss, dlogp, is_clipped = _policy(logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY, HAS_DUAL)
+            loss, dlogp, is_clipped = _policy(
+                logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY, HAS_DUAL
+            )
             if HAS_REF:
                 kl, dkl = _kl(tl.load(ref_ptr + row) - logp, limit, KL)
                 if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
@@ -154,10 +184,21 @@ def loss_kernel(
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One program: no order is left to chance."""
+    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One
+    program: no order is left to chance.
+    """
     offsets = tl.arange(0, BLOCK)
     loss = tl.zeros([BLOCK], tl.float32)
-    num, weights, entropies, kls, ratios, low, high, mismatch = loss, loss, loss, loss, loss, loss, loss, loss
+    num, weights, entropies, kls, ratios, low, high, mismatch = (
+        loss,
+        loss,
+        loss,
+        loss,
+        loss,
+        loss,
+        loss,
+        loss,
+    )
     ratio_max = tl.full([BLOCK], -float("inf"), tl.float32)
     ratio_min = tl.full([BLOCK], float("inf"), tl.float32)
     histogram = tl.zeros([NUM_BINS], tl.float32)
@@ -175,13 +216,27 @@ def statistics_kernel(
         num += counts.to(tl.float32)
         weights += tl.where(counts, weight, 0.0)
         ratios += tl.where(counts, ratio, 0.0)
-        ratio_max = tl.maximum(ratio_max, tl.where(counts, ratio, -float("inf")), propagate_nan=tl.PropagateNan.ALL)
-        ratio_min = tl.minimum(ratio_min, tl.where(counts, ratio, float("inf")), propagate_nan=tl.PropagateNan.ALL)
+        ratio_max = tl.maximum(
+            ratio_max, tl.where(counts, ratio, -float("inf")), propagate_nan=tl.PropagateNan.ALL
+        )
+        ratio_min = tl.minimum(
+            ratio_min, tl.where(counts, ratio, float("inf")), propagate_nan=tl.PropagateNan.ALL
+        )
         low += tl.where(log_ratio < 0, is_clipped, 0.0)
         high += tl.where(log_ratio < 0, 0.0, is_clipped)
         mismatch += tl.abs(log_ratio)
         # A NaN fails both comparisons and lands in no bin.
-        bins = tl.floor(tl.clamp(log_ratio / BIN_WIDTH, -NUM_BINS / 2, NUM_BINS / 2 - 1, propagate_nan=tl.PropagateNan.ALL)) + NUM_BINS // 2
+        bins = (
+            tl.floor(
+                tl.clamp(
+                    log_ratio / BIN_WIDTH,
+                    -NUM_BINS / 2,
+                    NUM_BINS / 2 - 1,
+                    propagate_nan=tl.PropagateNan.ALL,
+                )
+            )
+            + NUM_BINS // 2
+        )
         is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
         histogram += tl.sum(is_bin.to(tl.float32), axis=0)
     tl.store(loss_ptr, tl.sum(loss, axis=0))
@@ -202,20 +257,36 @@ def statistics_kernel(
 
 @triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()` sends."""
+    """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()`
+    sends.
+    """
     factor = tl.load(factor_ptr)
     if factor != 1.0:
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, tl.num_programs(0).to(tl.int64) * BLOCK):
+        for start in range(
+            tl.program_id(0).to(tl.int64) * BLOCK,
+            num_elements,
+            tl.num_programs(0).to(tl.int64) * BLOCK,
+        ):
             offsets = start + tl.arange(0, BLOCK)
             is_in = offsets < num_elements
             g = tl.load(gradient_ptr + offsets, mask=is_in, other=0.0).to(tl.float32)
-            tl.store(gradient_ptr + offsets, (g * factor).to(gradient_ptr.dtype.element_ty), mask=is_in)
+            tl.store(
+                gradient_ptr + offsets, (g * factor).to(gradient_ptr.dtype.element_ty), mask=is_in
+            )
 
 
 def loss(
-    rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, out_TV: Tensor | None
+    rows: Rows,
+    spec: LossSpec,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_T: Tensor | None,
+    ref_T: Tensor | None,
+    out_TV: Tensor | None,
 ) -> Tensor:
-    """Launcher: columns [7, T], and the gradient into `out_TV` (which may be the logits) unless that is None."""
+    """Launcher: columns [7, T], and the gradient into `out_TV` (which may be the logits) unless
+    that is None.
+    """
     logits_TV, num_rows = rows.logits_TV, len(rows.target_ids_T)
     column_7T = torch.empty(NUM_COLUMNS, num_rows, device=logits_TV.device)
     if num_rows:
@@ -238,7 +309,15 @@ def statistics(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tup
     result = torch.empty((), device=column_7T.device)
     out = torch.empty(NUM_STATISTICS, device=column_7T.device)
     statistics_kernel[(1,)](
-        column_7T, weight_T, target_ids_T, result, out, len(weight_T), BIN_WIDTH=BIN_WIDTH, NUM_BINS=NUM_BINS, **STATISTICS
+        column_7T,
+        weight_T,
+        target_ids_T,
+        result,
+        out,
+        len(weight_T),
+        BIN_WIDTH=BIN_WIDTH,
+        NUM_BINS=NUM_BINS,
+        **STATISTICS,
     )
     return result, out
 
@@ -247,4 +326,6 @@ def scale_(gradient_TV: Tensor, factor: Tensor) -> None:
     """Launcher: gradient *= factor, in place."""
     assert gradient_TV.is_contiguous()
     if gradient_TV.numel():
-        scale_kernel[(1024,)](gradient_TV, factor.float(), gradient_TV.numel(), BLOCK=4096, num_warps=8)
+        scale_kernel[(1024,)](
+            gradient_TV, factor.float(), gradient_TV.numel(), BLOCK=4096, num_warps=8
+        )

@@ -14,7 +14,8 @@ from flowkernels.rows import Rows, backward_torch, forward_torch, make_rows
 from flowkernels.token_loss import LossSpec, TokenLoss, Tokens, token_loss
 
 NUM_COLUMNS = 7
-"""Per-row results: weighted loss, logp, entropy, log-ratio, KL, clipped, active (has a gradient)."""
+"""Per-row results: weighted loss, logp, entropy, log-ratio, KL, clipped, active (has a gradient).
+"""
 
 
 def columns(token: TokenLoss, tokens: Tokens) -> Tensor:
@@ -25,14 +26,18 @@ def columns(token: TokenLoss, tokens: Tokens) -> Tensor:
     if token.dentropy_T is not None:
         active_T = active_T | (token.dentropy_T != 0)
     flags = (token.is_clipped_T.float(), (counts_T & active_T).float())
-    return torch.stack([weighted_T, tokens.logprob_T, tokens.entropy_T, token.log_ratio_T, token.kl_T, *flags])
+    return torch.stack(
+        [weighted_T, tokens.logprob_T, tokens.entropy_T, token.log_ratio_T, token.kl_T, *flags]
+    )
 
 
 def weighted_slopes(token: TokenLoss, weight_T: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight times dL/dlogp and dL/dH; 0 where the weight is, whatever the slope."""
     counts_T = weight_T != 0
     dlogprob_T = torch.where(counts_T, weight_T * token.dlogprob_T, 0.0)
-    return dlogprob_T, None if token.dentropy_T is None else torch.where(counts_T, weight_T * token.dentropy_T, 0.0)
+    return dlogprob_T, None if token.dentropy_T is None else torch.where(
+        counts_T, weight_T * token.dentropy_T, 0.0
+    )
 
 
 @lru_cache(maxsize=64)
@@ -61,7 +66,13 @@ def run_loss(
 
 
 def _loss_torch(
-    rows: Rows, spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_T: Tensor | None, ref_T: Tensor | None, out_TV: Tensor | None
+    rows: Rows,
+    spec: LossSpec,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_T: Tensor | None,
+    ref_T: Tensor | None,
+    out_TV: Tensor | None,
 ) -> Tensor:
     """The reference of the fused kernel."""
     column_7T = torch.zeros(NUM_COLUMNS, len(weight_T), device=weight_T.device)
@@ -69,14 +80,20 @@ def _loss_torch(
     for chunk in rows.chunks():
         forward = forward_torch(rows[chunk])
         old_C, ref_C = (None if x is None else x[chunk] for x in (old_T, ref_T))
-        tokens = Tokens(forward.logprob_C, forward.entropy_C, advantage_T[chunk], weight_T[chunk], old_C, ref_C)
+        tokens = Tokens(
+            forward.logprob_C, forward.entropy_C, advantage_T[chunk], weight_T[chunk], old_C, ref_C
+        )
         token, counts_C = token_loss(spec, tokens), counts_T[chunk]
         column_7T[:, chunk] = torch.where(counts_C, columns(token, tokens), 0.0)
         if out_TV is None:
             continue
         slope_C = tokens.weight_T / rows.temperature_T[chunk]
         a_C = torch.where(counts_C, -slope_C * token.dlogprob_T, 0.0)
-        c_C = None if token.dentropy_T is None else torch.where(counts_C, -slope_C * token.dentropy_T, 0.0)
+        c_C = (
+            None
+            if token.dentropy_T is None
+            else torch.where(counts_C, -slope_C * token.dentropy_T, 0.0)
+        )
         backward_torch(forward, a_C, c_C, out_TV[chunk])
     return column_7T
 
@@ -100,7 +117,16 @@ def policy_loss_op(
     """(loss, gradient or an empty tensor, columns, statistics)."""
     rows = make_rows(logits, targets, temperature, softcap, kept_ids, kept_offsets)
     dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
-    column_7T = run_loss(rows, decode(spec), advantage, weight, old, ref, dlogits_TV if needs_gradient else None, impl)
+    column_7T = run_loss(
+        rows,
+        decode(spec),
+        advantage,
+        weight,
+        old,
+        ref,
+        dlogits_TV if needs_gradient else None,
+        impl,
+    )
     loss, stats = statistics.reduce(column_7T, weight, targets, impl)
     return loss, dlogits_TV, column_7T, stats
 
@@ -118,7 +144,9 @@ def _(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or autograd fills a zero gradient of [T, V] for the gradient itself
+    ctx.set_materialize_grads(
+        False
+    )  # or autograd fills a zero gradient of [T, V] for the gradient itself
     ctx.save_for_backward(output[1])
 
 
@@ -128,9 +156,13 @@ def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor |
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must stay."""
+    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must
+    stay.
+    """
     if type(gradient) is not Tensor:
-        return (gradient.to(torch.promote_types(gradient.dtype, factor.dtype)) * factor).to(gradient.dtype)
+        return (gradient.to(torch.promote_types(gradient.dtype, factor.dtype)) * factor).to(
+            gradient.dtype
+        )
     scale_op(gradient, factor)
     return gradient
 

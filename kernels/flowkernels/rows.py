@@ -1,13 +1,16 @@
-"""Rows of logits: statistics and gradients, as torch references and as `torch.library` operators over both implementations.
+"""Rows of logits: statistics and gradients, as torch references and as `torch.library` operators
+over both implementations.
 
-Maths, for a row x [V] with target y: z = softcap(x) / temperature, lse = log sum_j exp z_j, p = exp(z - lse), H = -sum_j p_j log p_j,
-logp = z_y - lse, or z_y - lse over the kept set where the sampler renormalised over one. For upstream gradients of logp and H,
+Maths, for a row x [V] with target y: z = softcap(x) / temperature, lse = log sum_j exp z_j, p =
+exp(z - lse), H = -sum_j p_j log p_j, logp = z_y - lse, or z_y - lse over the kept set where the
+sampler renormalised over one. For upstream gradients of logp and H,
 
     dz_j = a p^S_j - a [j = y] + c p_j (log p_j + H),   a = -dL/dlogp,  c = -dL/dH,
 
-with p^S = p, or the distribution over the kept set (0 outside it). Bytes, in bf16: 2 per element for the statistics; 4 with the
-gradient, if the second read of a row comes from cache, else 6. The torch reference goes through the rows in chunks that fit a CPU
-cache, in fp32. T: target tokens, V: vocabulary, C: rows of a chunk, K: kept ids of all rows.
+with p^S = p, or the distribution over the kept set (0 outside it). Bytes, in bf16: 2 per element
+for the statistics; 4 with the gradient, if the second read of a row comes from cache, else 6. The
+torch reference goes through the rows in chunks that fit a CPU cache, in fp32. T: target tokens, V:
+vocabulary, C: rows of a chunk, K: kept ids of all rows.
 """
 
 from __future__ import annotations
@@ -20,17 +23,21 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**19
-"""Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of the cache."""
+"""Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
+the cache."""
 _FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSet:
-    """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has them (arXiv 2512.02556, 3.1).
+    """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has
+    them (arXiv 2512.02556, 3.1).
 
-    A row without ids was not truncated. A target is always counted in; ids of a row must differ from one another.
+    A row without ids was not truncated. A target is always counted in; ids of a row must differ
+    from one another.
 
-    Example: KeptSet(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0 and 2 were truncated, row 1 was not.
+    Example: KeptSet(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0 and 2
+    were truncated, row 1 was not.
     """
 
     token_ids_K: Tensor
@@ -41,14 +48,19 @@ class KeptSet:
     def __getitem__(self, rows: slice) -> KeptSet:
         """Of consecutive rows."""
         begin, end = (int(self.offsets_T1[i]) for i in (rows.start, rows.stop))
-        return KeptSet(self.token_ids_K[begin:end], self.offsets_T1[rows.start : rows.stop + 1] - begin)
+        return KeptSet(
+            self.token_ids_K[begin:end], self.offsets_T1[rows.start : rows.stop + 1] - begin
+        )
 
     def at(self, index_A: Tensor) -> KeptSet:
         """Of any rows, in this order."""
         counts_A = self.offsets_T1.diff()[index_A]
         offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
         shift_K = torch.repeat_interleave(self.offsets_T1[index_A] - offsets_A1[:-1], counts_A)
-        return KeptSet(self.token_ids_K[shift_K + torch.arange(len(shift_K), device=shift_K.device)], offsets_A1)
+        return KeptSet(
+            self.token_ids_K[shift_K + torch.arange(len(shift_K), device=shift_K.device)],
+            offsets_A1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,13 @@ class Rows:
     def __getitem__(self, rows: slice) -> Rows:
         """A chunk of consecutive rows."""
         kept = None if self.kept is None else self.kept[rows]
-        return Rows(self.logits_TV[rows], self.target_ids_T[rows], self.temperature_T[rows], self.softcap, kept)
+        return Rows(
+            self.logits_TV[rows],
+            self.target_ids_T[rows],
+            self.temperature_T[rows],
+            self.softcap,
+            kept,
+        )
 
     @property
     def hidden_TD(self) -> Tensor:
@@ -77,7 +95,13 @@ class Rows:
     def at(self, index_A: Tensor) -> Rows:
         """Any rows, in this order."""
         kept = None if self.kept is None else self.kept.at(index_A)
-        return Rows(self.logits_TV[index_A], self.target_ids_T[index_A], self.temperature_T[index_A], self.softcap, kept)
+        return Rows(
+            self.logits_TV[index_A],
+            self.target_ids_T[index_A],
+            self.temperature_T[index_A],
+            self.softcap,
+            kept,
+        )
 
     def chunks(self) -> Iterator[slice]:
         num_rows, num_vocab = self.logits_TV.shape
@@ -116,20 +140,43 @@ def forward_torch(rows: Rows) -> Forward:
     total_C = _row_sums(e_CV)
     log_total_C = total_C.log()
     moment_C = _row_sums(e_CV * t_CV)
-    kept_log_total_C = log_total_C if t_kept_K is None else _kept_log_total(rows, t_kept_K, t_target_C, log_total_C)
+    kept_log_total_C = (
+        log_total_C
+        if t_kept_K is None
+        else _kept_log_total(rows, t_kept_K, t_target_C, log_total_C)
+    )
     is_row_C = rows.target_ids_T >= 0
     logprob_C, entropy_C, lse_C = (
-        torch.where(is_row_C, x_C, 0.0) for x_C in (t_target_C - kept_log_total_C, log_total_C - moment_C / total_C, top_C + log_total_C)
+        torch.where(is_row_C, x_C, 0.0)
+        for x_C in (
+            t_target_C - kept_log_total_C,
+            log_total_C - moment_C / total_C,
+            top_C + log_total_C,
+        )
     )
-    return Forward(rows, t_CV, e_CV, t_target_C, t_kept_K, log_total_C, kept_log_total_C, logprob_C, entropy_C, lse_C)
+    return Forward(
+        rows,
+        t_CV,
+        e_CV,
+        t_target_C,
+        t_kept_K,
+        log_total_C,
+        kept_log_total_C,
+        logprob_C,
+        entropy_C,
+        lse_C,
+    )
 
 
 def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Tensor) -> None:
-    """The gradient by the logits into `out_CV`, which may be the logits; the buffers of `forward` are used up. `a` and `c` as above."""
+    """The gradient by the logits into `out_CV`, which may be the logits; the buffers of `forward`
+    are used up. `a` and `c` as above.
+    """
     rows, p_C = forward.rows, forward.log_total_C.neg().exp_()
     slope_CV = 1 - (_capped(rows) / rows.softcap).square_() if rows.softcap else None
     is_truncated_C = None if rows.kept is None else rows.kept.offsets_T1.diff() > 0
-    # What is not the same all over the row is worked out apart, in fp32, and put in place at the end.
+    # What is not the same all over the row is worked out apart, in fp32, and put in place at the
+    # end.
     a_row_C = a_C if is_truncated_C is None else torch.where(is_truncated_C, 0.0, a_C)
     spots = [_target_gradient(forward, a_C, c_C)]
     if rows.kept is not None:
@@ -152,17 +199,23 @@ def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Te
 
 
 def _capped(rows: Rows) -> Tensor:
-    """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not write to them."""
+    """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not
+    write to them.
+    """
     x_CV = rows.logits_TV if rows.logits_TV.dtype == torch.float64 else rows.logits_TV.float()
     return (x_CV / rows.softcap).tanh_().mul_(rows.softcap) if rows.softcap else x_CV
 
 
 def _row_sums(x_CV: Tensor) -> Tensor:
-    """A row alone is summed as it is among others: torch would spread it over threads, in an order of its own."""
+    """A row alone is summed as it is among others: torch would spread it over threads, in an order
+    of its own.
+    """
     return x_CV.sum(-1) if len(x_CV) != 1 else x_CV.expand(2, -1).sum(-1)[:1]
 
 
-def _gradient_at(forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C: Tensor | None) -> Tensor:
+def _gradient_at(
+    forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C: Tensor | None
+) -> Tensor:
     """a p^S + c p (log p + H) at some places."""
     g_K = a_C[row_K] * (t_K - forward.kept_log_total_C[row_K]).exp()
     if c_C is None:
@@ -171,18 +224,30 @@ def _gradient_at(forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C:
     return g_K + c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
 
 
-def _target_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _target_gradient(
+    forward: Forward, a_C: Tensor, c_C: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(row, id, gradient) of each target that these rows hold."""
     targets_C = forward.rows.target_ids_T
     row_K = ((targets_C >= 0) & (targets_C < forward.t_CV.shape[1])).nonzero()[:, 0]
-    return row_K, targets_C[row_K], _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C) - a_C[row_K]
+    return (
+        row_K,
+        targets_C[row_K],
+        _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C) - a_C[row_K],
+    )
 
 
-def _kept_gradient(forward: Forward, a_C: Tensor, c_C: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _kept_gradient(
+    forward: Forward, a_C: Tensor, c_C: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(row, id, gradient) of each kept id; right for all but the targets."""
     assert forward.rows.kept is not None and forward.t_kept_K is not None
     row_K = _kept_rows(forward.rows)
-    return row_K, forward.rows.kept.token_ids_K, _gradient_at(forward, row_K, forward.t_kept_K, a_C, c_C)
+    return (
+        row_K,
+        forward.rows.kept.token_ids_K,
+        _gradient_at(forward, row_K, forward.t_kept_K, a_C, c_C),
+    )
 
 
 def _valid(target_ids_C: Tensor, num_vocab: int) -> Tensor:
@@ -223,7 +288,10 @@ def _kept_log_total(rows: Rows, t_K: Tensor, t_target_C: Tensor, log_total_C: Te
 
 def _scores_torch(rows: Rows) -> tuple[Tensor, Tensor]:
     num_rows, device = len(rows.target_ids_T), rows.logits_TV.device
-    score_3T, state_4T = torch.empty(3, num_rows, device=device), torch.zeros(4, num_rows, device=device)
+    score_3T, state_4T = (
+        torch.empty(3, num_rows, device=device),
+        torch.zeros(4, num_rows, device=device),
+    )
     for chunk in rows.chunks():
         forward = forward_torch(rows[chunk])
         for i, x_C in enumerate((forward.logprob_C, forward.entropy_C, forward.lse_C)):
@@ -232,27 +300,50 @@ def _scores_torch(rows: Rows) -> tuple[Tensor, Tensor]:
     return score_3T, state_4T
 
 
-def _gradient_torch(rows: Rows, score_3T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, out_TV: Tensor) -> None:
+def _gradient_torch(
+    rows: Rows,
+    score_3T: Tensor,
+    state_4T: Tensor,
+    dlogprob_T: Tensor,
+    dentropy_T: Tensor | None,
+    out_TV: Tensor,
+) -> None:
     for chunk in rows.chunks():
         part = rows[chunk]
         is_row_C = part.target_ids_T >= 0
         a_C = torch.where(is_row_C, -dlogprob_T[chunk] / part.temperature_T, 0.0)
-        c_C = None if dentropy_T is None else torch.where(is_row_C, -dentropy_T[chunk] / part.temperature_T, 0.0)
+        c_C = (
+            None
+            if dentropy_T is None
+            else torch.where(is_row_C, -dentropy_T[chunk] / part.temperature_T, 0.0)
+        )
         forward = forward_torch(part)
         # The sum that was handed in may be that of more vocabulary than these rows hold.
         log_total_C = state_4T[1, chunk]
         kept_C = log_total_C if rows.kept is None else forward.kept_log_total_C
-        forward = replace(forward, log_total_C=log_total_C, kept_log_total_C=kept_C, entropy_C=score_3T[1, chunk])
+        forward = replace(
+            forward, log_total_C=log_total_C, kept_log_total_C=kept_C, entropy_C=score_3T[1, chunk]
+        )
         backward_torch(forward, a_C, c_C, out_TV[chunk])
 
 
 def scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
-    """([3, T] fp32: logp, entropy, lse; [4, T]: the state that `write_gradient` takes). Differentiable by the logits in the first two, by
-    a second read of the logits. State: the largest logit, log sum exp of z - its z, and both for the kept set; the torch reference
-    uses the second alone."""
-    kept_ids, kept_offsets = (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+    """([3, T] fp32: logp, entropy, lse; [4, T]: the state that `write_gradient` takes).
+    Differentiable by the logits in the first two, by a second read of the logits. State: the
+    largest logit, log sum exp of z - its z, and both for the kept set; the torch reference uses the
+    second alone.
+    """
+    kept_ids, kept_offsets = (
+        (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+    )
     result: tuple[Tensor, Tensor] = _scores_op(
-        rows.logits_TV, rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets, impl
+        rows.logits_TV,
+        rows.target_ids_T,
+        rows.temperature_T,
+        rows.softcap,
+        kept_ids,
+        kept_offsets,
+        impl,
     )
     return result
 
@@ -267,7 +358,13 @@ def compute_scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
 
 
 def write_gradient(
-    rows: Rows, score_3T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, impl: str, out_TV: Tensor
+    rows: Rows,
+    score_3T: Tensor,
+    state_4T: Tensor,
+    dlogprob_T: Tensor,
+    dentropy_T: Tensor | None,
+    impl: str,
+    out_TV: Tensor,
 ) -> None:
     """The gradient by the logits, into `out_TV`, which may be the logits themselves."""
     if impl == "torch":
@@ -295,7 +392,9 @@ def _scores_op(
 @_scores_op.register_fake
 def _(logits: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     size = targets.shape[0]
-    return logits.new_empty((3, size), dtype=torch.float32), logits.new_empty((4, size), dtype=torch.float32)
+    return logits.new_empty((3, size), dtype=torch.float32), logits.new_empty(
+        (4, size), dtype=torch.float32
+    )
 
 
 def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -306,7 +405,16 @@ def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 def _scores_backward(ctx: Any, dscore_3T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     logits, targets, temperature, kept_ids, kept_offsets, score_3T, state_4T = ctx.saved_tensors
     dlogits: Tensor = _gradient_op(
-        logits, targets, temperature, ctx.softcap, kept_ids, kept_offsets, score_3T, state_4T, dscore_3T.contiguous(), ctx.impl
+        logits,
+        targets,
+        temperature,
+        ctx.softcap,
+        kept_ids,
+        kept_offsets,
+        score_3T,
+        state_4T,
+        dscore_3T.contiguous(),
+        ctx.impl,
     )
     return dlogits, None, None, None, None, None, None
 
@@ -339,7 +447,12 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def make_rows(
-    logits: Tensor, targets: Tensor, temperature: Tensor, softcap: float, kept_ids: Tensor | None, kept_offsets: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    kept_ids: Tensor | None,
+    kept_offsets: Tensor | None,
 ) -> Rows:
     kept = None if kept_ids is None or kept_offsets is None else KeptSet(kept_ids, kept_offsets)
     return Rows(logits, targets, temperature, softcap, kept)

@@ -1,9 +1,11 @@
-"""The row kernels in Triton: statistics of a row of logits, and the loss with its gradient. `rows.py` has the maths and the reference.
+"""The row kernels in Triton: statistics of a row of logits, and the loss with its gradient.
+`rows.py` has the maths and the reference.
 
-A row is read in blocks of [LANES, WIDTH] elements. WIDTH consecutive ones belong to one thread, so every lane keeps its own running
-(maximum, sum, weighted sum) without talking to the others, and takes one exp2 per element plus one per WIDTH; the lanes meet once, at
-the end of the row. Sums are of exp(z - maximum) and of exp(z - maximum) (z - maximum): neither overflows, and the entropy is not the
-small difference of two large numbers.
+A row is read in blocks of [LANES, WIDTH] elements. WIDTH consecutive ones belong to one thread, so
+every lane keeps its own running (maximum, sum, weighted sum) without talking to the others, and
+takes one exp2 per element plus one per WIDTH; the lanes meet once, at the end of the row. Sums are
+of exp(z - maximum) and of exp(z - maximum) (z - maximum): neither overflows, and the entropy is not
+the small difference of two large numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ _FAR = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which 0 ti
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Launch parameters: as many bytes in flight as registers hold without a spill on any target (`python -m bench.aot`)."""
+    """Launch parameters: as many bytes in flight as registers hold without a spill on any target
+    (`python -m bench.aot`).
+    """
 
     lanes: int
     num_warps: int
     rows_per_sm: int | None
-    """Programs per multiprocessor, each of which takes row after row; None: one program per row, in whatever order the GPU likes."""
+    """Programs per multiprocessor, each of which takes row after row; None: one program per row, in
+    whatever order the GPU likes."""
     max_registers: int
-    """Per thread. Left to itself the NVIDIA assembler at times saves registers that nobody else needs, and spills."""
+    """Per thread. Left to itself the NVIDIA assembler at times saves registers that nobody else
+    needs, and spills."""
 
     def arguments(self) -> dict[str, int]:
         limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
@@ -44,25 +50,32 @@ class Config:
 
 def score_config(logits_TV: Tensor) -> Config:
     """For kernels that read a row once."""
-    return Config(1024, 8, None, 128) if logits_TV.element_size() == 2 else Config(512, 8, None, 128)
+    return (
+        Config(1024, 8, None, 128) if logits_TV.element_size() == 2 else Config(512, 8, None, 128)
+    )
 
 
 def loss_config(logits_TV: Tensor) -> Config:
-    """One row at a time on a multiprocessor, so that all rows at work (132 of 304 kB on an H200, V = 152k) fit L2 until they are read
-    again."""
+    """One row at a time on a multiprocessor, so that all rows at work (132 of 304 kB on an H200, V
+    = 152k) fit L2 until they are read again.
+    """
     return Config(2048, 16, 1, 128) if logits_TV.element_size() == 2 else Config(1024, 8, 1, 255)
 
 
 @triton.jit
 def _absorb(x, top, total, moment, scale):
-    """Take the block x [LANES, WIDTH] into the running state [LANES]; `scale` = log2(e) / temperature."""
+    """Take the block x [LANES, WIDTH] into the running state [LANES]; `scale` = log2(e) /
+    temperature.
+    """
     new_top = tl.maximum(top, tl.max(x, axis=1))
     base = tl.where(new_top == -_INF, 0.0, new_top)
     t = (x - base[:, None]) * scale
     e = tl.exp2(t)
     shift = tl.maximum((top - base) * scale, _FAR, propagate_nan=tl.PropagateNan.ALL)
     shrink = tl.exp2(shift)
-    moment = shrink * (moment + total * shift) + tl.sum(e * tl.maximum(t, _FAR, propagate_nan=tl.PropagateNan.ALL), axis=1)
+    moment = shrink * (moment + total * shift) + tl.sum(
+        e * tl.maximum(t, _FAR, propagate_nan=tl.PropagateNan.ALL), axis=1
+    )
     total = shrink * total + tl.sum(e, axis=1)
     return new_top, total, moment
 
@@ -76,7 +89,15 @@ def _cap(x, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+def row_statistics(
+    row_ptr,
+    num_vocab,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """(top, log2 of sum 2^t, entropy in nats) of a row, with t = (x - top) * scale."""
     BLOCK: tl.constexpr = LANES * WIDTH
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -89,7 +110,9 @@ def row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP: tl.constexpr
         top, total, moment = _absorb(_cap(x, softcap, HAS_SOFTCAP), top, total, moment, scale)
     if num_full < num_vocab:
         is_in = num_full + columns < num_vocab
-        x = tl.load(row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(
+            row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_last"
+        ).to(tl.float32)
         x = tl.where(is_in, _cap(x, softcap, HAS_SOFTCAP), -_INF)
         top, total, moment = _absorb(x, top, total, moment, scale)
     row_top = tl.max(top, axis=0)
@@ -105,27 +128,47 @@ def row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP: tl.constexpr
 @triton.jit
 def target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP: tl.constexpr):
     """NaN for a target outside the vocabulary, so that a wrong id cannot go unseen."""
-    x = tl.load(row_ptr + target, mask=(target >= 0) & (target < num_vocab), other=float("nan")).to(tl.float32)
+    x = tl.load(row_ptr + target, mask=(target >= 0) & (target < num_vocab), other=float("nan")).to(
+        tl.float32
+    )
     return _cap(x, softcap, HAS_SOFTCAP)
 
 
 @triton.jit
 def kept_statistics(
-    row_ptr, ids_ptr, copy_ptr, begin, end, target, x_target, num_vocab, scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr,
+    ids_ptr,
+    copy_ptr,
+    begin,
+    end,
+    target,
+    x_target,
+    num_vocab,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """(top, log2 of sum 2^t) over the kept ids and the target. Their logits are copied, because the gradient will overwrite them."""
+    """(top, log2 of sum 2^t) over the kept ids and the target. Their logits are copied, because the
+    gradient will overwrite them.
+    """
     offsets = tl.arange(0, BLOCK)
     top = x_target
     has_target = 0
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
         ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=-1)
-        x = tl.load(row_ptr + ids, mask=is_in & (ids >= 0) & (ids < num_vocab), other=float("nan")).to(tl.float32)
+        x = tl.load(
+            row_ptr + ids, mask=is_in & (ids >= 0) & (ids < num_vocab), other=float("nan")
+        ).to(tl.float32)
         x = _cap(x, softcap, HAS_SOFTCAP)
         tl.store(copy_ptr + start + offsets, x, mask=is_in)
-        top = tl.maximum(top, tl.max(tl.where(is_in, x, -_INF), axis=0), propagate_nan=tl.PropagateNan.ALL)
+        top = tl.maximum(
+            top, tl.max(tl.where(is_in, x, -_INF), axis=0), propagate_nan=tl.PropagateNan.ALL
+        )
         has_target += tl.sum((ids == target).to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads may read the copy than wrote it, or write the row while it is still being read
+    # other threads may read the copy than wrote it, or write the row while it is still being read
+    tl.debug_barrier()
     total = tl.where(has_target > 0, 0.0, tl.exp2((x_target - top) * scale))
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
@@ -149,7 +192,9 @@ def _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY: tl.constexp
     p = tl.exp2(log2_p)
     factor = a
     if HAS_ENTROPY:
-        factor = a + c * (tl.maximum(log2_p, _FAR, propagate_nan=tl.PropagateNan.ALL) * LN2 + entropy)
+        factor = a + c * (
+            tl.maximum(log2_p, _FAR, propagate_nan=tl.PropagateNan.ALL) * LN2 + entropy
+        )
     return p * factor
 
 
@@ -165,18 +210,27 @@ def _write_gradient(
     num_full = num_vocab // BLOCK * BLOCK
     if num_full < num_vocab:
         is_in = num_full + columns < num_vocab
-        x = tl.load(row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(
+            row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
         x = _cap(x, softcap, HAS_SOFTCAP)
         g = _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY)
         g = _uncap(tl.where(num_full + columns == target, g - b, g), x, softcap, HAS_SOFTCAP)
-        tl.store(out_ptr + num_full + columns, g.to(out_ptr.dtype.element_ty), mask=is_in, eviction_policy="evict_first")
+        tl.store(
+            out_ptr + num_full + columns,
+            g.to(out_ptr.dtype.element_ty),
+            mask=is_in,
+            eviction_policy="evict_first",
+        )
     for back in range(BLOCK, num_full + BLOCK, BLOCK):
         start = num_full - back
         x = tl.load(row_ptr + start + columns, eviction_policy="evict_first").to(tl.float32)
         x = _cap(x, softcap, HAS_SOFTCAP)
         g = _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY)
         g = _uncap(tl.where(start + columns == target, g - b, g), x, softcap, HAS_SOFTCAP)
-        tl.store(out_ptr + start + columns, g.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(
+            out_ptr + start + columns, g.to(out_ptr.dtype.element_ty), eviction_policy="evict_first"
+        )
 
 
 @triton.jit
@@ -185,7 +239,12 @@ def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     zeros = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
     for start in range(0, num_vocab, BLOCK):
-        tl.store(out_ptr + start + columns, zeros, mask=start + columns < num_vocab, eviction_policy="evict_first")
+        tl.store(
+            out_ptr + start + columns,
+            zeros,
+            mask=start + columns < num_vocab,
+            eviction_policy="evict_first",
+        )
 
 
 @triton.jit
@@ -194,7 +253,9 @@ def _write_kept_gradient(
     softcap,
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over the entropy's gradient, which the whole row has: that of the log-probability, on the kept ids and the target alone."""
+    """Over the entropy's gradient, which the whole row has: that of the log-probability, on the
+    kept ids and the target alone.
+    """
     offsets = tl.arange(0, BLOCK)
     tl.debug_barrier()  # the row was written by other threads
     for start in range(begin, end, BLOCK):
@@ -205,13 +266,19 @@ def _write_kept_gradient(
         if HAS_ENTROPY:
             g += _gradient(x, top, log2_total, entropy, 0.0, c, scale, True)
         g = _uncap(tl.where(ids == target, g - a, g), x, softcap, HAS_SOFTCAP)
-        tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in & (ids >= 0) & (ids < num_vocab))
+        tl.store(
+            out_ptr + ids,
+            g.to(out_ptr.dtype.element_ty),
+            mask=is_in & (ids >= 0) & (ids < num_vocab),
+        )
     tl.debug_barrier()
     g = _gradient(x_target, kept_top, kept_log2_total, 0.0, a, 0.0, scale, False) - a
     if HAS_ENTROPY:
         g += _gradient(x_target, top, log2_total, entropy, 0.0, c, scale, True)
     g = _uncap(g, x_target, softcap, HAS_SOFTCAP)
-    tl.store(out_ptr + target, g.to(out_ptr.dtype.element_ty), mask=(target >= 0) & (target < num_vocab))
+    tl.store(
+        out_ptr + target, g.to(out_ptr.dtype.element_ty), mask=(target >= 0) & (target < num_vocab)
+    )
 
 
 @triton.jit
@@ -220,7 +287,9 @@ def backward_row(
     a, c, scale, softcap, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a row: a weighs the log-probability, c the entropy. Rows that have none are written without being read."""
+    """Gradient of a row: a weighs the log-probability, c the entropy. Rows that have none are
+    written without being read.
+    """
     if (a == 0.0) & (c == 0.0):
         write_zeros(out_ptr, num_vocab, LANES, WIDTH)
     else:
@@ -252,14 +321,27 @@ def score_kernel(
             row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
             temperature = tl.load(temperature_ptr + row * temperature_stride)
             scale = 1.0 / temperature * LOG2E
-            top, log2_total, entropy = row_statistics(row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH)
+            top, log2_total, entropy = row_statistics(
+                row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH
+            )
             x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)
             kept_top, kept_log2_total = top, log2_total
             if HAS_KEPT:
                 begin, end = tl.load(kept_offsets_ptr + row), tl.load(kept_offsets_ptr + row + 1)
                 if end > begin:
                     kept_top, kept_log2_total = kept_statistics(
-                        row_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, scale, softcap, HAS_SOFTCAP, LANES
+                        row_ptr,
+                        kept_ids_ptr,
+                        kept_copy_ptr,
+                        begin,
+                        end,
+                        target,
+                        x_target,
+                        num_vocab,
+                        scale,
+                        softcap,
+                        HAS_SOFTCAP,
+                        LANES,
                     )
             tl.store(score_ptr + row, ((x_target - kept_top) * scale - kept_log2_total) * LN2)
             tl.store(score_ptr + num_rows + row, entropy)
@@ -281,7 +363,9 @@ def gradient_kernel(
     dlogprob_ptr, dentropy_ptr, num_rows, num_vocab, row_stride, out_stride, temperature_stride, softcap,
     HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient with respect to the logits for any upstream gradient of logp and entropy; `out` may be the logits."""
+    """The gradient with respect to the logits for any upstream gradient of logp and entropy; `out`
+    may be the logits.
+    """
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
         row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
@@ -303,7 +387,18 @@ def gradient_kernel(
             x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)
             if end > begin:
                 kept_statistics(
-                    row_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, scale, softcap, HAS_SOFTCAP, LANES
+                    row_ptr,
+                    kept_ids_ptr,
+                    kept_copy_ptr,
+                    begin,
+                    end,
+                    target,
+                    x_target,
+                    num_vocab,
+                    scale,
+                    softcap,
+                    HAS_SOFTCAP,
+                    LANES,
                 )
         backward_row(
             row_ptr, row_out_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, top, log2_total, kept_top,
@@ -327,10 +422,19 @@ def scores(rows: Rows) -> tuple[Tensor, Tensor]:
     return score_3T, state_4T
 
 
-def gradient(rows: Rows, entropy_T: Tensor, state_4T: Tensor, dlogprob_T: Tensor, dentropy_T: Tensor | None, out_TV: Tensor) -> None:
+def gradient(
+    rows: Rows,
+    entropy_T: Tensor,
+    state_4T: Tensor,
+    dlogprob_T: Tensor,
+    dentropy_T: Tensor | None,
+    out_TV: Tensor,
+) -> None:
     """Launcher; `out_TV` may be the logits."""
     logits_TV, num_rows = rows.logits_TV, len(rows.target_ids_T)
-    assert out_TV.stride(1) == 1 and all(x.is_contiguous() for x in (entropy_T, state_4T, dlogprob_T))
+    assert out_TV.stride(1) == 1 and all(
+        x.is_contiguous() for x in (entropy_T, state_4T, dlogprob_T)
+    )
     if num_rows:
         config = score_config(logits_TV)
         gradient_kernel[grid(config, logits_TV)](
@@ -345,15 +449,27 @@ def kept_arguments(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor | N
     """The kept ids, their offsets and room for a copy of their logits."""
     if rows.kept is None:
         return None, None, None
-    return rows.kept.token_ids_K, rows.kept.offsets_T1, torch.empty(len(rows.kept.token_ids_K), device=rows.logits_TV.device)
+    return (
+        rows.kept.token_ids_K,
+        rows.kept.offsets_T1,
+        torch.empty(len(rows.kept.token_ids_K), device=rows.logits_TV.device),
+    )
 
 
 def grid(config: Config, logits_TV: Tensor) -> tuple[int]:
     """One-dimensional, so that T is no launch limit."""
     num_rows = len(logits_TV)
-    return (num_rows if config.rows_per_sm is None else min(num_rows, config.rows_per_sm * _num_sms(logits_TV.device)),)
+    return (
+        num_rows
+        if config.rows_per_sm is None
+        else min(num_rows, config.rows_per_sm * _num_sms(logits_TV.device)),
+    )
 
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

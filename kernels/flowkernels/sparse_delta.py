@@ -1,16 +1,20 @@
-"""Sparse deltas of weights: which 16-bit words changed and by how much, so that only those leave the device.
+"""Sparse deltas of weights: which 16-bit words changed and by how much, so that only those leave
+the device.
 
-Maths, over the words w_i of a piece, unsigned, bit patterns and never numbers (a NaN equals itself, +0 is not -0); everything wraps:
-diff_i = (new_i - old_i) mod 2^16, and scattering adds it. Blocks of 65536 words from the piece's start: a position is 16 bits within its
-block, ascending. Digest, mod 2^64, g = first + i: x = (g + 1) 0x9E3779B97F4A7C15; r = (low32(x) ^ 0x85EBCA6B) (high32(x) ^ 0xC2B2AE35);
-r ^= r >> 32; c_a = low32(r) | 1, c_b = high32(r) | 1; digest = (sum_i w_i^2 c_a, sum_i w_i^2 c_b). Digests of pieces add up, and a delta
-changes them by what its own words do.
+Maths, over the words w_i of a piece, unsigned, bit patterns and never numbers (a NaN equals itself,
++0 is not -0); everything wraps: diff_i = (new_i - old_i) mod 2^16, and scattering adds it. Blocks
+of 65536 words from the piece's start: a position is 16 bits within its block, ascending. Digest,
+mod 2^64, g = first + i: x = (g + 1) 0x9E3779B97F4A7C15; r = (low32(x) ^ 0x85EBCA6B) (high32(x) ^
+0xC2B2AE35); r ^= r >> 32; c_a = low32(r) | 1, c_b = high32(r) | 1; digest = (sum_i w_i^2 c_a, sum_i
+w_i^2 c_b). Digests of pieces add up, and a delta changes them by what its own words do.
 
-Bytes for n words, C of them changed: count reads 4 n, compact reads those 4 n again (but for tiles of 2048 that did not change) and
-writes 4 C; the digest change then reads 4 C and the 32-byte sectors of `old` that hold a change, 0.3 n at 1 %, at most 2 n. In all
-8.3 n + 8 C at 1 %, and 4 C to the host. The digest's arithmetic (some 40 integer instructions a word) is left to that third pass: within
-count, every word would pay for it. Scattering reads 4 C, and reads and writes the sectors; `digest_words` reads 2 n. Extra memory:
-12 bytes per tile of a diff, 16 per block of a scatter. B: blocks, C: changes.
+Bytes for n words, C of them changed: count reads 4 n, compact reads those 4 n again (but for tiles
+of 2048 that did not change) and writes 4 C; the digest change then reads 4 C and the 32-byte
+sectors of `old` that hold a change, 0.3 n at 1 %, at most 2 n. In all 8.3 n + 8 C at 1 %, and 4 C
+to the host. The digest's arithmetic (some 40 integer instructions a word) is left to that third
+pass: within count, every word would pay for it. Scattering reads 4 C, and reads and writes the
+sectors; `digest_words` reads 2 n. Extra memory: 12 bytes per tile of a diff, 16 per block of a
+scatter. B: blocks, C: changes.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ class WordDiff:
     counts: Tensor
     """int32: changes in each block."""
     positions: Tensor
-    """int16, the bits of an unsigned number, since torch and NCCL do little with uint16: `.cpu().numpy().view("uint16")`, or
-    `.int() & 0xFFFF`. Relative to the block, ascending within it."""
+    """int16, the bits of an unsigned number, since torch and NCCL do little with uint16:
+    `.cpu().numpy().view("uint16")`, or `.int() & 0xFFFF`. Relative to the block, ascending within
+    it."""
     diffs: Tensor
     """int16: new - old mod 2^16, never 0."""
     digest_change: Tensor
@@ -62,18 +67,31 @@ def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") 
     impl = resolve_impl(impl, old.device)
     old_words, new_words = _as_words("old", old), _as_words("new", new)
     if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}".removeprefix("torch.") for x in (old, new))
+        wanted, given = (
+            f"{x.dtype} of {x.numel()} elements on {x.device}".removeprefix("torch.")
+            for x in (old, new)
+        )
         raise ValueError(f"new must be {wanted}, as old, got {given}")
     _check_first(first, len(old_words))
     return WordDiff(*_diff_op(old_words, new_words, first, impl))
 
 
-def scatter_words_(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
-    """Add a delta to `words` in place, and return the digest change that this made to the words it met: int64 [2].
+def scatter_words_(
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int = 0,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Add a delta to `words` in place, and return the digest change that this made to the words it
+    met: int64 [2].
 
-    Adding `-diffs` afterwards puts every bit back. The result is that of `diff_words` if and, but for collisions, only if the words
-    were the `old` of the diff. Nothing is read by the host. Positions past the end write nothing on a GPU; two equal ones in a block
-    give undefined words. On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
+    Adding `-diffs` afterwards puts every bit back. The result is that of `diff_words` if and, but
+    for collisions, only if the words were the `old` of the diff. Nothing is read by the host.
+    Positions past the end write nothing on a GPU; two equal ones in a block give undefined words.
+    On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
@@ -103,7 +121,8 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
-        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64) to that of the whole.
+        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64)
+            to that of the whole.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -117,18 +136,28 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum of this over any partition of them.
+    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum
+    of this over any partition of them.
 
     Args:
         words: int16, any shape.
-        index: int64, same shape and device: of each word, from the start of the tensor that the digest is of.
+        index: int64, same shape and device: of each word, from the start of the tensor that the
+            digest is of.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    if words.dtype != torch.int16 or index.dtype != torch.int64 or (words.shape, words.device) != (index.shape, index.device):
-        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index)).replace("torch.", "")
-        raise ValueError(f"words must be int16 and index int64 of the same shape and device, got {given}")
+    if (
+        words.dtype != torch.int16
+        or index.dtype != torch.int64
+        or (words.shape, words.device) != (index.shape, index.device)
+    ):
+        given = " and ".join(
+            f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index)
+        ).replace("torch.", "")
+        raise ValueError(
+            f"words must be int16 and index int64 of the same shape and device, got {given}"
+        )
     flat, at = words.reshape(-1), index.reshape(-1)
     digest = torch.zeros(2, dtype=torch.int64, device=words.device)
     for part in _chunks(len(flat)):
@@ -139,33 +168,58 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
 def _as_words(name: str, tensor: Tensor) -> Tensor:
     """int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:
-        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {tensor.dtype}".replace("torch.", ""))
+        raise ValueError(
+            f"{name} must have a dtype of an even number of bytes, got {tensor.dtype}".replace(
+                "torch.", ""
+            )
+        )
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
+        )
     return tensor.detach().view(-1).view(torch.int16)
 
 
 def _check_first(first: int, num_words: int) -> None:
     if not 0 <= first < 2**63 - num_words:
-        raise ValueError(f"first={first} must be in [0, 2^63 - {num_words}), so that every word has an index")
+        raise ValueError(
+            f"first={first} must be in [0, 2^63 - {num_words}), so that every word has an index"
+        )
 
 
-def _check_delta(name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device) -> None:
-    if tensor.dtype != dtype or tensor.shape != (num,) or tensor.device != device or not tensor.is_contiguous():
+def _check_delta(
+    name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
+) -> None:
+    if (
+        tensor.dtype != dtype
+        or tensor.shape != (num,)
+        or tensor.device != device
+        or not tensor.is_contiguous()
+    ):
         layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-        wanted, given = f"{dtype} [{num}] on {device}", f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
+        wanted, given = (
+            f"{dtype} [{num}] on {device}",
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}",
+        )
         raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
 
 
 def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:
     num_changes = len(positions)
     if int(counts.sum()) != num_changes or bool((counts < 0).any()):
-        raise ValueError(f"counts must be >= 0 and sum to the {num_changes} of positions, got a sum of {int(counts.sum())}")
+        raise ValueError(
+            f"counts must be >= 0 and sum to the {num_changes} of positions, got a sum of "
+            f"{int(counts.sum())}"
+        )
     index_C = _indices(counts, positions)
     if not bool((index_C.diff() > 0).all()):
-        raise ValueError("positions must ascend within each block, as unsigned numbers, without a repetition")
+        raise ValueError(
+            "positions must ascend within each block, as unsigned numbers, without a repetition"
+        )
     if num_changes and int(index_C[-1]) >= num_words:
-        raise ValueError(f"positions must be below the {num_words} words, got one for word {int(index_C[-1])}")
+        raise ValueError(
+            f"positions must be below the {num_words} words, got one for word {int(index_C[-1])}"
+        )
 
 
 def _num_blocks(num_words: int) -> int:
@@ -211,7 +265,9 @@ def _diff_torch(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, T
     return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
 
 
-def _scatter_torch(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+def _scatter_torch(
+    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int
+) -> Tensor:
     """Reference of `sparse_delta_triton.scatter`."""
     index_C = _indices(counts, positions)
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -233,7 +289,9 @@ def _digest_torch(words: Tensor, first: int) -> Tensor:
 
 
 @torch.library.custom_op("flowkernels::diff_words", mutates_args=())
-def _diff_op(old: Tensor, new: Tensor, first: int, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _diff_op(
+    old: Tensor, new: Tensor, first: int, impl: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if impl == "torch":
         return _diff_torch(old, new, first)
     from flowkernels import sparse_delta_triton
@@ -244,12 +302,17 @@ def _diff_op(old: Tensor, new: Tensor, first: int, impl: str) -> tuple[Tensor, T
 @_diff_op.register_fake
 def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_changes = torch.library.get_ctx().new_dynamic_size()
-    counts, digest = old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32), old.new_empty(2, dtype=torch.int64)
+    counts, digest = (
+        old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32),
+        old.new_empty(2, dtype=torch.int64),
+    )
     return counts, old.new_empty(num_changes), old.new_empty(num_changes), digest
 
 
 @torch.library.custom_op("flowkernels::scatter_words_", mutates_args=("words",))
-def _scatter_op(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str) -> Tensor:
+def _scatter_op(
+    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str
+) -> Tensor:
     if impl == "torch":
         return _scatter_torch(words, counts, positions, diffs, first)
     from flowkernels import sparse_delta_triton

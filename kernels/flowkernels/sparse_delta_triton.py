@@ -1,4 +1,6 @@
-"""Sparse deltas of weights in Triton: count, compact, scatter and digest. Sums wrap mod 2^64, so their order does not matter."""
+"""Sparse deltas of weights in Triton: count, compact, scatter and digest. Sums wrap mod 2^64, so
+their order does not matter.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE:
     tile = tl.program_id(0)
     index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     is_in = index < num_words
-    changed = tl.load(old_words_ptr + index, mask=is_in, other=0) != tl.load(new_words_ptr + index, mask=is_in, other=0)
+    changed = tl.load(old_words_ptr + index, mask=is_in, other=0) != tl.load(
+        new_words_ptr + index, mask=is_in, other=0
+    )
     tl.store(tile_counts_ptr + tile, tl.sum(changed.to(tl.int32), axis=0))
 
 
@@ -57,14 +61,19 @@ def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE:
 def compact_kernel(
     old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr, num_words, TILE: tl.constexpr
 ):  # fmt: skip
-    """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is not read again."""
+    """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is
+    not read again.
+    """
     tile = tl.program_id(0)
     count = tl.load(tile_counts_ptr + tile)
     if count > 0:
         start = tl.load(tile_ends_ptr + tile) - count
         index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
         is_in = index < num_words
-        old, new = _load_word(old_words_ptr + index, is_in), _load_word(new_words_ptr + index, is_in)
+        old, new = (
+            _load_word(old_words_ptr + index, is_in),
+            _load_word(new_words_ptr + index, is_in),
+        )
         changed = old != new
         rank = tl.cumsum(changed.to(tl.int32), axis=0) - 1
         tl.store(positions_ptr + start + rank, (index % BLOCK_WORDS).to(tl.int16), mask=changed)
@@ -76,8 +85,9 @@ def scatter_kernel(
     words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, first, num_words,
     WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the diffs of a block and sum up the digest change; without WRITES only the latter. `bounds`: the changes of block b are
-    bounds[b] to bounds[b + 1] - 1."""
+    """Add the diffs of a block and sum up the digest change; without WRITES only the latter.
+    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1.
+    """
     block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
     begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
     a, b = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
@@ -100,7 +110,9 @@ def scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["first"])
-def digest_kernel(words_ptr, digest_ptr, first, num_words, TILE: tl.constexpr, NUM_TILES: tl.constexpr):
+def digest_kernel(
+    words_ptr, digest_ptr, first, num_words, TILE: tl.constexpr, NUM_TILES: tl.constexpr
+):
     """The share of NUM_TILES tiles in the digest."""
     begin = tl.program_id(0).to(tl.int64) * (TILE * NUM_TILES)
     end = tl.minimum(begin + TILE * NUM_TILES, num_words)
@@ -133,12 +145,16 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
     return bounds_B1.diff().int(), positions, diffs, change
 
 
-def scatter(words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool) -> Tensor:
+def scatter(
+    words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool
+) -> Tensor:
     """Launcher, see `sparse_delta.scatter_words_`; the digest change alone if not `writes`."""
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
-        scatter_kernel[grid](words, positions, diffs, bounds_B1, change, first, len(words), WRITES=writes, **SCATTER)
+        scatter_kernel[grid](
+            words, positions, diffs, bounds_B1, change, first, len(words), WRITES=writes, **SCATTER
+        )
     return change
 
 

@@ -19,11 +19,14 @@ NAMES = (
 )
 NUM_BINS = 16
 BIN_WIDTH = 0.05
-"""Bin i of the histogram holds the ratios in [exp(0.05 (i - 8)), exp(0.05 (i - 7))); the first and the last are open to their side."""
+"""Bin i of the histogram holds the ratios in [exp(0.05 (i - 8)), exp(0.05 (i - 7))); the first and
+the last are open to their side."""
 NUM_STATISTICS = len(NAMES) + NUM_BINS
 
 
-def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def reduce(
+    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str
+) -> tuple[Tensor, Tensor]:
     """(loss, statistics [26]) of the columns of `row_loss` over the rows that count."""
     if impl == "torch":
         return reduce_torch(column_7T, weight_T, target_ids_T)
@@ -32,15 +35,21 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str)
     return loss_triton.statistics(column_7T, weight_T, target_ids_T)
 
 
-def reduce_torch(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+def reduce_torch(
+    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor
+) -> tuple[Tensor, Tensor]:
     """Reference of the kernel."""
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
     loss_T, _, entropy_T, log_ratio_T, kl_T, clipped_T = torch.where(counts_T, column_7T[:6], 0.0)
     ratio_T = log_ratio_T.exp()
     infinity = ratio_T.new_full((1,), torch.inf)  # keeps max and min defined where no token counts
-    bins_T = (log_ratio_T / BIN_WIDTH).clamp(-NUM_BINS / 2, NUM_BINS / 2 - 1).floor() + NUM_BINS // 2
-    histogram = ((bins_T[:, None] == torch.arange(NUM_BINS, device=bins_T.device)) & counts_T[:, None]).sum(0)
+    bins_T = (log_ratio_T / BIN_WIDTH).clamp(
+        -NUM_BINS / 2, NUM_BINS / 2 - 1
+    ).floor() + NUM_BINS // 2
+    histogram = (
+        (bins_T[:, None] == torch.arange(NUM_BINS, device=bins_T.device)) & counts_T[:, None]
+    ).sum(0)
     is_low_T = log_ratio_T < 0
     values = (
         counts_T.sum(),
@@ -54,7 +63,9 @@ def reduce_torch(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> t
         torch.where(is_low_T, 0.0, clipped_T).sum(),
         log_ratio_T.abs().sum(),
     )
-    return loss_T.sum(), torch.cat([torch.stack([value.float() for value in values]), histogram.float()])
+    return loss_T.sum(), torch.cat(
+        [torch.stack([value.float() for value in values]), histogram.float()]
+    )
 
 
 def by_name(statistics: Tensor) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
-"""Token losses: [T]-sized functions of the log-probability and the entropy, and their derivatives by hand.
+"""Token losses: [T]-sized functions of the log-probability and the entropy, and their derivatives
+by hand.
 
 For every loss of one row, L(logp, H), the gradient with respect to the logits is rank structured,
 
     dz_j = a p_j - b [j = y] + c p_j (log p_j + H),   a = b = -dL/dlogp,  c = -dL/dH,
 
-so a loss type is nothing but the three numbers returned here, and one row kernel serves them all. T: target tokens, S: sequences.
+so a loss type is nothing but the three numbers returned here, and one row kernel serves them all.
+T: target tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -26,46 +28,62 @@ KLS: tuple[KL, ...] = ("k1", "k2", "k3")
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Which token loss. Averaging is not part of it: it comes in as `weight_T` (see `token_weights`).
+    """Which token loss. Averaging is not part of it: it comes in as `weight_T` (see
+    `token_weights`).
 
-    Example: LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001) is the loss of AgentFlow's released code.
+    Example: LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001) is the loss of
+    AgentFlow's released code.
     """
 
     policy: Policy = "clip"
-    """With r = exp(logp - old):
-    "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in advantage and weights.
-    "gspo": the same with r = exp(mean over the sequence of logp - old), whose gradient is shared by its tokens (arXiv 2507.18071, eq. 13);
-    needs `cu_seqlens_S1`.
-    "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4).
-    "nll": -A logp, supervised."""
+    """With r = exp(logp - old): "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
+    A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same with r =
+    exp(mean over the sequence of logp - old), whose gradient is shared by its tokens (arXiv
+    2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with the
+    ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """c > 1 bounds the loss of negative advantages: for A < 0, loss <= -c A (Ye et al., arXiv 1912.09729)."""
+    """c > 1 bounds the loss of negative advantages: for A < 0, loss <= -c A (Ye et al., arXiv
+    1912.09729)."""
     kl_coef: float = 0.0
     """beta of the KL term to the reference; 0 leaves it out."""
     kl: KL = "k3"
-    """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman, "Approximating KL divergence")."""
+    """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman,
+    "Approximating KL divergence")."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, which is subtracted from the loss."""
     log_ratio_limit: float = 20.0
-    """Log-ratios (of old and of reference) are clamped to +-this before exp; no gradient flows through a clamped one."""
+    """Log-ratios (of old and of reference) are clamped to +-this before exp; no gradient flows
+    through a clamped one."""
     tis: float | None = None
-    """Truncated importance sampling: the policy term is multiplied by min(pi_old / pi_sampler, tis)."""
+    """Truncated importance sampling: the policy term is multiplied by min(pi_old / pi_sampler,
+    tis)."""
     mis: tuple[float, float] | None = None
-    """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get weight 0."""
+    """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get
+    weight 0."""
 
     encoded: str = field(init=False, repr=False, compare=False)
-    """All of it as text: an operator's schema knows strings, and torch.compile then guards one string and no numbers."""
+    """All of it as text: an operator's schema knows strings, and torch.compile then guards one
+    string and no numbers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "encoded", json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}))
+        object.__setattr__(
+            self,
+            "encoded",
+            json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}),
+        )
         if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
+            raise ValueError(
+                f"policy={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}"
+            )
         if self.kl not in KLS:
             raise ValueError(f"kl={self.kl!r} must be one of {', '.join(map(repr, KLS))}")
         if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
-            raise ValueError(f"clip_low={self.clip_low} must be in [0, 1] and clip_high={self.clip_high} must be >= 0 and finite")
+            raise ValueError(
+                f"clip_low={self.clip_low} must be in [0, 1] and clip_high={self.clip_high} must "
+                "be >= 0 and finite"
+            )
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1 and finite")
         if not 0 <= self.kl_coef < math.inf:
@@ -73,7 +91,10 @@ class LossSpec:
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef={self.entropy_coef} must be finite")
         if not 0 < self.log_ratio_limit <= 80:
-            raise ValueError(f"log_ratio_limit={self.log_ratio_limit} must be in (0, 80], where exp stays within float32")
+            raise ValueError(
+                f"log_ratio_limit={self.log_ratio_limit} must be in (0, 80], where exp stays "
+                "within float32"
+            )
         if self.tis is not None and not self.tis > 0:
             raise ValueError(f"tis={self.tis} must be above 0")
         if self.mis is not None and not 0 <= self.mis[0] < self.mis[1]:
@@ -82,7 +103,9 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a token loss sees: fp32 [T] each, without gradient. Where `weight_T` is 0 a token takes no part and may hold anything."""
+    """What a token loss sees: fp32 [T] each, without gradient. Where `weight_T` is 0 a token takes
+    no part and may hold anything.
+    """
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -107,20 +130,23 @@ class TokenLoss:
     log_ratio_T: Tensor
     """logp - old before any clamp (of the sequence for "gspo")."""
     is_clipped_T: Tensor
-    """bool: the clip (or the dual clip) took this token's policy gradient away; for "cispo", its ratio was bounded."""
+    """bool: the clip (or the dual clip) took this token's policy gradient away; for "cispo", its
+    ratio was bounded."""
     kl_T: Tensor
     """The KL estimate to the reference where there is one, else k3 of old against new."""
 
 
 TokenLossFn = Callable[[Tokens], TokenLoss]
-"""A loss of one's own: it may look at all tokens, and returns the loss of each with its two derivatives. Weights are applied afterwards."""
+"""A loss of one's own: it may look at all tokens, and returns the loss of each with its two
+derivatives. Weights are applied afterwards."""
 
 
 def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     """The loss of each token and its derivatives.
 
     Raises:
-        ValueError: a ratio without `old_logprob_T`, kl_coef > 0 without `ref_logprob_T`, "gspo" without `cu_seqlens_S1`.
+        ValueError: a ratio without `old_logprob_T`, kl_coef > 0 without `ref_logprob_T`, "gspo"
+            without `cu_seqlens_S1`.
     """
     check_inputs(spec, tokens)
     logprob_T, advantage_T = tokens.logprob_T, tokens.advantage_T
@@ -130,14 +156,20 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         loss_T, dlogprob_T = -advantage_T * logprob_T, -advantage_T
         is_clipped_T = torch.zeros_like(logprob_T, dtype=torch.bool)
     elif spec.policy == "cispo":
-        loss_T, dlogprob_T, is_clipped_T = _bounded_weight(spec, log_ratio_T, advantage_T, logprob_T)
+        loss_T, dlogprob_T, is_clipped_T = _bounded_weight(
+            spec, log_ratio_T, advantage_T, logprob_T
+        )
     else:
         if spec.policy == "gspo":
             log_ratio_T = sequence_mean(log_ratio_T, tokens)
         loss_T, dlogprob_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
 
     ref_T = tokens.ref_logprob_T
-    kl_T, dkl_T = _kl(spec, logprob_T, ref_T, spec.kl) if ref_T is not None else _kl(spec, logprob_T, old_T, "k3")
+    kl_T, dkl_T = (
+        _kl(spec, logprob_T, ref_T, spec.kl)
+        if ref_T is not None
+        else _kl(spec, logprob_T, old_T, "k3")
+    )
     if spec.kl_coef > 0:
         loss_T = loss_T + spec.kl_coef * kl_T
         dlogprob_T = dlogprob_T + spec.kl_coef * dkl_T
@@ -159,12 +191,16 @@ def check_inputs(spec: LossSpec, tokens: Tokens) -> None:
 
 
 def sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:
-    """The mean of each token's sequence over its tokens with weight, at every token; 0 where a sequence has none."""
+    """The mean of each token's sequence over its tokens with weight, at every token; 0 where a
+    sequence has none.
+    """
     assert tokens.cu_seqlens_S1 is not None
     sequence_T = sequence_ids(tokens.cu_seqlens_S1, len(value_T))
     is_token_T = tokens.weight_T != 0
     num_sequences = len(tokens.cu_seqlens_S1) - 1
-    sum_S = value_T.new_zeros(num_sequences).index_add_(0, sequence_T, torch.where(is_token_T, value_T, 0.0))
+    sum_S = value_T.new_zeros(num_sequences).index_add_(
+        0, sequence_T, torch.where(is_token_T, value_T, 0.0)
+    )
     num_S = value_T.new_zeros(num_sequences).index_add_(0, sequence_T, is_token_T.to(value_T.dtype))
     return (sum_S / num_S.clamp(min=1))[sequence_T]
 
@@ -176,14 +212,20 @@ def sequence_ids(cu_seqlens_S1: Tensor, num_tokens: int) -> Tensor:
 
 
 def correct_for_sampler(
-    spec: LossSpec, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor | None, sampler_logprob_T: Tensor | None
+    spec: LossSpec,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_logprob_T: Tensor | None,
+    sampler_logprob_T: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """TIS on the advantages and MIS on the weights; unchanged where the spec has neither.
 
-    `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so that dropped tokens leave the
-    denominator too; doing so twice changes nothing for MIS, and TIS is to be left to one of the two.
+    `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so
+    that dropped tokens leave the denominator too; doing so twice changes nothing for MIS, and TIS
+    is to be left to one of the two.
 
-    Source: TIS, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al., 2025); MIS likewise.
+    Source: TIS, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et
+    al., 2025); MIS likewise.
     """
     if spec.tis is None and spec.mis is None:
         return advantage_T, weight_T
@@ -200,8 +242,12 @@ def correct_for_sampler(
     return advantage_T, weight_T
 
 
-def _clipped_ratio(spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by logp; where that derivative was clipped away."""
+def _clipped_ratio(
+    spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by logp; where that derivative
+    was clipped away.
+    """
     limit = spec.log_ratio_limit
     ratio_T = log_ratio_T.clamp(-limit, limit).exp()
     unclipped_T = ratio_T * advantage_T
@@ -218,7 +264,9 @@ def _clipped_ratio(spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor) -> 
     return loss_T, torch.where(has_no_gradient_T, 0.0, -unclipped_T), is_clipped_T
 
 
-def _bounded_weight(spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _bounded_weight(
+    spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """CISPO: the ratio, bounded above, is a constant weight of the log-likelihood gradient."""
     ratio_T = log_ratio_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit).exp()
     slope_T = -ratio_T.clamp(max=1 + spec.clip_high) * advantage_T

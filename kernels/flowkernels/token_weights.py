@@ -14,30 +14,42 @@ Averaging = Literal["token", "sequence", "constant"]
 
 
 def token_weights(
-    cu_seqlens_S1: Tensor, num_tokens: int, averaging: Averaging, *, mask_T: Tensor | None = None, length: int | None = None
+    cu_seqlens_S1: Tensor,
+    num_tokens: int,
+    averaging: Averaging,
+    *,
+    mask_T: Tensor | None = None,
+    length: int | None = None,
 ) -> Tensor:
-    """fp32 [T]: the weights with which a sum over tokens is the average wanted; 0 where `mask_T` is false.
+    """fp32 [T]: the weights with which a sum over tokens is the average wanted; 0 where `mask_T` is
+    false.
 
     Args:
         cu_seqlens_S1: [S + 1] int32 or int64, bounds of the sequences.
         num_tokens: T, the last of these bounds.
-        averaging: "token": the mean over all tokens (DAPO, arXiv 2503.14476). "sequence": the mean over sequences of their token means
-            (GRPO, arXiv 2402.03300). "constant": the sum over tokens by S * length (Dr.GRPO, arXiv 2503.20783).
+        averaging: "token": the mean over all tokens (DAPO, arXiv 2503.14476). "sequence": the mean
+            over sequences of their token means (GRPO, arXiv 2402.03300). "constant": the sum over
+            tokens by S * length (Dr.GRPO, arXiv 2503.20783).
         mask_T: [T] bool, tokens that are trained; all by default. Sequences without any count in S.
         length: the constant divisor of "constant", usually the longest response allowed.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
 
-    These are averages over what is passed. Over several micro-batches or ranks, weigh each token by 1 (or 1 / tokens of its sequence) and
-    divide by the sum of these over the whole batch.
+    These are averages over what is passed. Over several micro-batches or ranks, weigh each token by
+    1 (or 1 / tokens of its sequence) and divide by the sum of these over the whole batch.
     """
     device = cu_seqlens_S1.device
     check_sequences(cu_seqlens_S1, num_tokens, device)
     if averaging not in ("token", "sequence", "constant"):
         raise ValueError(f"averaging={averaging!r} must be 'token', 'sequence' or 'constant'")
-    if (averaging == "constant") != (length is not None) or (length is not None and not length >= 1):
-        raise ValueError(f"length={length} must be a number >= 1 for averaging 'constant' and None for the others, got {averaging!r}")
+    if (averaging == "constant") != (length is not None) or (
+        length is not None and not length >= 1
+    ):
+        raise ValueError(
+            f"length={length} must be a number >= 1 for averaging 'constant' and None for the "
+            f"others, got {averaging!r}"
+        )
     if mask_T is None:
         mask_T = torch.ones(num_tokens, dtype=torch.bool, device=device)
     check_tokens("mask_T", mask_T, num_tokens, torch.bool, device)

@@ -12,24 +12,33 @@ from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Opening, Plan
+from flowtrain.agents.planner import Plan, ResponsePrefix
 from flowtrain.agents.refiner import LLMRefiner, Refiner
-from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory
 
 TASK = Task("t", "How large are Chad and Mali?", ("x",))
-GOALS = (("area of Chad", "Archive"), ("nonsense", "Nothing"), ("area of Mali", "Archive"), ("area of Niger", "Clock"))
+GOALS = (
+    ("area of Chad", "Archive"),
+    ("nonsense", "Nothing"),
+    ("area of Mali", "Archive"),
+    ("area of Niger", "Clock"),
+)
 
 
 class Planner:
     """Follows GOALS; the second turn is malformed."""
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         action = None if turn == 1 else Action("", "", *GOALS[turn])
         return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "", action)
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError
 
     def measure(self, memory: Memory) -> int:
@@ -59,10 +68,20 @@ class Model:
 
 
 def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]:
-    tools = {name: Tool(ToolCard(name, "", finds_passages=name == "Archive")) for name in ("Archive", "Clock")}
+    tools = {
+        name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
+        for name in ("Archive", "Clock")
+    }
     limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)
     rules = RuleVerifier(lambda question, memory: False), RuleGenerator(last_result)
-    flow = Flow(Planner(), RuleExecutor(tools, 5.0, 1000), *rules, limits, refiner=refiner, passage_tools=frozenset({"Archive"}))
+    flow = Flow(
+        Planner(),
+        RuleExecutor(tools, 5.0, 1000),
+        *rules,
+        limits,
+        refiner=refiner,
+        passage_tools=frozenset({"Archive"}),
+    )
     return flow, asyncio.run(flow.run(TASK, 0))
 
 
@@ -72,9 +91,16 @@ def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> Non
     model, tokenizer = Model(), CharTokenizer()
     flow, rollout = make(LLMRefiner(model, 1000), memory_tokens)
     samples = refinements(flow, [rollout], tokenizer, 0, 1000)
-    assert [tokenizer.decode(sample.prompt_ids) for sample in samples] == model.asked and len(model.asked) == 2
-    assert [tokenizer.decode(sample.response_ids) for sample in samples] == [f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)]
-    assert all(set(sample.weights) == {1.0} and len(sample.weights) == len(sample.response_ids) for sample in samples)
+    assert [tokenizer.decode(sample.prompt_ids) for sample in samples] == model.asked and len(
+        model.asked
+    ) == 2
+    assert [tokenizer.decode(sample.response_ids) for sample in samples] == [
+        f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)
+    ]
+    assert all(
+        set(sample.weights) == {1.0} and len(sample.weights) == len(sample.response_ids)
+        for sample in samples
+    )
     assert ("characters left out" in model.asked[1]) == bool(memory_tokens)
 
 
@@ -86,4 +112,7 @@ def test_a_reply_that_may_have_been_cut_is_not_imitated() -> None:
 
 def test_without_a_refiner_there_is_nothing_to_imitate() -> None:
     flow, rollout = make(None, 0)
-    assert any(turn.result.output for turn in rollout.turns) and refinements(flow, [rollout], CharTokenizer(), 0, 1000) == []
+    assert (
+        any(turn.result.output for turn in rollout.turns)
+        and refinements(flow, [rollout], CharTokenizer(), 0, 1000) == []
+    )

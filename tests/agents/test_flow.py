@@ -1,4 +1,6 @@
-"""The turn loop with scripted fakes for the planner and the tools; executor, verifier, generator and memory are the real ones."""
+"""The turn loop with scripted fakes for the planner and the tools; executor, verifier, generator
+and memory are the real ones.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,24 @@ import pytest
 
 from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
-from flowtrain.agents.flow import MALFORMED, Start
+from flowtrain.agents.flow import MALFORMED, BranchStart
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, Opening, Plan, PromptTooLong
-from flowtrain.agents.tools import Tool, ToolCard
+from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong, ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier, Verification
-from flowtrain.types import Action, BranchPoint, Completion, FinishReason, KeptTokens, Task, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.tools import Tool, ToolCard
+from flowtrain.types import (
+    Action,
+    BranchPoint,
+    Completion,
+    FinishReason,
+    KeptTokens,
+    Task,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))
 ECHO = Action("why", "what is known", "area of Chad", "Echo")
@@ -32,7 +45,9 @@ class FakePlanner:
         self.script, self.seconds = script, seconds
         self.asked: list[tuple[Memory, int, int, float]] = []
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         self.asked.append((memory, turn, seed, deadline_s))
         await asyncio.sleep(self.seconds)
         said = self.script[turn % len(self.script)]
@@ -97,7 +112,9 @@ async def _halferror(query: str) -> str:
 
 
 _ACTS = (_echo, _raise, _exit, _hang, _flood, _silent, _half, _halferror)
-TOOLS: Mapping[str, Tool] = {act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in _ACTS}
+TOOLS: Mapping[str, Tool] = {
+    act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in _ACTS
+}
 
 
 def never(question: str, memory: Memory) -> bool:
@@ -118,7 +135,13 @@ def flow(
 ) -> Flow:
     executor = RuleExecutor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
-    return Flow(FakePlanner(script, seconds), executor, RuleVerifier(is_enough), RuleGenerator(last_result), limits)
+    return Flow(
+        FakePlanner(script, seconds),
+        executor,
+        RuleVerifier(is_enough),
+        RuleGenerator(last_result),
+        limits,
+    )
 
 
 def run(flow: Flow, seed: int = 11) -> Trajectory:
@@ -133,7 +156,9 @@ def results(trajectory: Trajectory) -> list[str]:
 
 
 def test_stop_ends_the_rollout_with_the_answer() -> None:
-    trajectory = run(flow([ECHO], is_enough=lambda question, memory: len(memory.entries) == 2, max_turns=5))
+    trajectory = run(
+        flow([ECHO], is_enough=lambda question, memory: len(memory.entries) == 2, max_turns=5)
+    )
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert (trajectory.truncated, trajectory.answer, trajectory.reward) == ("", "1284", None)
     assert (trajectory.task, trajectory.seed) == (TASK, 11)
@@ -142,7 +167,11 @@ def test_stop_ends_the_rollout_with_the_answer() -> None:
 @pytest.mark.parametrize("max_turns", [1, 3])
 def test_the_turn_limit_ends_it_and_the_generator_answers_all_the_same(max_turns: int) -> None:
     trajectory = run(flow([ECHO], max_turns=max_turns))
-    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (max_turns, "turns", "1284")
+    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (
+        max_turns,
+        "turns",
+        "1284",
+    )
 
 
 def test_a_stop_in_the_last_turn_is_no_truncation() -> None:
@@ -166,8 +195,12 @@ def test_a_planner_is_told_the_time_that_is_left() -> None:
 
 
 def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
-    """The planner takes most of it, so the tool that hangs gets what is left, not its own timeout and not the whole time again."""
-    trajectory = run(flow([Action("", "", "x", "Hang")], timeout_s=0.8, tool_timeout_s=60.0, seconds=0.7))
+    """The planner takes most of it, so the tool that hangs gets what is left, not its own timeout
+    and not the whole time again.
+    """
+    trajectory = run(
+        flow([Action("", "", "x", "Hang")], timeout_s=0.8, tool_timeout_s=60.0, seconds=0.7)
+    )
     assert (len(trajectory.turns), trajectory.truncated) == (1, "time")
     assert "timed out" in results(trajectory)[0]
     assert trajectory.seconds < 1.3
@@ -195,7 +228,12 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     loop = flow([None, ECHO], is_enough=always)
     trajectory = run(loop)
     first, second = trajectory.turns
-    assert (first.action, first.command, first.result.error, first.verdict) == (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
+    assert (first.action, first.command, first.result.error, first.verdict) == (
+        None,
+        NO_COMMAND,
+        MALFORMED,
+        Verdict.CONTINUE,
+    )
     assert first.response_ids == completion(0).ids, "its tokens are trained like any others"
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
     assert isinstance(loop.planner, FakePlanner)
@@ -204,10 +242,16 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
 
 
 def test_an_unknown_tool_spends_its_turn_with_a_text_that_names_it() -> None:
-    trajectory = run(flow([Action("", "", "1 + 1", NO_TOOL + "Calculator")], is_enough=always, max_turns=1))
+    trajectory = run(
+        flow([Action("", "", "1 + 1", NO_TOOL + "Calculator")], is_enough=always, max_turns=1)
+    )
     (turn,) = trajectory.turns
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
-    assert (turn.verdict, trajectory.truncated, trajectory.answer) == (Verdict.CONTINUE, "turns", "")
+    assert (turn.verdict, trajectory.truncated, trajectory.answer) == (
+        Verdict.CONTINUE,
+        "turns",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +263,9 @@ def test_an_unknown_tool_spends_its_turn_with_a_text_that_names_it() -> None:
         ("Silent", "Error: no output"),
     ],
 )
-def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(tool: str, text: str) -> None:
+def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(
+    tool: str, text: str
+) -> None:
     loop = flow([Action("", "", "x", tool), ECHO], is_enough=always, tool_timeout_s=0.1)
     trajectory = run(loop)
     assert results(trajectory) == [text, "The area of Chad is 1284."]
@@ -230,7 +276,10 @@ def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(too
     assert (entry.tool_name, entry.result, entry.is_error) == (tool, text, True)
 
 
-@pytest.mark.parametrize(("tool", "text"), [("Half", "half a pair: ?."), ("Halferror", "Error: ValueError: ? is the other half")])
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [("Half", "half a pair: ?."), ("Halferror", "Error: ValueError: ? is the other half")],
+)
 def test_half_a_surrogate_pair_becomes_a_question_mark(tool: str, text: str) -> None:
     """No tokenizer takes it, and the next prompt would end the run."""
     (turn,) = run(flow([Action("", "", "x", tool)], max_turns=1)).turns
@@ -242,7 +291,18 @@ def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
     assert len(turn.result.output) < 200 and "999900 characters left out" in turn.result.output
 
 
-QUERIES = ['say "x"', "a\nb\r\tc\x00", "\\", "'''", '"""', "\u2028", "\U0001f600 \u0645", "#", "f{x}", "x" * 100_000]
+QUERIES = [
+    'say "x"',
+    "a\nb\r\tc\x00",
+    "\\",
+    "'''",
+    '"""',
+    "\u2028",
+    "\U0001f600 \u0645",
+    "#",
+    "f{x}",
+    "x" * 100_000,
+]
 
 
 @pytest.mark.parametrize("sub_goal", QUERIES)
@@ -271,7 +331,10 @@ def test_the_verifier_judges_the_new_entry() -> None:
         return False
 
     run(flow([ECHO, Action("", "", "capital of Chad", "Echo")], is_enough=note, max_turns=2))
-    assert seen == [(TASK.question, ["area of Chad"]), (TASK.question, ["area of Chad", "capital of Chad"])]
+    assert seen == [
+        (TASK.question, ["area of Chad"]),
+        (TASK.question, ["area of Chad", "capital of Chad"]),
+    ]
 
 
 def test_memory_entries_have_exactly_the_four_fields_under_agentflows_names() -> None:
@@ -316,8 +379,18 @@ def test_a_memory_is_immutable_and_starts_empty() -> None:
 def test_turns_carry_exactly_what_the_engine_sampled() -> None:
     trajectory = run(flow([ECHO, None, ECHO]))
     for index, turn in enumerate(trajectory.turns):
-        sampled = Completion(turn.response_ids, turn.response_logprobs, turn.spans, turn.finish_reason, turn.response_kept)
-        assert (sampled, turn.prompt_ids, turn.response_text) == (completion(index), (index, 1), f"turn {index}")
+        sampled = Completion(
+            turn.response_ids,
+            turn.response_logprobs,
+            turn.spans,
+            turn.finish_reason,
+            turn.response_kept,
+        )
+        assert (sampled, turn.prompt_ids, turn.response_text) == (
+            completion(index),
+            (index, 1),
+            f"turn {index}",
+        )
         assert isinstance(turn, Turn) and 0 <= turn.seconds <= trajectory.seconds
 
 
@@ -325,7 +398,11 @@ def test_planners_hear_turn_and_seed() -> None:
     loop = flow([ECHO])
     run(loop, seed=99)
     assert isinstance(loop.planner, FakePlanner)
-    assert [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked] == [(0, 99, 0), (1, 99, 1), (2, 99, 2)]
+    assert [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked] == [
+        (0, 99, 0),
+        (1, 99, 1),
+        (2, 99, 2),
+    ]
 
 
 def test_rollouts_wait_at_the_same_time() -> None:
@@ -345,27 +422,41 @@ class NotingModule:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, float]] = []
 
-    async def verify(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Verification:
+    async def verify(
+        self, task: Task, memory: Memory, seed: int, deadline_s: float
+    ) -> Verification:
         self.told.append(("verify", seed, deadline_s))
         return Verification(Verdict.CONTINUE, "so far so good")
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> tuple[str, str]:
+    async def answer(
+        self, question: str, memory: Memory, seed: int, deadline_s: float
+    ) -> tuple[str, str]:
         self.told.append(("answer", seed, deadline_s))
         return "42", "it is 42"
 
 
-@pytest.mark.parametrize(("timeout_s", "module_timeout_s", "longest"), [(60.0, 5.0, 5.0), (3.0, 20.0, 2.9)])
-def test_modules_are_told_seeds_of_their_own_and_the_time_that_is_left(timeout_s: float, module_timeout_s: float, longest: float) -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "module_timeout_s", "longest"), [(60.0, 5.0, 5.0), (3.0, 20.0, 2.9)]
+)
+def test_modules_are_told_seeds_of_their_own_and_the_time_that_is_left(
+    timeout_s: float, module_timeout_s: float, longest: float
+) -> None:
     """The answer gets its time also when the rollout's is up."""
     noting = NotingModule()
     executor = RuleExecutor(TOOLS, 5.0, max_chars=100)
     limits = FlowLimits(2, timeout_s, module_timeout_s)
     trajectory = run(Flow(FakePlanner([ECHO], seconds=0.1), executor, noting, noting, limits))
     *verdicts, (last, _, answer_s) = noting.told
-    assert [name for name, *_ in verdicts] == ["verify"] * 2 and all(0 < deadline_s <= longest for *_, deadline_s in verdicts)
+    assert [name for name, *_ in verdicts] == ["verify"] * 2 and all(
+        0 < deadline_s <= longest for *_, deadline_s in verdicts
+    )
     assert (last, answer_s) == ("answer", module_timeout_s)
     assert len({seed for _, seed, _ in noting.told}) == 3
-    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == ("42", "it is 42", "so far so good")
+    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == (
+        "42",
+        "it is 42",
+        "so far so good",
+    )
 
 
 # ---- branches
@@ -376,9 +467,11 @@ class Branching(FakePlanner):
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
-        self.openings: list[tuple[Opening, int, int]] = []
+        self.openings: list[tuple[ResponsePrefix, int, int]] = []
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         self.openings.append((opening, turn, seed))
         said = self.script[turn % len(self.script)]
         assert not isinstance(said, Exception)
@@ -389,7 +482,9 @@ class Branching(FakePlanner):
 def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branching]:
     planner = Branching([ECHO])
     leaves = replace(flow([ECHO], max_turns=3), planner=planner)
-    return asyncio.run(leaves.run(TASK, 12, start=Start(root, BranchPoint(0, turn, token, 1.5)))), planner
+    return asyncio.run(
+        leaves.run(TASK, 12, start=BranchStart(root, BranchPoint(0, turn, token, 1.5)))
+    ), planner
 
 
 @pytest.mark.parametrize("token", [0, 1, 2])
@@ -397,7 +492,9 @@ def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branchi
 def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, token: int) -> None:
     root = run(flow([ECHO], max_turns=3))
     trajectory, planner = branch(root, turn, token)
-    assert trajectory.turns[:turn] == root.turns[:turn], "tool results included; nothing is run again"
+    assert trajectory.turns[:turn] == root.turns[:turn], (
+        "tool results included; nothing is run again"
+    )
     assert len(trajectory.turns) == 3 and trajectory.branch == BranchPoint(0, turn, token, 1.5)
     left, was = trajectory.turns[turn], root.turns[turn]
     assert left.prompt_ids == was.prompt_ids
@@ -416,7 +513,9 @@ def test_a_branch_remembers_what_its_root_knew_then_and_no_more() -> None:
     _, planner = branch(root, 1, 1)
     (memory, turn, _, _), *_ = planner.asked
     assert turn == 2 and len(memory.entries) == 2
-    assert memory.entries[0] == MemoryEntry("Echo", "area of Chad", root.turns[0].command, root.turns[0].result.text)
+    assert memory.entries[0] == MemoryEntry(
+        "Echo", "area of Chad", root.turns[0].command, root.turns[0].result.text
+    )
 
 
 def test_a_whole_rollout_is_no_branch() -> None:

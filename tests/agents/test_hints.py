@@ -11,13 +11,33 @@ from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.refiner import LLMRefiner, RuleRefiner
 from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
-GOALS = SubGoal(("Chad",), 0.6, "country with capital N'Djamena"), SubGoal(("1284",), 0.4, "area of Chad")
-TASK = Task("t", "What is the area of the country with capital N'Djamena plus 1?", ("1285",), sub_goals=GOALS)
+GOALS = (
+    SubGoal(("Chad",), 0.6, "country with capital N'Djamena"),
+    SubGoal(("1284",), 0.4, "area of Chad"),
+)
+TASK = Task(
+    "t",
+    "What is the area of the country with capital N'Djamena plus 1?",
+    ("1285",),
+    sub_goals=GOALS,
+)
 
 
 def turn(written: str, result: str) -> Turn:
     action, found = Action("", "", written, "Search"), ToolResult(output=result)
-    return Turn((1,), (2,), (-1.0,), (), FinishReason.STOP, written, action, "", found, Verdict.CONTINUE, seconds=0.0)
+    return Turn(
+        (1,),
+        (2,),
+        (-1.0,),
+        (),
+        FinishReason.STOP,
+        written,
+        action,
+        "",
+        found,
+        Verdict.CONTINUE,
+        seconds=0.0,
+    )
 
 
 LOST = turn("N'Djamena", "nothing")
@@ -29,7 +49,9 @@ ALWAYS = Hints(1.0, turn=1, patience=1)
 def test_it_names_the_next_thing_to_look_for_and_never_what_will_be_found() -> None:
     assert ALWAYS.give(TASK, (LOST,), 0) == "country with capital N'Djamena"
     assert ALWAYS.give(TASK, (FIND, USE, LOST), 0) == "area of Chad"
-    assert ALWAYS.give(TASK, (FIND, USE, turn("1284 + 1", "1285"), LOST), 0) == "", "nothing is left to find"
+    assert ALWAYS.give(TASK, (FIND, USE, turn("1284 + 1", "1285"), LOST), 0) == "", (
+        "nothing is left to find"
+    )
 
 
 def test_it_waits_for_its_turn_and_for_a_stall() -> None:
@@ -37,7 +59,13 @@ def test_it_waits_for_its_turn_and_for_a_stall() -> None:
     assert Hints(1.0, turn=3, patience=1).give(TASK, (LOST, LOST), 0) == ""
     assert ALWAYS.give(TASK, (FIND, USE), 0) == "", "the last turn reached Chad"
     patient = Hints(1.0, turn=1, patience=3)
-    assert [bool(patient.give(TASK, (LOST,) * n, 0)) for n in range(5)] == [False, False, False, True, True]
+    assert [bool(patient.give(TASK, (LOST,) * n, 0)) for n in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_its_rate_is_a_share_of_rollouts_and_a_rollout_keeps_its_lot() -> None:
@@ -48,7 +76,9 @@ def test_its_rate_is_a_share_of_rollouts_and_a_rollout_keeps_its_lot() -> None:
     assert not any(Hints(0.0, 1, 1).give(TASK, (LOST,), seed) for seed in range(50))
 
 
-@pytest.mark.parametrize("task", [Task("t", "q", ("a",)), Task("t", "q", ("a",), sub_goals=(SubGoal(("x",), 1.0),))])
+@pytest.mark.parametrize(
+    "task", [Task("t", "q", ("a",)), Task("t", "q", ("a",), sub_goals=(SubGoal(("x",), 1.0),))]
+)
 def test_where_nobody_wrote_one_there_is_none(task: Task) -> None:
     assert ALWAYS.give(task, (LOST,), 0) == ""
 
@@ -56,12 +86,16 @@ def test_where_nobody_wrote_one_there_is_none(task: Task) -> None:
 # ---- the refiner
 
 
-PASSAGES = "The area of Mali is 1240.\nThe capital of Chad is N'Djamena.\nThe area of Chad is 1284.\n"
+PASSAGES = (
+    "The area of Mali is 1240.\nThe capital of Chad is N'Djamena.\nThe area of Chad is 1284.\n"
+)
 
 
 def refine(refiner: RuleRefiner | LLMRefiner) -> str:
     memory = Memory().add(MemoryEntry("Search", "capital of Chad", "", "N'Djamena"))
-    return asyncio.run(refiner.refine("How large is Chad?", memory, "area of Chad", PASSAGES, 3, 5.0))
+    return asyncio.run(
+        refiner.refine("How large is Chad?", memory, "area of Chad", PASSAGES, 3, 5.0)
+    )
 
 
 def test_the_rule_keeps_the_passage_that_fits_best() -> None:
@@ -80,7 +114,13 @@ def test_a_model_gets_question_knowledge_goal_and_passages() -> None:
     engine = Scripted()
     assert refine(LLMRefiner(engine, 1000)) == "Evidence: Chad covers 1284.\nNext: add Mali."
     assert all(
-        part in engine.asked for part in ("How large is Chad?", "- capital of Chad: N'Djamena", "Looked for: area of Chad", PASSAGES)
+        part in engine.asked
+        for part in (
+            "How large is Chad?",
+            "- capital of Chad: N'Djamena",
+            "Looked for: area of Chad",
+            PASSAGES,
+        )
     )
     assert engine.seed == 3
     assert refine(LLMRefiner(engine, 9)) == "Evidence:"

@@ -1,4 +1,6 @@
-"""The flow with every frozen role on one real server that answers as a script says; the planner's engine alone is scripted in process."""
+"""The flow with every frozen role on one real server that answers as a script says; the planner's
+engine alone is scripted in process.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,30 @@ from starlette.responses import JSONResponse, Response
 
 from flowtrain.agents import Flow
 from flowtrain.agents.build import make_flow
+from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.agents.roles import MODULES, prompt_hashes
-from flowtrain.agents.tools import Parameter, ToolCard
 from flowtrain.algorithms import flow_grpo
 from flowtrain.config import Config
+from flowtrain.engines import endpoint
+from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
-from flowtrain.rollout import endpoint
-from flowtrain.rollout.collect import collect
-from flowtrain.rollout.endpoint import Endpoint
-from flowtrain.types import Action, Completion, FinishReason, Group, Sample, Sampling, Task, Trajectory, UserError, Verdict
+from flowtrain.tools import Parameter, ToolCard
+from flowtrain.types import (
+    Action,
+    Completion,
+    FinishReason,
+    Group,
+    Sample,
+    Sampling,
+    Task,
+    Trajectory,
+    UserError,
+    Verdict,
+)
 from tests.chat_servers import ChatServer, chat_server
 
 SECRET = re.compile(r"SECRET-\d+-END")
@@ -96,30 +109,65 @@ def steps(prompt: str) -> int:
 
 SCRIPT: Script = {
     "analyst": lambda prompt: "1. Summary: an area.\n",
-    "planner": lambda prompt: f"Justification: j\nContext: c{steps(prompt)}\nSub-Goal: goal {steps(prompt)}\nTool Name: wiki",
-    "executor": lambda prompt: '```python\nexecution = tool.execute(query="area of Chad", limit=3)\n```',
-    "verifier": lambda prompt: f"Do not stop too early.\nConclusion: {'STOP' if steps(prompt) == 2 else 'CONTINUE'}",
+    "planner": lambda prompt: (
+        f"Justification: j\nContext: c{steps(prompt)}\nSub-Goal: goal {steps(prompt)}\nTool Name: "
+        "wiki"
+    ),
+    "executor": lambda prompt: (
+        '```python\nexecution = tool.execute(query="area of Chad", limit=3)\n```'
+    ),
+    "verifier": lambda prompt: (
+        f"Do not stop too early.\nConclusion: {'STOP' if steps(prompt) == 2 else 'CONTINUE'}"
+    ),
     "generator": lambda prompt: "Process summary: two look-ups.\nAnswer: <answer>1284</answer>",
 }
 
 
 @contextmanager
 def llm_flow(
-    script: Script, wait: Callable[[], Any] | None = None, agent: dict[str, Any] | None = None, **chat: Any
+    script: Script,
+    wait: Callable[[], Any] | None = None,
+    agent: dict[str, Any] | None = None,
+    **chat: Any,
 ) -> Iterator[tuple[Flow, ChatServer, ScriptedEngine]]:
     """All roles by language models."""
     said = {**SCRIPT, **script}
-    with chat_server(lambda body: said[role_of(body["messages"][0]["content"])](body["messages"][0]["content"]), wait) as server:
-        options = {"model": "m", "base_url": server.base_url, "api_key_env": "", "max_retries": 1, **chat}
+    with chat_server(
+        lambda body: said[role_of(body["messages"][0]["content"])](body["messages"][0]["content"]),
+        wait,
+    ) as server:
+        options = {
+            "model": "m",
+            "base_url": server.base_url,
+            "api_key_env": "",
+            "max_retries": 1,
+            **chat,
+        }
         config = Config.model_validate(
-            {"engines": {"local": options}, "roles": dict.fromkeys(MODULES, "local"), "agent": {"max_result_chars": 300, **(agent or {})}}
+            {
+                "engines": {"local": options},
+                "roles": dict.fromkeys(MODULES, "local"),
+                "agent": {"max_result_chars": 300, **(agent or {})},
+            }
         )
         engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
         tools = {"Wiki": Wiki()}
-        planner = PolicyPlanner(engine, CharTokenizer(), FullPrompt(list(tools.values()), CharTokenizer()), ("Wiki",), 100, 1.0, 30.0)
+        planner = PolicyPlanner(
+            engine,
+            CharTokenizer(),
+            FullPrompt(list(tools.values()), CharTokenizer()),
+            ("Wiki",),
+            100,
+            1.0,
+            30.0,
+        )
         chat_engine = Endpoint("local", config.engines["local"])
         try:
-            yield make_flow(config, planner, tools, 3, dict.fromkeys(MODULES, chat_engine)), server, engine
+            yield (
+                make_flow(config, planner, tools, 3, dict.fromkeys(MODULES, chat_engine)),
+                server,
+                engine,
+            )
         finally:
             chat_engine.close()
 
@@ -147,10 +195,17 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
         "verifier",
         "generator",
     ]
-    assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == ("1. Summary: an area.", "1284", "", "")
+    assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == (
+        "1. Summary: an area.",
+        "1284",
+        "",
+        "",
+    )
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns
-    assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action("j", "c1", "goal 1", "Wiki")
+    assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action(
+        "j", "c1", "goal 1", "Wiki"
+    )
     assert first.command == 'execution = tool.execute(query="area of Chad", limit=3)'
     assert first.result.output == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
@@ -174,9 +229,15 @@ def test_every_prompt_holds_what_its_module_must_know() -> None:
             assert text in prompts[role], role
     for role, prompt in prompts.items():
         assert TASK.question in prompt
-        assert ("1. Summary: an area." in prompt) == (role in ("planner", "verifier", "generator")), role
-        assert ("found area of Chad (3)" in prompt) == (role in ("planner", "verifier", "generator")), role
-        assert "{" not in re.sub(r"\{[^{}]*\}|\{\s*\"Action[\s\S]*\}", "", prompt), "no place of a template is left open"
+        assert ("1. Summary: an area." in prompt) == (
+            role in ("planner", "verifier", "generator")
+        ), role
+        assert ("found area of Chad (3)" in prompt) == (
+            role in ("planner", "verifier", "generator")
+        ), role
+        assert "{" not in re.sub(r"\{[^{}]*\}|\{\s*\"Action[\s\S]*\}", "", prompt), (
+            "no place of a template is left open"
+        )
     assert "goal 1" in prompts["executor"] and "c1" in prompts["executor"]
     assert '"goal 1"' in prompts["verifier"] and '"goal 1"' not in prompts["planner"]
 
@@ -185,20 +246,31 @@ def test_the_analysis_stands_in_what_the_turns_of_a_question_share() -> None:
     with llm_flow({}) as (flow, _, engine):
         run(flow)
     first, second = engine.prompts
-    shared = next(place for place in range(len(second)) if place >= len(first) or first[place] != second[place])
+    shared = next(
+        place
+        for place in range(len(second))
+        if place >= len(first) or first[place] != second[place]
+    )
     assert "1. Summary: an area." in second[:shared] and "name the country" in second[:shared]
     assert shared > len(first) - 10, "the first prompt, but for the end of its empty memory"
 
 
 def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
-    with llm_flow({"analyst": lambda prompt: "about " + ("Mali" if "Mali" in prompt else "Chad")}) as (flow, server, _):
+    with llm_flow(
+        {"analyst": lambda prompt: "about " + ("Mali" if "Mali" in prompt else "Chad")}
+    ) as (flow, server, _):
         tasks = [TASK, Task("m", "What is the area of Mali?", ("1",))]
         groups = collect(flow, tasks, group_size=8, seed=1)
         asked = [role_of(prompt) for prompt in server.prompts].count("analyst")
         collect(flow, tasks[:1], group_size=4, seed=2, max_in_flight=1)
         again = [role_of(prompt) for prompt in server.prompts].count("analyst")
-    assert [{t.analysis for t in group.trajectories} for group in groups] == [{"about Chad"}, {"about Mali"}]
-    assert (asked, again) == (2, 3), "once per question and batch, whether its rollouts overlap or not"
+    assert [{t.analysis for t in group.trajectories} for group in groups] == [
+        {"about Chad"},
+        {"about Mali"},
+    ]
+    assert (asked, again) == (2, 3), (
+        "once per question and batch, whether its rollouts overlap or not"
+    )
 
 
 def test_an_endless_analysis_is_shortened() -> None:
@@ -207,7 +279,9 @@ def test_an_endless_analysis_is_shortened() -> None:
 
 
 def test_no_task_sees_the_memory_of_another() -> None:
-    """Forty rollouts at once, all modules over real connections, each told a secret that it repeats wherever it can."""
+    """Forty rollouts at once, all modules over real connections, each told a secret that it repeats
+    wherever it can.
+    """
     order = random.Random(0)
 
     def secret(prompt: str) -> str:
@@ -215,12 +289,20 @@ def test_no_task_sees_the_memory_of_another() -> None:
 
     script: Script = {
         "analyst": lambda prompt: f"about {secret(prompt)}",
-        "planner": lambda prompt: f"Context: {secret(prompt)}\nSub-Goal: ask {secret(prompt)}\nTool Name: Wiki",
-        "executor": lambda prompt: f'```python\nexecution = tool.execute(query="{secret(prompt)}")\n```',
+        "planner": lambda prompt: (
+            f"Context: {secret(prompt)}\nSub-Goal: ask {secret(prompt)}\nTool Name: Wiki"
+        ),
+        "executor": lambda prompt: (
+            f'```python\nexecution = tool.execute(query="{secret(prompt)}")\n```'
+        ),
         "verifier": lambda prompt: f"seen {secret(prompt)}\nConclusion: CONTINUE",
         "generator": lambda prompt: f"<answer>{secret(prompt)}</answer>",
     }
-    with llm_flow(script, wait=lambda: asyncio.sleep(order.random() / 50)) as (flow, server, engine):
+    with llm_flow(script, wait=lambda: asyncio.sleep(order.random() / 50)) as (
+        flow,
+        server,
+        engine,
+    ):
         tasks = [Task(f"t{i}", f"What is behind SECRET-{i}-END?", ("x",)) for i in range(20)]
         groups = collect(flow, tasks, group_size=2, seed=1)
     assert server.most > 10, "they overlapped"
@@ -229,7 +311,11 @@ def test_no_task_sees_the_memory_of_another() -> None:
         assert len(set(SECRET.findall(prompt))) == 1, prompt
     for index, group in enumerate(groups):
         for trajectory in group.trajectories:
-            told = [trajectory.analysis, trajectory.answer, *(t.command + t.result.output + t.verdict_text for t in trajectory.turns)]
+            told = [
+                trajectory.analysis,
+                trajectory.answer,
+                *(t.command + t.result.output + t.verdict_text for t in trajectory.turns),
+            ]
             assert all(set(SECRET.findall(text)) == {f"SECRET-{index}-END"} for text in told)
             assert len(trajectory.turns) == 3
 
@@ -244,9 +330,16 @@ def test_hundreds_of_rollouts_are_under_way_at_once() -> None:
         await asyncio.wait_for(all_here.wait(), 60)
 
     with llm_flow({}, wait=wait, max_concurrency=256) as (flow, server, _):
-        groups = collect(flow, [Task(f"t{i}", f"Question {i}?", ("1284",)) for i in range(256)], group_size=1, seed=1)
+        groups = collect(
+            flow,
+            [Task(f"t{i}", f"Question {i}?", ("1284",)) for i in range(256)],
+            group_size=1,
+            seed=1,
+        )
     assert server.most == 256
-    assert {(t.answer, t.error, len(t.turns)) for group in groups for t in group.trajectories} == {("1284", "", 2)}
+    assert {(t.answer, t.error, len(t.turns)) for group in groups for t in group.trajectories} == {
+        ("1284", "", 2)
+    }
 
 
 def test_rollouts_ask_with_seeds_of_their_own() -> None:
@@ -263,9 +356,18 @@ def test_rollouts_ask_with_seeds_of_their_own() -> None:
 
 
 def test_a_bad_tool_spends_its_turn_without_a_command_and_the_verifier_still_runs() -> None:
-    with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (flow, server, _):
+    with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (
+        flow,
+        server,
+        _,
+    ):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == ["analyst", "verifier", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == [
+        "analyst",
+        "verifier",
+        "verifier",
+        "generator",
+    ]
     turn = trajectory.turns[0]
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]
@@ -287,8 +389,16 @@ def test_a_malformed_action_is_a_turn_too() -> None:
             "execution = tool.execute(limit=2)",
             "Wiki takes (query: str, limit: int (optional)); got",
         ),
-        ("```python\nexecution = tool.execute(query=7)\n```", "execution = tool.execute(query=7)", "got (query: int)"),
-        ("```python\nexecution = tool.execute(query='a', x='b')\n```", "x=", "got (query: str, x: str)"),
+        (
+            "```python\nexecution = tool.execute(query=7)\n```",
+            "execution = tool.execute(query=7)",
+            "got (query: int)",
+        ),
+        (
+            "```python\nexecution = tool.execute(query='a', x='b')\n```",
+            "x=",
+            "got (query: str, x: str)",
+        ),
     ],
 )
 def test_a_bad_command_is_an_error_of_its_turn(reply: str, command: str, error: str) -> None:
@@ -305,10 +415,15 @@ def test_a_reply_without_a_command_is_kept_but_not_at_any_length() -> None:
 
 
 def test_of_several_commands_the_first_is_run_and_the_memory_says_so() -> None:
-    reply = "```python\nexecution = tool.execute(query='a')\nexecution = tool.execute(query='b')\n```"
+    reply = (
+        "```python\nexecution = tool.execute(query='a')\nexecution = tool.execute(query='b')\n```"
+    )
     with llm_flow({"executor": lambda prompt: reply}) as (flow, server, _):
         turn = run(flow).turns[0]
-    assert (turn.command, turn.result.output) == ('execution = tool.execute(query="a")  # the first of 2 commands', "found a (1)")
+    assert (turn.command, turn.result.output) == (
+        'execution = tool.execute(query="a")  # the first of 2 commands',
+        "found a (1)",
+    )
     assert "the first of 2 commands" in server.prompts[2]
 
 
@@ -330,7 +445,9 @@ def test_an_executor_that_fails_is_an_error_of_its_turn() -> None:
         trajectory = run(flow)
     for turn in trajectory.turns:
         assert turn.command == NO_COMMAND
-        assert re.match(r"the executor failed: engines\.local: HTTP 500.*out of order", turn.result.error or "")
+        assert re.match(
+            r"the executor failed: engines\.local: HTTP 500.*out of order", turn.result.error or ""
+        )
     assert (trajectory.error, trajectory.answer) == ("", "1284")
 
 
@@ -352,9 +469,13 @@ def test_a_generator_that_fails_for_good_fails_the_rollout() -> None:
 def test_an_analyst_that_fails_for_good_fails_the_group_without_a_turn() -> None:
     with llm_flow({"analyst": broken}) as (flow, server, _):
         (group,) = collect(flow, [TASK], group_size=3, seed=1)
-    assert {role_of(prompt) for prompt in server.prompts} == {"analyst"} and len(server.prompts) == 2, "asked by one, tried twice"
+    assert {role_of(prompt) for prompt in server.prompts} == {"analyst"} and len(
+        server.prompts
+    ) == 2, "asked by one, tried twice"
     for trajectory in group.trajectories:
-        assert trajectory.error.startswith("analyst: engines.local: HTTP 500") and not trajectory.turns
+        assert (
+            trajectory.error.startswith("analyst: engines.local: HTTP 500") and not trajectory.turns
+        )
 
 
 def test_a_module_that_hangs_costs_its_deadline_and_no_more() -> None:
@@ -375,13 +496,18 @@ def test_time_that_is_up_still_gets_an_answer() -> None:
 
 def test_a_wrong_key_stops_the_run_with_one_line() -> None:
     refused = llm_flow({"analyst": lambda prompt: JSONResponse({"error": "no such key"}, 401)})
-    with refused as (flow, *_), pytest.raises(UserError, match=r"engines\.local: .* HTTP 401 .*no such key"):
+    with (
+        refused as (flow, *_),
+        pytest.raises(UserError, match=r"engines\.local: .* HTTP 401 .*no such key"),
+    ):
         collect(flow, [TASK, TASK], group_size=2, seed=1)
 
 
 @pytest.mark.parametrize("mode", ["paper", "released"])
 def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
-    """Real rollouts, some with a broken generator: samples, advantages and weights are those of the group without them."""
+    """Real rollouts, some with a broken generator: samples, advantages and weights are those of the
+    group without them.
+    """
     answers = iter(["1284", broken, "1", broken, "1284", "2"])
 
     def generator(prompt: str) -> Response | str:
@@ -396,11 +522,18 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 
     def samples(groups: list[Group]) -> list[Sample]:
         """Without the place of each trajectory in its group."""
-        return [replace(sample, origin=None) for sample in flow_grpo(groups, mode, num_groups=2).samples]
+        return [
+            replace(sample, origin=None) for sample in flow_grpo(groups, mode, num_groups=2).samples
+        ]
 
     assert len(alone.trajectories) == 4 and len(samples(groups)) == 4 * 2
     assert samples(groups) == samples([alone])
-    assert {sample.origin[1] for sample in flow_grpo(groups, mode).samples if sample.origin} == {0, 2, 4, 5}, "the log finds its turns"
+    assert {sample.origin[1] for sample in flow_grpo(groups, mode).samples if sample.origin} == {
+        0,
+        2,
+        4,
+        5,
+    }, "the log finds its turns"
     lost = Group(1, tuple(t for t in group.trajectories if t.error))
     assert samples([alone, lost]) == samples([alone])
     assert flow_grpo([lost], mode).num_dropped == 1
@@ -411,13 +544,25 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 
 def test_prompt_hashes_tell_templates_apart_and_stay() -> None:
     hashes = prompt_hashes()
-    assert list(hashes) == ["planner/shared", "planner/paper", "analyst", "executor", "verifier", "generator", "refiner"]
-    assert len(set(hashes.values())) == 7 and all(re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values())
+    assert list(hashes) == [
+        "planner/shared",
+        "planner/paper",
+        "analyst",
+        "executor",
+        "verifier",
+        "generator",
+        "refiner",
+    ]
+    assert len(set(hashes.values())) == 7 and all(
+        re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values()
+    )
     assert prompt_hashes() == hashes
 
 
 def test_a_role_whose_engine_nobody_started_is_our_mistake() -> None:
-    config = Config.model_validate({"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}})
+    config = Config.model_validate(
+        {"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}}
+    )
     with pytest.raises(AssertionError, match="verifier"):
         make_flow(config, None, {}, 1)  # type: ignore[arg-type]
 

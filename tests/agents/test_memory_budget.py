@@ -1,4 +1,6 @@
-"""The memory's budget: what is cut, what never is, and that a planner with the right budget always has room."""
+"""The memory's budget: what is cut, what never is, and that a planner with the right budget always
+has room.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry, bounded
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.tools import ToolCard
 from flowtrain.training.model import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, Task
 
-TOKENIZER = new_tokenizer(["The area of Chad is 1284 square kilometres. Search | area of Chad"], 400)
+TOKENIZER = new_tokenizer(
+    ["The area of Chad is 1284 square kilometres. Search | area of Chad"], 400
+)
 TASK = Task("t", "What is the area of Chad?", ("x",))
 TOKENIZER.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -47,7 +51,12 @@ def measure(prompt: PlannerPrompt, memory: Memory) -> int:
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=30)
-results = st.one_of(words, st.builds(lambda text, times: text * times, st.text(min_size=1, max_size=12), st.integers(1, 400)))
+results = st.one_of(
+    words,
+    st.builds(
+        lambda text, times: text * times, st.text(min_size=1, max_size=12), st.integers(1, 400)
+    ),
+)
 entries = st.builds(MemoryEntry, words, words, words, results)
 memories = st.builds(Memory, st.lists(entries, max_size=5).map(tuple), words)
 
@@ -59,7 +68,9 @@ def at_least(text: str) -> bool:
 
 
 def coarse(memory: Memory) -> int:
-    """Of a tokenizer for which the parts together take more than one by one: seven characters are a token, less is none."""
+    """Of a tokenizer for which the parts together take more than one by one: seven characters are a
+    token, less is none.
+    """
     return len(PROMPTS[0].steps(memory)) // 7
 
 
@@ -69,14 +80,23 @@ MEASURES = [partial(measure, PROMPTS[0]), partial(measure, PROMPTS[1]), coarse]
 @settings(max_examples=100, deadline=None)
 @given(memories, st.integers(1, 1500), st.sampled_from(MEASURES))
 @example(Memory((MemoryEntry("", "", "", "x" * 1101),) * 3), 475, coarse)
-@example(Memory((MemoryEntry("", "", "", "x" * 5000), MemoryEntry("", "", "", "y" * 500))), 60, coarse)
-def test_the_budget_holds_or_nothing_is_left_to_cut(memory: Memory, budget: int, measure: Callable[[Memory], int]) -> None:
+@example(
+    Memory((MemoryEntry("", "", "", "x" * 5000), MemoryEntry("", "", "", "y" * 500))), 60, coarse
+)
+def test_the_budget_holds_or_nothing_is_left_to_cut(
+    memory: Memory, budget: int, measure: Callable[[Memory], int]
+) -> None:
     cut = bounded(memory, budget, measure)
     assert measure(cut) <= budget or all(at_least(entry.result) for entry in cut.entries)
     assert cut == bounded(memory, budget, measure), "the same each time"
     assert cut.analysis == memory.analysis
-    assert [replace(e, result="") for e in cut.entries] == [replace(e, result="") for e in memory.entries], "names, goals, commands stay"
-    if measure(memory) <= budget and sum(len(entry.result) for entry in memory.entries) <= 8 * budget:
+    assert [replace(e, result="") for e in cut.entries] == [
+        replace(e, result="") for e in memory.entries
+    ], "names, goals, commands stay"
+    if (
+        measure(memory) <= budget
+        and sum(len(entry.result) for entry in memory.entries) <= 8 * budget
+    ):
         assert cut == memory
     was_cut = [a != b for a, b in zip(cut.entries, memory.entries, strict=True)]
     for index, entry in enumerate(cut.entries):
@@ -85,13 +105,28 @@ def test_the_budget_holds_or_nothing_is_left_to_cut(memory: Memory, budget: int,
             note = re.search(r"\n\.\.\. (\d+) characters left out \.\.\.\n", entry.result)
             assert note is not None and len(before) > 200
             head, tail = entry.result[: note.start()], entry.result[note.end() :]
-            assert before.startswith(head) and before.endswith(tail) and len(head) + len(tail) + int(note[1]) == len(before)
-            older = [e.result for e, b in zip(cut.entries[:index], memory.entries, strict=False) if len(b.result) > 200]
+            assert (
+                before.startswith(head)
+                and before.endswith(tail)
+                and len(head) + len(tail) + int(note[1]) == len(before)
+            )
+            older = [
+                e.result
+                for e, b in zip(cut.entries[:index], memory.entries, strict=False)
+                if len(b.result) > 200
+            ]
             assert all(at_least(result) for result in older), "the oldest give way first"
 
 
 def test_no_more_is_cut_than_is_needed() -> None:
-    memory = Memory(tuple(MemoryEntry("Search", f"goal {n}", "command", f"{n} " + "The area of Chad is 1284. " * 200) for n in range(3)))
+    memory = Memory(
+        tuple(
+            MemoryEntry(
+                "Search", f"goal {n}", "command", f"{n} " + "The area of Chad is 1284. " * 200
+            )
+            for n in range(3)
+        )
+    )
     whole = measure(PROMPTS[0], memory)
     cut = bounded(memory, whole - 300, lambda m: measure(PROMPTS[0], m))
     assert cut.entries[1:] == memory.entries[1:]
@@ -115,7 +150,9 @@ class TalkingEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.lengths.append(len(prompt_ids))
-        ids = tuple(TOKENIZER.encode("Sub-Goal: area of Chad\nTool Name: Flood", add_special_tokens=False))
+        ids = tuple(
+            TOKENIZER.encode("Sub-Goal: area of Chad\nTool Name: Flood", add_special_tokens=False)
+        )
         return Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
 
     def load(self, version: int) -> None: ...
@@ -124,18 +161,26 @@ class TalkingEngine:
 
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
-def test_with_the_right_budget_the_prompt_never_outgrows_the_model(budget: int, truncated: str) -> None:
+def test_with_the_right_budget_the_prompt_never_outgrows_the_model(
+    budget: int, truncated: str
+) -> None:
     constant = len(TOKENIZER.encode(PROMPTS[1].render(TASK.question, Memory())))
     engine = TalkingEngine(constant + 900 + 60)
     planner = PolicyPlanner(engine, TOKENIZER, PROMPTS[1], ("Flood",), 60, 1.0, 30.0)
     tools = {"Flood": Flood()}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
-        planner, RuleExecutor(tools, 5.0, 100_000), RuleVerifier(lambda question, memory: False), RuleGenerator(last_result), limits
+        planner,
+        RuleExecutor(tools, 5.0, 100_000),
+        RuleVerifier(lambda question, memory: False),
+        RuleGenerator(last_result),
+        limits,
     )
     trajectory = asyncio.run(flow.run(TASK, 0))
     assert trajectory.truncated == truncated
     assert len(trajectory.turns) == (4 if budget else 1)
-    assert all(len(turn.result.output) > 50_000 for turn in trajectory.turns), "the record keeps all; the prompts do not"
+    assert all(len(turn.result.output) > 50_000 for turn in trajectory.turns), (
+        "the record keeps all; the prompts do not"
+    )
     if budget:
         assert max(engine.lengths) + 60 <= engine.max_tokens and len(engine.lengths) == 4

@@ -1,4 +1,6 @@
-"""A rollout's memory is its own: many rollouts through one flow, each with a secret, and no prompt holds another's."""
+"""A rollout's memory is its own: many rollouts through one flow, each with a secret, and no prompt
+holds another's.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.tools import ToolCard
 from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.tools import ToolCard
 from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory
 
 SECRET = re.compile(r"SECRET-\d+-END")
@@ -24,7 +26,9 @@ NUM_ROLLOUTS = 20
 
 
 class FakeEngine:
-    """Repeats the first secret of the prompt as the sub-goal, after a wait that mixes the rollouts up; remembers every prompt."""
+    """Repeats the first secret of the prompt as the sub-goal, after a wait that mixes the rollouts
+    up; remembers every prompt.
+    """
 
     version, max_tokens = 0, 100_000
 
@@ -62,16 +66,25 @@ def never(question: str, memory: Memory) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("prompt", "label"), [(CompactPrompt(), ""), (FullPrompt([FakeEcho()], CharTokenizer()), "Sub-Goal:")])
+@pytest.mark.parametrize(
+    ("prompt", "label"),
+    [(CompactPrompt(), ""), (FullPrompt([FakeEcho()], CharTokenizer()), "Sub-Goal:")],
+)
 def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, label: str) -> None:
     engine = FakeEngine(label)
     planner = PolicyPlanner(engine, CharTokenizer(), prompt, ("Echo",), 100, 1.0, 30.0)
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
-    flow = Flow(planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(4, 60.0))
+    flow = Flow(
+        planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(4, 60.0)
+    )
 
     async def all_at_once() -> list[Trajectory]:
-        tasks = [Task(f"task-{i}", f"What is behind SECRET-{i}-END?", ("",)) for i in range(NUM_ROLLOUTS)]
-        return list(await asyncio.gather(*(flow.run(task, seed) for seed, task in enumerate(tasks))))
+        tasks = [
+            Task(f"task-{i}", f"What is behind SECRET-{i}-END?", ("",)) for i in range(NUM_ROLLOUTS)
+        ]
+        return list(
+            await asyncio.gather(*(flow.run(task, seed) for seed, task in enumerate(tasks)))
+        )
 
     trajectories = asyncio.run(all_at_once())
     assert len(engine.prompts) == 4 * NUM_ROLLOUTS
@@ -79,18 +92,23 @@ def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, la
         assert len(set(SECRET.findall(text))) == 1, text
     for i, trajectory in enumerate(trajectories):
         assert trajectory.answer == f"heard tell SECRET-{i}-END"
-        # The last prompt holds three turns of its own, so that the check above had something to look at.
+        # The last prompt holds three turns of its own, so that the check above had something to
+        # look at.
         last = "".join(map(chr, trajectory.turns[-1].prompt_ids))
         assert last.count(f"heard tell SECRET-{i}-END") == 3
     order = [SECRET.findall(text)[0] for text in engine.prompts]
-    assert order != sorted(order, key=lambda secret: order.index(secret)), "the rollouts did not overlap"
+    assert order != sorted(order, key=lambda secret: order.index(secret)), (
+        "the rollouts did not overlap"
+    )
 
 
 def test_a_rollout_after_another_starts_with_an_empty_memory() -> None:
     engine = FakeEngine("")
     planner = PolicyPlanner(engine, CharTokenizer(), CompactPrompt(), ("Echo",), 100, 1.0, 30.0)
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
-    flow = Flow(planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(2, 60.0))
+    flow = Flow(
+        planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(2, 60.0)
+    )
     for i in range(2):
         asyncio.run(flow.run(Task("t", f"SECRET-{i}-END", ("",)), 0))
     assert engine.prompts[2] == "Question: SECRET-1-END\nSub-Goal:"

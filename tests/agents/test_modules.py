@@ -1,4 +1,6 @@
-"""The rule-based modules around the planner: verifier rules, generators, the executor's command, the scripted expert."""
+"""The rule-based modules around the planner: verifier rules, generators, the executor's command,
+the scripted expert.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
 
 def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:
     """Of (tool, result) or (tool, sub-goal, result)."""
-    return Memory(tuple(MemoryEntry(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1]) for entry in entries))
+    return Memory(
+        tuple(
+            MemoryEntry(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1])
+            for entry in entries
+        )
+    )
 
 
 # ---- verifier
@@ -35,22 +42,50 @@ def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:
     ("question", "entry", "enough"),
     [
         ("What is the area of Chad?", ("Search", "The area of Chad is 1284."), True),
-        ("What is the area of Chad?", ("Search", "The area of Mali is 1240."), True),  # the wrong entity is the planner's mistake
+        (
+            "What is the area of Chad?",
+            ("Search", "The area of Mali is 1240."),
+            True,
+        ),  # the wrong entity is the planner's mistake
         ("What is the area of Chad?", ("Search", "The capital of Chad is N'Djamena."), False),
         ("What is the area of Chad?", ("Base_Generator", "7"), True),
         ("What is the area of Chad?", ("Python_Coder", "7"), False),
-        ("Which country has capital Oslo?", ("Search", "The country with capital Oslo is Norway."), True),
-        ("What is the area of the country with capital Oslo?", ("Search", "The country with capital Oslo is Norway."), False),
-        ("What is the area of the country with capital Oslo?", ("Search", "The area of Norway is 385."), True),
+        (
+            "Which country has capital Oslo?",
+            ("Search", "The country with capital Oslo is Norway."),
+            True,
+        ),
+        (
+            "What is the area of the country with capital Oslo?",
+            ("Search", "The country with capital Oslo is Norway."),
+            False,
+        ),
+        (
+            "What is the area of the country with capital Oslo?",
+            ("Search", "The area of Norway is 385."),
+            True,
+        ),
         ("What is the ISO code of Chad?", ("Search", "The ISO code of Chad is TD."), True),
-        ("What is the area of the country with capital Port of Spain?", ("Search", "The area of Trinidad is 5."), True),
+        (
+            "What is the area of the country with capital Port of Spain?",
+            ("Search", "The area of Trinidad is 5."),
+            True,
+        ),
         ("What is 3 plus 4?", ("Python_Coder", "7"), True),
         ("What is 3 plus 4?", ("Search", "The area of Chad is 1284."), False),
         ("What is 3 plus 4?", ("Base_Generator", "7"), True),
-        ("What is the area of Chad plus the area of Mali?", ("Search", "The area of Chad is 1284."), False),
+        (
+            "What is the area of Chad plus the area of Mali?",
+            ("Search", "The area of Chad is 1284."),
+            False,
+        ),
         ("What is the area of Chad minus the area of Mali?", ("Python_Coder", "44"), True),
         ("How much is 2 times 3?", ("Python_Coder", "6"), True),
-        ("Tell me the capital of Surplus.", ("Search", "The capital of Surplus is X."), True),  # "plus" counts as a word only
+        (
+            "Tell me the capital of Surplus.",
+            ("Search", "The capital of Surplus is X."),
+            True,
+        ),  # "plus" counts as a word only
     ],
 )
 def test_facts_are_enough(question: str, entry: tuple[str, str], enough: bool) -> None:
@@ -73,21 +108,35 @@ def test_facts_are_enough(question: str, entry: tuple[str, str], enough: bool) -
     ],
 )
 def test_24_is_enough(entry: tuple[str, str], enough: bool) -> None:
-    assert gameof24_enough("Use the numbers 1, 2, 3 and 4", memory(("Python_Coder", "24"), entry)) is enough
+    assert (
+        gameof24_enough("Use the numbers 1, 2, 3 and 4", memory(("Python_Coder", "24"), entry))
+        is enough
+    )
 
 
 @pytest.mark.parametrize(
     ("expression", "enough"),
-    [("(1 + 1 + 1) * 12", True), ("12 * (1 + 1 / 1)", True), ("(1 + 1) * 12", False), ("1 + 1 + 1 * 24", False), ("12 + 12", False)],
+    [
+        ("(1 + 1 + 1) * 12", True),
+        ("12 * (1 + 1 / 1)", True),
+        ("(1 + 1) * 12", False),
+        ("1 + 1 + 1 * 24", False),
+        ("12 + 12", False),
+    ],
 )
 def test_24_from_other_numbers_is_not_enough(expression: str, enough: bool) -> None:
-    question = "Using the numbers [1, 1, 1, 12], create an expression that equals 24. Example: for [1, 2, 3, 4], one is (1+2+3)*4."
+    question = (
+        "Using the numbers [1, 1, 1, 12], create an expression that equals 24. Example: for [1, 2, "
+        "3, 4], one is (1+2+3)*4."
+    )
     assert gameof24_enough(question, memory(("Python_Coder", expression, "24"))) is enough
 
 
 def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     async def verdict(result: str) -> Verdict:
-        done = await RuleVerifier(any_result_enough).verify(SUM, memory(("Search", "fine"), ("Search", result)), 0, 1.0)
+        done = await RuleVerifier(any_result_enough).verify(
+            SUM, memory(("Search", "fine"), ("Search", result)), 0, 1.0
+        )
         assert (done.text, done.call) == ("", None), "a rule gives no reasons"
         return done.verdict
 
@@ -106,18 +155,30 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
         ([("Search", "The area of Chad is 1284.")], "1284"),
         ([("Python_Coder", "7")], "7"),
         ([("Search", "The area of Chad is 1284."), ("Python_Coder", "1291")], "1291"),
-        ([("Search", "The area of Chad is 1284."), ("Python_Coder", "Error: SyntaxError"), ("None", "Error: malformed")], "1284"),
+        (
+            [
+                ("Search", "The area of Chad is 1284."),
+                ("Python_Coder", "Error: SyntaxError"),
+                ("None", "Error: malformed"),
+            ],
+            "1284",
+        ),
         ([("Search", "The mass of C is 12.011.")], "12.011"),
         ([("Search", "no passage form")], "no passage form"),
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0)) == (answer, "")
+    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0)) == (
+        answer,
+        "",
+    )
 
 
 def test_the_last_expression_that_was_computed_is_the_answer() -> None:
     failed, searched = ("Python_Coder", "(", "Error: SyntaxError"), ("Search", "s", "t")
-    tried = memory(("Python_Coder", "1 + 1", "2"), ("Python_Coder", "6 * 4", "24"), failed, searched)
+    tried = memory(
+        ("Python_Coder", "1 + 1", "2"), ("Python_Coder", "6 * 4", "24"), failed, searched
+    )
     assert last_expression(tried) == "6 * 4"
     assert last_expression(memory(searched)) == last_expression(Memory()) == ""
 
@@ -130,12 +191,18 @@ def test_the_last_expression_that_was_computed_is_the_answer() -> None:
 def test_a_query_written_as_json_is_read_back(query: str, ensure_ascii: bool) -> None:
     # Escaped pairs of surrogates are JSON's own; Python's literals have no such thing.
     is_astral = any(ord(character) > 0xFFFF for character in query)
-    command = f"execution = tool.execute(query={json.dumps(query, ensure_ascii=ensure_ascii and not is_astral)})"
+    command = (
+        "execution = "
+        f"tool.execute(query={json.dumps(query, ensure_ascii=ensure_ascii and not is_astral)})"
+    )
     assert parse_command(command) == {"query": query}
 
 
 def test_a_command_has_literal_arguments_by_name() -> None:
-    assert parse_command("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {"query": "x", "top_k": [1, -2.5, None]}
+    assert parse_command("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {
+        "query": "x",
+        "top_k": [1, -2.5, None],
+    }
     assert parse_command("execution = tool.execute()") == {}
 
 
@@ -177,7 +244,17 @@ def test_anything_else_is_refused_and_never_run(command: str) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.text(st.sampled_from([*"execution = tool.execute(query='x')\n\\\"[]{}*:;#", "\ud800", *string.ascii_lowercase])))
+@given(
+    st.text(
+        st.sampled_from(
+            [
+                *"execution = tool.execute(query='x')\n\\\"[]{}*:;#",
+                "\ud800",
+                *string.ascii_lowercase,
+            ]
+        )
+    )
+)
 def test_no_command_does_more_than_raise_value_error(command: str) -> None:
     for text in (command, f"execution = tool.execute(query={command})"):
         try:
@@ -189,8 +266,14 @@ def test_no_command_does_more_than_raise_value_error(command: str) -> None:
 
 # ---- the scripted expert
 
-PLAN = (PlanStep("area of Chad", "Search"), PlanStep("area of Mali", "Search"), PlanStep("1284 + 1240", "Python_Coder"))
-SUM = Task("sum-1", "What is the area of Chad plus the area of Mali?", ("2524",), "sum", 3, plan=PLAN)
+PLAN = (
+    PlanStep("area of Chad", "Search"),
+    PlanStep("area of Mali", "Search"),
+    PlanStep("1284 + 1240", "Python_Coder"),
+)
+SUM = Task(
+    "sum-1", "What is the area of Chad plus the area of Mali?", ("2524",), "sum", 3, plan=PLAN
+)
 
 
 def done(*steps: int) -> list[tuple[str, str, str]]:
@@ -212,7 +295,9 @@ def done(*steps: int) -> list[tuple[str, str, str]]:
         ([*done(0), ("Search", "area of Peru", "1285"), *done(1)], 2),
     ],
 )
-def test_the_expert_goes_on_where_the_memory_has_got_to(entries: list[tuple[str, str, str]], step: int) -> None:
+def test_the_expert_goes_on_where_the_memory_has_got_to(
+    entries: list[tuple[str, str, str]], step: int
+) -> None:
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
@@ -227,7 +312,9 @@ class FakeTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         raise NotImplementedError
 
 
@@ -244,18 +331,27 @@ def expert(error: float) -> ScriptedPlanner:
 
 def test_the_expert_speaks_in_the_tokens_of_the_one_that_learns_from_it() -> None:
     plan = asyncio.run(expert(0.0).plan(SUM, memory(*done(0)), 1, 5, 1.0))
-    assert plan.prompt_ids == tuple(map(ord, CompactPrompt().render(SUM.question, memory(*done(0)))))
+    assert plan.prompt_ids == tuple(
+        map(ord, CompactPrompt().render(SUM.question, memory(*done(0))))
+    )
     assert plan.text == " area of Mali\nTool Name: Search"
     assert plan.completion.ids == (*map(ord, plan.text), 999)
-    assert (plan.completion.logprobs, plan.completion.spans) == ((0.0,) * len(plan.completion.ids), ())
+    assert (plan.completion.logprobs, plan.completion.spans) == (
+        (0.0,) * len(plan.completion.ids),
+        (),
+    )
     assert plan.completion.finish_reason is FinishReason.STOP
     assert plan.action == parse_action(CompactPrompt.prefix + plan.text, ("Search",))
 
 
 def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> None:
     def tools(error: float, seed: int) -> list[str]:
-        plans = [asyncio.run(expert(error).plan(SUM, Memory(), turn, seed, 1.0)) for turn in range(50)]
-        assert all(plan.action is not None and plan.action.sub_goal == "area of Chad" for plan in plans)
+        plans = [
+            asyncio.run(expert(error).plan(SUM, Memory(), turn, seed, 1.0)) for turn in range(50)
+        ]
+        assert all(
+            plan.action is not None and plan.action.sub_goal == "area of Chad" for plan in plans
+        )
         return [plan.action.tool_name for plan in plans if plan.action is not None]
 
     assert set(tools(0.0, 1)) == {"Search"}
@@ -266,21 +362,35 @@ def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> 
 
 
 def test_in_the_game_of_24_an_expert_that_errs_writes_some_expression() -> None:
-    puzzle = Task("24", "?", ("1", "2", "3", "4"), scorer="gameof24", plan=(PlanStep("(1 + 2 + 3) * 4", "Python_Coder"),))
+    puzzle = Task(
+        "24",
+        "?",
+        ("1", "2", "3", "4"),
+        scorer="gameof24",
+        plan=(PlanStep("(1 + 2 + 3) * 4", "Python_Coder"),),
+    )
 
     def sub_goals(error: float) -> set[str]:
-        plans = [asyncio.run(expert(error).plan(puzzle, Memory(), turn, 0, 1.0)) for turn in range(20)]
-        assert all(plan.action is not None and plan.action.tool_name == "Python_Coder" for plan in plans)
+        plans = [
+            asyncio.run(expert(error).plan(puzzle, Memory(), turn, 0, 1.0)) for turn in range(20)
+        ]
+        assert all(
+            plan.action is not None and plan.action.tool_name == "Python_Coder" for plan in plans
+        )
         return {plan.action.sub_goal for plan in plans if plan.action is not None}
 
     assert sub_goals(0.0) == {"(1 + 2 + 3) * 4"}
     guesses = sub_goals(1.0)
-    assert len(guesses) > 15 and all(sorted(filter(str.isdigit, guess)) == ["1", "2", "3", "4"] for guess in guesses)
+    assert len(guesses) > 15 and all(
+        sorted(filter(str.isdigit, guess)) == ["1", "2", "3", "4"] for guess in guesses
+    )
 
 
 # ---- put together from the config
 
-TASKS = TaskSet((SUM,), {"texts": (SUM,)}, ("The area of Chad is 1284.", "The area of Mali is 1240."))
+TASKS = TaskSet(
+    (SUM,), {"texts": (SUM,)}, ("The area of Chad is 1284.", "The area of Mali is 1240.")
+)
 
 
 def test_the_toolset_is_what_the_config_names() -> None:
@@ -300,16 +410,25 @@ def test_the_full_prompt_needs_a_chat_template() -> None:
 
 def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     config = Config.model_validate({"rollout": {"max_new_tokens": 100}})
-    with pytest.raises(UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"):
+    with pytest.raises(
+        UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
+    ):
         make_planner(config, FakeEngine(), FakeTokenizer(), CompactPrompt(), 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("name", "rule", "extract"),
-    [("facts", facts_enough, last_result), ("gameof24", gameof24_enough, last_expression), ("file", any_result_enough, last_result)],
+    [
+        ("facts", facts_enough, last_result),
+        ("gameof24", gameof24_enough, last_expression),
+        ("file", any_result_enough, last_result),
+    ],
 )
 def test_each_family_of_tasks_has_its_rules(name: str, rule: object, extract: object) -> None:
-    values = {"tasks": {"name": name, "path": "x.jsonl" if name == "file" else ""}, "agent": {"rollout_timeout_s": 7.0}}
+    values = {
+        "tasks": {"name": name, "path": "x.jsonl" if name == "file" else ""},
+        "agent": {"rollout_timeout_s": 7.0},
+    }
     flow = make_flow(Config.model_validate(values), expert(0.0), {}, max_turns=9)
     assert flow.verifier == RuleVerifier(rule) and flow.generator == RuleGenerator(extract)  # type: ignore[arg-type]
     assert (flow.limits.max_turns, flow.limits.timeout_s) == (9, 7.0)

@@ -1,4 +1,6 @@
-"""What is read from the replies of planner, executor, verifier and generator: nothing raises, nothing that was said is lost."""
+"""What is read from the replies of planner, executor, verifier and generator: nothing raises,
+nothing that was said is lost.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,37 @@ from hypothesis import strategies as st
 from flowtrain.agents.commands import find_command, parse_command, write_command
 from flowtrain.agents.generator import final_answer
 from flowtrain.agents.planner import parse_action
-from flowtrain.agents.tools import Parameter, ToolCard
 from flowtrain.agents.verifier import parse_verdict
+from flowtrain.tools import Parameter, ToolCard
 from flowtrain.types import Verdict
 
-CARD = ToolCard("Wiki", "Looks up.", (Parameter("query", "what"), Parameter("limit", "how many", int, False)))
+CARD = ToolCard(
+    "Wiki", "Looks up.", (Parameter("query", "what"), Parameter("limit", "how many", int, False))
+)
 CALL = 'execution = tool.execute(query="area of Chad")'
 CHAD = {"query": "area of Chad"}
 
 texts = st.text(st.characters(codec="utf-8"), max_size=200)
 pieces = st.sampled_from(
     [
-        *("execution = ", "tool.execute(", "query=", '"', "'", '"""', ")", "(", "{", "[" * 50, "**", "\\", "\n", "```", "```python\n", "#"),
+        *(
+            "execution = ",
+            "tool.execute(",
+            "query=",
+            '"',
+            "'",
+            '"""',
+            ")",
+            "(",
+            "{",
+            "[" * 50,
+            "**",
+            "\\",
+            "\n",
+            "```",
+            "```python\n",
+            "#",
+        ),
         *(
             "Generated Command:",
             "Conclusion:",
@@ -39,12 +60,28 @@ pieces = st.sampled_from(
             "\x00",
             "\ud800",
         ),
-        *("Justification:", "Context:", "Sub-Goal:", "Tool Name:", "Wiki", '{"stop_signal": true}', "=lambda: 1", "*a", "**b", "f'{x}'"),
+        *(
+            "Justification:",
+            "Context:",
+            "Sub-Goal:",
+            "Tool Name:",
+            "Wiki",
+            '{"stop_signal": true}',
+            "=lambda: 1",
+            "*a",
+            "**b",
+            "f'{x}'",
+        ),
     ]
 )
 noise = st.lists(st.one_of(pieces, st.text(max_size=10)), max_size=25).map("".join)
 values = st.one_of(
-    texts, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False), st.lists(texts, max_size=3)
+    texts,
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.lists(texts, max_size=3),
 )
 arguments = st.dictionaries(st.sampled_from(["query", "limit", "url", "x"]), values, max_size=4)
 
@@ -72,9 +109,13 @@ def test_no_reply_breaks_the_command_parser(reply: str) -> None:
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from(["query", "url"]), texts, min_size=1), st.sampled_from(range(6)))
+@given(
+    st.dictionaries(st.sampled_from(["query", "url"]), texts, min_size=1), st.sampled_from(range(6))
+)
 @example({"query": "\x85 \u2028 \x0c \x1c"}, 5)
-def test_arguments_come_through_whatever_is_around_them(arguments: dict[str, str], form: int) -> None:
+def test_arguments_come_through_whatever_is_around_them(
+    arguments: dict[str, str], form: int
+) -> None:
     command = write_command(arguments)
     replies = (
         f"Analysis: find it\nExplanation: so\nGenerated Command:\n```python\n{command}\n```",
@@ -93,15 +134,33 @@ def test_arguments_come_through_whatever_is_around_them(arguments: dict[str, str
     ("reply", "expected"),
     [
         (f"```python\n{CALL}\n```", (CHAD, 1)),
-        ('```py\nexecution = tool.execute(\n    query="area of Chad",\n)\n```', (CHAD, 1)),  # AgentFlow's parser wants one line
-        ('```python\nq = "area of Chad"\nexecution = tool.execute(query=q)\n```', (CHAD, 1)),
-        ('```python\nexecution = tool.execute("area of Chad", 3)\n```', ({"query": "area of Chad", "limit": 3}, 1)),
-        ('```python\ntool.execute(query="area " "of Chad")\n```', (CHAD, 1)),
-        (f"```python\n{CALL}\nexecution = tool.execute(query='b')\nexecution = tool.execute(query='c')\n```", (CHAD, 3)),
-        (f"```python\nexecution = tool.execute(query=open('x'))\n{CALL}\n```", (CHAD, 1)),  # the first that can be read
-        (f"```python\nimport os\nprint(1)\nfor x in 1, 2: pass\n{CALL}\n```", (CHAD, 1)),  # the rest is not run
         (
-            f"```text\nno\n```\nGenerated Command:\n```python\n{CALL}\n```\n```python\n{'#' * 9}\nexecution = tool.execute(query='z')\n```",
+            '```py\nexecution = tool.execute(\n    query="area of Chad",\n)\n```',
+            (CHAD, 1),
+        ),  # AgentFlow's parser wants one line
+        ('```python\nq = "area of Chad"\nexecution = tool.execute(query=q)\n```', (CHAD, 1)),
+        (
+            '```python\nexecution = tool.execute("area of Chad", 3)\n```',
+            ({"query": "area of Chad", "limit": 3}, 1),
+        ),
+        ('```python\ntool.execute(query="area " "of Chad")\n```', (CHAD, 1)),
+        (
+            f"```python\n{CALL}\nexecution = tool.execute(query='b')\nexecution = "
+            "tool.execute(query='c')\n```",
+            (CHAD, 3),
+        ),
+        (
+            f"```python\nexecution = tool.execute(query=open('x'))\n{CALL}\n```",
+            (CHAD, 1),
+        ),  # the first that can be read
+        (
+            f"```python\nimport os\nprint(1)\nfor x in 1, 2: pass\n{CALL}\n```",
+            (CHAD, 1),
+        ),  # the rest is not run
+        (
+            "```text\nno\n```\nGenerated "
+            f"Command:\n```python\n{CALL}\n```\n```python\n{'#' * 9}\nexecution = "
+            "tool.execute(query='z')\n```",
             (CHAD, 1),
         ),
         (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
@@ -110,8 +169,14 @@ def test_arguments_come_through_whatever_is_around_them(arguments: dict[str, str
         (f"`{CALL}`", (CHAD, 1)),
         ('Here:\nexecution = tool.execute(\n  query="area of Chad"\n)\nDone.', (CHAD, 1)),
         ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
-        (r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```", ({"query": "a?b"}, 1)),
-        (r"```python" "\n" r'execution = tool.execute(query="\d+ \p")' "\n```", ({"query": r"\d+ \p"}, 1)),
+        (
+            r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```",
+            ({"query": "a?b"}, 1),
+        ),
+        (
+            r"```python" "\n" r'execution = tool.execute(query="\d+ \p")' "\n```",
+            ({"query": r"\d+ \p"}, 1),
+        ),
         ("execution = tool.execute()", ({}, 1)),
     ],
 )
@@ -146,7 +211,11 @@ def test_what_is_no_command(reply: str) -> None:
 
 def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
     marker = f"{tmp_path}/was-run"
-    for code in (f"open({marker!r}, 'w')", f"[open({marker!r}, 'w')]", f"(lambda: open({marker!r}, 'w'))()"):
+    for code in (
+        f"open({marker!r}, 'w')",
+        f"[open({marker!r}, 'w')]",
+        f"(lambda: open({marker!r}, 'w'))()",
+    ):
         for reply in (f"x = {code}\n{CALL}", f"execution = tool.execute(query={code})\n{CALL}"):
             assert find_command(f"```python\n{reply}\n```", CARD) == (CHAD, 1)
     from pathlib import Path
@@ -259,16 +328,31 @@ def test_no_reply_breaks_the_planners_parser(reply: str) -> None:
             assert value in reply, "fields are pieces of what was said"
 
 
-line = st.text(string.ascii_letters + string.digits + " .,+*()'\u00e9", min_size=1, max_size=40).map(str.strip).filter(bool)
+line = (
+    st.text(string.ascii_letters + string.digits + " .,+*()'\u00e9", min_size=1, max_size=40)
+    .map(str.strip)
+    .filter(bool)
+)
 
 
 @given(line, line, line, st.sampled_from(["Wiki", "wiki", "**Wiki**"]), st.booleans())
-def test_the_planners_fields_come_through_in_both_forms(why: str, context: str, goal: str, tool: str, as_json: bool) -> None:
+def test_the_planners_fields_come_through_in_both_forms(
+    why: str, context: str, goal: str, tool: str, as_json: bool
+) -> None:
     if as_json:
-        reply = json.dumps({"justification": why, "context": context, "sub_goal": goal, "tool_name": tool.strip("*")})
+        reply = json.dumps(
+            {
+                "justification": why,
+                "context": context,
+                "sub_goal": goal,
+                "tool_name": tool.strip("*"),
+            }
+        )
     else:
         reply = f"Justification: {why}\nContext: {context}\nSub-Goal: {goal}\nTool Name: {tool}"
     action = parse_action(reply, ("Wiki",))
     assert action is not None
     said = (action.justification, action.context, action.sub_goal, action.tool_name)
-    assert [field.strip("* ") for field in said] == [field.strip("* ") for field in (why, context, goal, "Wiki")]
+    assert [field.strip("* ") for field in said] == [
+        field.strip("* ") for field in (why, context, goal, "Wiki")
+    ]

@@ -1,4 +1,6 @@
-"""What the planner reads and writes: the prompts, the four fields and every way a model can get them wrong."""
+"""What the planner reads and writes: the prompts, the four fields and every way a model can get
+them wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from flowtrain.agents.build import make_planner
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, PromptTooLong, match_tool, parse_action
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.tools.base_generator import GuessGenerator
-from flowtrain.agents.tools.search import Search
 from flowtrain.config import Config
-from flowtrain.seeds import derive_seed
+from flowtrain.tools.base_generator import GuessGenerator
+from flowtrain.tools.search import Search
 from flowtrain.types import Action, Completion, FinishReason, PlanStep, Sampling, Task, VersionSpan
+from flowtrain.utils.seeds import derive_seed
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
 FOUR_FIELDS = """Justification: the area is stated in a text
@@ -32,9 +34,13 @@ Tool Name: Search"""
 class FakeTokenizer(CharTokenizer):
     """With a chat template of two brackets."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         assert not tokenize and add_generation_prompt
-        return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+        return (
+            "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+        )
 
 
 class FakeEngine:
@@ -49,7 +55,9 @@ class FakeEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.asked.append((tuple(prompt_ids), sampling))
         ids = tuple(map(ord, self.line))
-        return Completion(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), self.version),), FinishReason.STOP)
+        return Completion(
+            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), self.version),), FinishReason.STOP
+        )
 
     def load(self, version: int) -> None:
         raise NotImplementedError
@@ -63,13 +71,22 @@ def parse(text: str) -> Action | None:
 
 
 def test_four_labelled_fields_in_order() -> None:
-    assert parse(FOUR_FIELDS) == Action("the area is stated in a text", "the country is Chad", "area of Chad", "Search")
+    assert parse(FOUR_FIELDS) == Action(
+        "the area is stated in a text", "the country is Chad", "area of Chad", "Search"
+    )
 
 
 def test_the_same_fields_as_json() -> None:
-    fields = {"justification": "j", "context": " c ", "sub_goal": "area of Chad", "tool_name": "search"}
+    fields = {
+        "justification": "j",
+        "context": " c ",
+        "sub_goal": "area of Chad",
+        "tool_name": "search",
+    }
     assert parse(json.dumps(fields)) == Action("j", "c", "area of Chad", "Search")
-    assert parse('{"sub_goal": 12, "tool_name": "Python_Coder", "context": null, "more": 1}') == Action("", "", "12", "Python_Coder")
+    assert parse(
+        '{"sub_goal": 12, "tool_name": "Python_Coder", "context": null, "more": 1}'
+    ) == Action("", "", "12", "Python_Coder")
 
 
 def test_json_without_a_field_that_matters_is_malformed() -> None:
@@ -80,24 +97,36 @@ def test_json_without_a_field_that_matters_is_malformed() -> None:
 
 
 def test_bold_marks_case_and_spaces_around_labels_do_not_matter() -> None:
-    assert parse("**Sub-Goal:** area of Chad\n**Tool Name**: **Search**") == Action("", "", "area of Chad", "Search")
-    assert parse("sub-goal : area of Chad\nTOOL NAME\t: Search") == Action("", "", "area of Chad", "Search")
+    assert parse("**Sub-Goal:** area of Chad\n**Tool Name**: **Search**") == Action(
+        "", "", "area of Chad", "Search"
+    )
+    assert parse("sub-goal : area of Chad\nTOOL NAME\t: Search") == Action(
+        "", "", "area of Chad", "Search"
+    )
 
 
 def test_the_last_answer_of_several_counts() -> None:
-    action = parse(FOUR_FIELDS + "\n\nOn second thought:\nSub-Goal: capital of Chad\nTool Name: Base_Generator")
+    action = parse(
+        FOUR_FIELDS + "\n\nOn second thought:\nSub-Goal: capital of Chad\nTool Name: Base_Generator"
+    )
     assert action == Action("", "", "capital of Chad", "Base_Generator")
 
 
 def test_fields_nearest_to_the_last_tool_name_count() -> None:
-    action = parse("Context: old\nSub-Goal: first\nContext: new\nSub-Goal: second\nTool Name: Search")
+    action = parse(
+        "Context: old\nSub-Goal: first\nContext: new\nSub-Goal: second\nTool Name: Search"
+    )
     assert action == Action("", "new", "second", "Search")
-    assert parse("Sub-Goal: first\nSub-Goal: second\nTool Name: Search") == Action("", "", "second", "Search")
+    assert parse("Sub-Goal: first\nSub-Goal: second\nTool Name: Search") == Action(
+        "", "", "second", "Search"
+    )
 
 
 def test_a_field_out_of_order_is_not_read() -> None:
     assert parse("Tool Name: Search\nSub-Goal: area of Chad") is None
-    assert parse("Context: c\nJustification: j\nSub-Goal: s\nTool Name: Search") == Action("j", "", "s", "Search")
+    assert parse("Context: c\nJustification: j\nSub-Goal: s\nTool Name: Search") == Action(
+        "j", "", "s", "Search"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +146,17 @@ def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
     assert parse(text) is None
 
 
-@pytest.mark.parametrize("name", ["Python_Coder", "python_coder", "PYTHON CODER", "Python   Coder", "python_ _coder", " Python_Coder "])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Python_Coder",
+        "python_coder",
+        "PYTHON CODER",
+        "Python   Coder",
+        "python_ _coder",
+        " Python_Coder ",
+    ],
+)
 def test_case_and_runs_of_spaces_and_underscores_in_a_tool_name_do_not_matter(name: str) -> None:
     assert match_tool(name, TOOLS) == "Python_Coder"
     assert parse(f"Sub-Goal: 1 + 1\nTool Name: {name}") == Action("", "", "1 + 1", "Python_Coder")
@@ -125,7 +164,9 @@ def test_case_and_runs_of_spaces_and_underscores_in_a_tool_name_do_not_matter(na
 
 @pytest.mark.parametrize("name", ["Calculator", "PythonCoder", "Search Base_Generator", "Search."])
 def test_a_tool_that_does_not_exist_keeps_the_turn(name: str) -> None:
-    assert parse(f"Sub-Goal: 1 + 1\nTool Name: {name}") == Action("", "", "1 + 1", f"No matched tool given: {name}")
+    assert parse(f"Sub-Goal: 1 + 1\nTool Name: {name}") == Action(
+        "", "", "1 + 1", f"No matched tool given: {name}"
+    )
 
 
 def test_a_tool_that_is_not_in_this_toolset_is_no_tool() -> None:
@@ -133,7 +174,9 @@ def test_a_tool_that_is_not_in_this_toolset_is_no_tool() -> None:
     assert action is not None and action.tool_name == NO_TOOL + "Python_Coder"
 
 
-@pytest.mark.parametrize("rest", ["\n\nThis will find it.", "\n \t\nSub goals are done.", "\n```\nthe end", "```"])
+@pytest.mark.parametrize(
+    "rest", ["\n\nThis will find it.", "\n \t\nSub goals are done.", "\n```\nthe end", "```"]
+)
 def test_what_follows_the_tool_name_is_ignored(rest: str) -> None:
     assert parse(FOUR_FIELDS + rest) == parse(FOUR_FIELDS)
 
@@ -148,8 +191,31 @@ def test_a_lone_surrogate_that_json_spells_out_cannot_reach_the_tokenizer() -> N
 
 PIECES = st.sampled_from(
     [
-        *("Justification:", "Context:", "Sub-Goal:", "Tool Name:", "tool name :", "**", "\n", "\n\n", "```", " "),
-        *('{"sub_goal":', '"tool_name":', '"x"', '"\\ud800"', "{", "}", "[", "]", ",", "1e999", "null"),
+        *(
+            "Justification:",
+            "Context:",
+            "Sub-Goal:",
+            "Tool Name:",
+            "tool name :",
+            "**",
+            "\n",
+            "\n\n",
+            "```",
+            " ",
+        ),
+        *(
+            '{"sub_goal":',
+            '"tool_name":',
+            '"x"',
+            '"\\ud800"',
+            "{",
+            "}",
+            "[",
+            "]",
+            ",",
+            "1e999",
+            "null",
+        ),
         *("Search", "python coder", "\ud800", "\x00", "\u2028", "\u0130"),
     ]
 )
@@ -160,7 +226,9 @@ def check_action(action: Action | None) -> None:
     if action is not None:
         assert action.sub_goal and action.tool_name
         assert action.tool_name in TOOLS or action.tool_name.startswith(NO_TOOL)
-        assert all(text == text.strip() for text in (action.justification, action.context, action.sub_goal))
+        assert all(
+            text == text.strip() for text in (action.justification, action.context, action.sub_goal)
+        )
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
@@ -171,14 +239,25 @@ def test_no_text_raises(text: str) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters()) | st.just("\udfff"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.text(st.characters())
+    | st.just("\udfff"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.dictionaries(st.sampled_from(["justification", "context", "sub_goal", "tool_name", "other"]), JSON_VALUES))
+@given(
+    st.dictionaries(
+        st.sampled_from(["justification", "context", "sub_goal", "tool_name", "other"]), JSON_VALUES
+    )
+)
 def test_no_json_object_raises(fields: dict[str, object]) -> None:
     action = parse(json.dumps(fields))
     check_action(action)
@@ -189,21 +268,50 @@ def test_no_json_object_raises(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize("depths", [range(150, 900, 17), range(900, 1010), [100_000]])
 def test_json_nested_to_any_depth_does_not_raise(depths: Sequence[int]) -> None:
     for depth in depths:
-        check_action(parse('{"tool_name": "Search", "sub_goal": ' + "[" * depth + "]" * depth + "}"))
+        check_action(
+            parse('{"tool_name": "Search", "sub_goal": ' + "[" * depth + "]" * depth + "}")
+        )
         check_action(parse('{"sub_goal": ' * depth + '"x"' + "}" * depth))
 
 
 @pytest.mark.parametrize(
     "unit",
     [
-        *("Tool Name: ", "Sub-Goal: x\n", "Sub-Goal: x Tool Name: y ", "context ", "Context: \t", "context sub-goal tool name:"),
-        *("*", "**", "\n", "\n ", " \n\t", "`", "_ ", '"', "\\", "\\ud800", "9", "[", '{"a":', '{"sub_goal": "x", '),
+        *(
+            "Tool Name: ",
+            "Sub-Goal: x\n",
+            "Sub-Goal: x Tool Name: y ",
+            "context ",
+            "Context: \t",
+            "context sub-goal tool name:",
+        ),
+        *(
+            "*",
+            "**",
+            "\n",
+            "\n ",
+            " \n\t",
+            "`",
+            "_ ",
+            '"',
+            "\\",
+            "\\ud800",
+            "9",
+            "[",
+            '{"a":',
+            '{"sub_goal": "x", ',
+        ),
     ],
 )
 def test_parsing_takes_linear_time(unit: str) -> None:
     """200 kB of anything are read in well under a second; what is quadratic takes minutes."""
     filler = unit * (200_000 // len(unit))
-    for text in (filler, f"Sub-Goal: x\nTool Name: {filler}", filler + "\nSub-Goal: x\nTool Name: Search", f'{{"sub_goal": "{filler}'):
+    for text in (
+        filler,
+        f"Sub-Goal: x\nTool Name: {filler}",
+        filler + "\nSub-Goal: x\nTool Name: Search",
+        f'{{"sub_goal": "{filler}',
+    ):
         started = time.perf_counter()
         parse(text)
         assert time.perf_counter() - started < 2
@@ -221,7 +329,9 @@ LINES = (
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(LINES, LINES, LINES, st.sampled_from(TOOLS))
-def test_what_a_prompt_writes_it_reads_back(justification: str, context: str, sub_goal: str, tool_name: str) -> None:
+def test_what_a_prompt_writes_it_reads_back(
+    justification: str, context: str, sub_goal: str, tool_name: str
+) -> None:
     assume(sub_goal)
     full = FullPrompt([], FakeTokenizer())
     action = Action(justification, context, sub_goal, tool_name)
@@ -233,7 +343,12 @@ def test_what_a_prompt_writes_it_reads_back(justification: str, context: str, su
 # ---- what is read
 
 STEPS = (
-    MemoryEntry("Search", "area of Chad", 'execution = tool.execute(query="area of Chad")', "The area of Chad is 1284."),
+    MemoryEntry(
+        "Search",
+        "area of Chad",
+        'execution = tool.execute(query="area of Chad")',
+        "The area of Chad is 1284.",
+    ),
     MemoryEntry("None", "None", "No command was run.", "Error: the action was malformed"),
 )
 
@@ -250,13 +365,24 @@ def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
 
 def test_the_full_prompt_states_question_tools_rules_and_memory_through_the_chat_template() -> None:
     search, guesses = Search(["Paris lies in France."]), GuessGenerator(["7"])
-    text = FullPrompt([search, guesses], FakeTokenizer()).render("What is {x} of Chad?", Memory(STEPS))
+    text = FullPrompt([search, guesses], FakeTokenizer()).render(
+        "What is {x} of Chad?", Memory(STEPS)
+    )
     assert text.startswith("<user>") and text.endswith("<assistant>")
-    for part in ("Question: What is {x} of Chad?", f"- Search: {search.card.description}", f"- Base_Generator: {guesses.card.description}"):
+    for part in (
+        "Question: What is {x} of Chad?",
+        f"- Search: {search.card.description}",
+        f"- Base_Generator: {guesses.card.description}",
+    ):
         assert part in text
-    places = [text.index(f"\n{label}: ") for label in ("Justification", "Context", "Sub-Goal", "Tool Name")]
+    places = [
+        text.index(f"\n{label}: ")
+        for label in ("Justification", "Context", "Sub-Goal", "Tool Name")
+    ]
     assert places == sorted(places)
-    memory = json.loads(text[text.index("Steps so far:\n") + len("Steps so far:\n") : -len("<assistant>")])
+    memory = json.loads(
+        text[text.index("Steps so far:\n") + len("Steps so far:\n") : -len("<assistant>")]
+    )
     assert memory == Memory(STEPS).as_dict()
 
 
@@ -276,7 +402,9 @@ def policy(engine: FakeEngine, **changes: object) -> PolicyPlanner:
     return PolicyPlanner(engine, FakeTokenizer(), CompactPrompt(), TOOLS, **fields)  # type: ignore[arg-type]
 
 
-TASK = Task("t", "What is the area of Chad?", ("secret answer",), plan=(PlanStep("secret plan", "Search"),))
+TASK = Task(
+    "t", "What is the area of Chad?", ("secret answer",), plan=(PlanStep("secret plan", "Search"),)
+)
 
 
 def test_the_policy_is_asked_with_its_own_seed_temperature_and_the_nearer_deadline() -> None:
@@ -291,16 +419,31 @@ def test_the_policy_is_asked_with_its_own_seed_temperature_and_the_nearer_deadli
 
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
     engine, config = FakeEngine(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
-    asyncio.run(make_planner(config, engine, FakeTokenizer(), CompactPrompt(), 0.7).plan(TASK, Memory(), 0, 0, 5.0))
+    asyncio.run(
+        make_planner(config, engine, FakeTokenizer(), CompactPrompt(), 0.7).plan(
+            TASK, Memory(), 0, 0, 5.0
+        )
+    )
     ((_, sampling),) = engine.asked
-    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.is_truncated) == (20, 0.8, 0.7, True)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.is_truncated) == (
+        20,
+        0.8,
+        0.7,
+        True,
+    )
 
 
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
     engine = FakeEngine(" area of Chad\nTool Name: search")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(STEPS), 0, 0, 5.0))
-    assert plan.prompt_ids == engine.asked[0][0] == tuple(map(ord, CompactPrompt().render(TASK.question, Memory(STEPS))))
-    assert plan.completion.ids == tuple(map(ord, engine.line)) and plan.completion.spans == (VersionSpan(0, len(engine.line), 7),)
+    assert (
+        plan.prompt_ids
+        == engine.asked[0][0]
+        == tuple(map(ord, CompactPrompt().render(TASK.question, Memory(STEPS))))
+    )
+    assert plan.completion.ids == tuple(map(ord, engine.line)) and plan.completion.spans == (
+        VersionSpan(0, len(engine.line), 7),
+    )
     assert (plan.text, plan.action) == (engine.line, Action("", "", "area of Chad", "Search"))
 
 
@@ -313,7 +456,10 @@ def test_the_policy_sees_neither_answers_nor_plan() -> None:
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
     num_prompt = len(CompactPrompt().render(TASK.question, Memory()))
-    fits, too_long = FakeEngine("", max_tokens=num_prompt + 40), FakeEngine("", max_tokens=num_prompt + 39)
+    fits, too_long = (
+        FakeEngine("", max_tokens=num_prompt + 40),
+        FakeEngine("", max_tokens=num_prompt + 39),
+    )
     asyncio.run(policy(fits).plan(TASK, Memory(), 0, 0, 5.0))
     with pytest.raises(PromptTooLong):
         asyncio.run(policy(too_long).plan(TASK, Memory(), 0, 0, 5.0))
@@ -321,14 +467,23 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
 
 
 def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
-    """With the memory last a turn's prompt goes on where the one before it stopped, but for the brackets that close the memory."""
+    """With the memory last a turn's prompt goes on where the one before it stopped, but for the
+    brackets that close the memory.
+    """
     texts = {}
     for order in ("shared", "paper"):
         prompt = FullPrompt([], FakeTokenizer(), order)
-        texts[order] = [prompt.render("What is {x} of Chad?", Memory(STEPS[:number])) for number in range(len(STEPS) + 1)]
+        texts[order] = [
+            prompt.render("What is {x} of Chad?", Memory(STEPS[:number]))
+            for number in range(len(STEPS) + 1)
+        ]
     for shared, paper in zip(texts["shared"], texts["paper"], strict=True):
         assert sorted(shared) == sorted(paper), "the same parts"
-        assert shared.index("Rules:") < shared.index("Steps so far:") and paper.index("Steps so far:") < paper.index("Rules:")
-    same = {order: [a == b for a, b in zip(*both[-2:], strict=False)] for order, both in texts.items()}
+        assert shared.index("Rules:") < shared.index("Steps so far:") and paper.index(
+            "Steps so far:"
+        ) < paper.index("Rules:")
+    same = {
+        order: [a == b for a, b in zip(*both[-2:], strict=False)] for order, both in texts.items()
+    }
     share = {order: found.index(False) / len(found) for order, found in same.items()}
     assert share["shared"] > 0.95 and share["paper"] < 0.6, share

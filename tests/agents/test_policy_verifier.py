@@ -1,4 +1,6 @@
-"""The verifier as a policy: what it reads, what it says, every way to get that wrong, and its script."""
+"""The verifier as a policy: what it reads, what it says, every way to get that wrong, and its
+script.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import ScriptedVerifier, steps_left
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import MemoryEntry
-from flowtrain.agents.planner import Opening, Plan, PromptTooLong
+from flowtrain.agents.planner import Plan, PromptTooLong, ResponsePrefix
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, read_verdict
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.config import Config
-from flowtrain.rollout.engine import EngineError
+from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (
     Action,
     Call,
@@ -38,7 +40,11 @@ from flowtrain.types import (
     calls_of,
 )
 
-PLAN = (PlanStep("area of Chad", "Search"), PlanStep("area of Mali", "Search"), PlanStep("1284 + 1240", "Python_Coder"))
+PLAN = (
+    PlanStep("area of Chad", "Search"),
+    PlanStep("area of Mali", "Search"),
+    PlanStep("1284 + 1240", "Python_Coder"),
+)
 TASK = Task("t", "What is the area of Chad plus the area of Mali?", ("2524",), plan=PLAN)
 OWN = Config.model_validate({"roles": {"verifier": "own"}})
 KEPT = KeptTokens.of([(1, 2)])
@@ -49,32 +55,42 @@ class Engine:
 
     version = 7
 
-    def __init__(self, line: str = " STOP", max_tokens: int = 1000, reason: FinishReason = FinishReason.STOP) -> None:
+    def __init__(
+        self, line: str = " STOP", max_tokens: int = 1000, reason: FinishReason = FinishReason.STOP
+    ) -> None:
         self.line, self.max_tokens, self.reason = line, max_tokens, reason
         self.asked: list[tuple[str, Sampling]] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.asked.append(("".join(map(chr, prompt_ids)), sampling))
         ids = tuple(map(ord, self.line))
-        return Completion(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 7),), self.reason, KEPT)
+        return Completion(
+            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 7),), self.reason, KEPT
+        )
 
 
 def memory(*entries: tuple[str, str]) -> Memory:
     return Memory(tuple(MemoryEntry(tool, sub_goal, "c", "found") for tool, sub_goal in entries))
 
 
-def verifier(engine: Engine, config: Config = OWN, temperature: float | None = None) -> PolicyVerifier:
+def verifier(
+    engine: Engine, config: Config = OWN, temperature: float | None = None
+) -> PolicyVerifier:
     return make_verifier(config, engine, CharTokenizer(), {}, temperature)  # type: ignore[arg-type]
 
 
 def verify(engine: Engine, deadline_s: float = 5.0) -> Verification:
-    return asyncio.run(verifier(engine).verify(TASK, memory(("Search", "area of Chad")), 3, deadline_s))
+    return asyncio.run(
+        verifier(engine).verify(TASK, memory(("Search", "area of Chad")), 3, deadline_s)
+    )
 
 
 def test_it_reads_the_question_and_the_steps() -> None:
     engine = Engine()
     verify(engine)
-    assert [prompt for prompt, _ in engine.asked] == [f"Question: {TASK.question}\n1. Search | area of Chad | found\nConclusion:"]
+    assert [prompt for prompt, _ in engine.asked] == [
+        f"Question: {TASK.question}\n1. Search | area of Chad | found\nConclusion:"
+    ]
 
 
 def test_it_keeps_the_tokens_that_were_sampled() -> None:
@@ -82,7 +98,9 @@ def test_it_keeps_the_tokens_that_were_sampled() -> None:
     done = verify(engine)
     prompt_ids, ids = tuple(map(ord, engine.asked[0][0])), tuple(map(ord, " CONTINUE"))
     spans = (VersionSpan(0, len(ids), 7),)
-    assert done.call == Call(prompt_ids, ids, (-0.5,) * len(ids), spans, FinishReason.STOP, KEPT, " CONTINUE")
+    assert done.call == Call(
+        prompt_ids, ids, (-0.5,) * len(ids), spans, FinishReason.STOP, KEPT, " CONTINUE"
+    )
     assert (done.verdict, done.text) == (Verdict.CONTINUE, "Conclusion: CONTINUE")
 
 
@@ -111,7 +129,9 @@ def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malfo
 @given(st.text(max_size=40) | st.text("STOPCNIUE: \nocluin", max_size=40))
 def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
     assert read_verdict(f"{text}\nConclusion: STOP") is Verdict.STOP
-    assert (read_verdict(text) is not None) == (text.strip().split("\n")[-1].strip() in ("Conclusion: STOP", "Conclusion: CONTINUE"))
+    assert (read_verdict(text) is not None) == (
+        text.strip().split("\n")[-1].strip() in ("Conclusion: STOP", "Conclusion: CONTINUE")
+    )
 
 
 def test_it_is_told_how_to_sample() -> None:
@@ -124,7 +144,11 @@ def test_it_is_told_how_to_sample() -> None:
     )
     engine = Engine()
     for temperature, deadline_s in ((None, 99.0), (0.0, 1.5)):
-        asyncio.run(verifier(engine, config, temperature).verify(TASK, memory(("Search", "x")), 3, deadline_s))
+        asyncio.run(
+            verifier(engine, config, temperature).verify(
+                TASK, memory(("Search", "x")), 3, deadline_s
+            )
+        )
     assert [sampling for _, sampling in engine.asked] == [
         Sampling(9, 0.5, seed=3, deadline_s=4.0),
         Sampling(9, 0.0, seed=3, deadline_s=1.5),
@@ -136,39 +160,63 @@ def test_what_the_deadline_cut_is_kept_and_says_continue() -> None:
     assert done.verdict is Verdict.CONTINUE and done.call is not None
     assert (done.call.text, done.call.finish_reason) == (" ST", FinishReason.DEADLINE)
     none = verify(Engine("", reason=FinishReason.DEADLINE))
-    assert none.verdict is Verdict.CONTINUE and none.call is not None and none.call.response_ids == ()
+    assert (
+        none.verdict is Verdict.CONTINUE and none.call is not None and none.call.response_ids == ()
+    )
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
-    num_tokens = len(CompactVerdictPrompt().render(TASK.question, memory(("Search", "area of Chad")))) + 48
+    num_tokens = (
+        len(CompactVerdictPrompt().render(TASK.question, memory(("Search", "area of Chad")))) + 48
+    )
     assert verify(Engine(max_tokens=num_tokens)).verdict is Verdict.STOP
     with pytest.raises(PromptTooLong):
         verify(Engine(max_tokens=num_tokens - 1))
 
 
 def test_a_reply_as_long_as_the_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions"):
+    with pytest.raises(
+        UserError,
+        match=r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions",
+    ):
         verifier(Engine(max_tokens=48))
 
 
 class Templated(CharTokenizer):
     """With a chat template of two brackets."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         return f"<user>{conversation[0]['content']}<assistant>"
 
 
 def test_the_full_prompt_is_that_of_other_verifiers_and_needs_a_template() -> None:
-    full = Config.model_validate({"roles": {"verifier": "own"}, "agent": {"prompt": "full"}, "policies": {"verifier": {"path": "v"}}})
+    full = Config.model_validate(
+        {
+            "roles": {"verifier": "own"},
+            "agent": {"prompt": "full"},
+            "policies": {"verifier": {"path": "v"}},
+        }
+    )
     plain = CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"policies\.verifier\.path='v' has no chat template"):
         make_verifier(full, Engine(), plain, {})  # type: ignore[arg-type]
     engine = Engine("It is stated.\nConclusion: STOP", max_tokens=9000)
     made = make_verifier(full, engine, Templated(), {})  # type: ignore[arg-type]
-    assert asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict is Verdict.STOP
-    assert engine.asked[0][0].startswith("<user>You check whether") and '"sub_goal": "area of Chad"' in engine.asked[0][0]
-    assert all(read_verdict(FullVerdictPrompt("", Templated()).write(verdict)) is verdict for verdict in Verdict)
+    assert (
+        asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
+        is Verdict.STOP
+    )
+    assert (
+        engine.asked[0][0].startswith("<user>You check whether")
+        and '"sub_goal": "area of Chad"' in engine.asked[0][0]
+    )
+    assert all(
+        read_verdict(FullVerdictPrompt("", Templated()).write(verdict)) is verdict
+        for verdict in Verdict
+    )
 
 
 # ---- in the flow
@@ -177,20 +225,33 @@ def test_the_full_prompt_is_that_of_other_verifiers_and_needs_a_template() -> No
 class Planner:
     """Searches; in tokens of its own."""
 
-    async def plan(self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         return Plan(
-            (1, 2), Completion((3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH), "said", Action("", "", "area of Chad", "X")
+            (1, 2),
+            Completion((3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH),
+            "said",
+            Action("", "", "area of Chad", "X"),
         )
 
     def measure(self, memory: Memory) -> int:
         return 0
 
-    async def resume(self, opening: Opening, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(
+        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
         raise AssertionError("nobody branches")
 
 
 def flow(engine: Engine) -> Flow:
-    return Flow(Planner(), RuleExecutor({}, 5.0, 100), verifier(engine), RuleGenerator(last_result), FlowLimits(2, 30.0))
+    return Flow(
+        Planner(),
+        RuleExecutor({}, 5.0, 100),
+        verifier(engine),
+        RuleGenerator(last_result),
+        FlowLimits(2, 30.0),
+    )
 
 
 def turns(engine: Engine) -> tuple[Turn, ...]:
@@ -200,9 +261,15 @@ def turns(engine: Engine) -> tuple[Turn, ...]:
 def test_a_turn_holds_the_calls_of_both_policies() -> None:
     (turn,) = turns(Engine(" STOP"))
     assert (turn.verdict, turn.verdict_text) == (Verdict.STOP, "Conclusion: STOP")
-    assert calls_of(turn, "planner") == Call((1, 2), (3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH, None, "said")
+    assert calls_of(turn, "planner") == Call(
+        (1, 2), (3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH, None, "said"
+    )
     theirs = calls_of(turn, "verifier")
-    assert theirs is not None and theirs is turn.verifier_call and (theirs.text, theirs.spans[0].version) == (" STOP", 7)
+    assert (
+        theirs is not None
+        and theirs is turn.verifier_call
+        and (theirs.text, theirs.spans[0].version) == (" STOP", 7)
+    )
     assert calls_of(dataclasses.replace(turn, verifier_call=None), "verifier") is None
 
 
@@ -244,10 +311,20 @@ def test_a_flow_without_its_verifier_is_our_mistake() -> None:
         ((("Base_Generator", "area of Chad"),), 3),
         ((("Search", "area of Mali"), ("Search", "area of Chad")), 2),
         ((("Search", "area of Chad"), ("Base_Generator", "x"), ("Search", "area of Mali")), 1),
-        ((("Search", "area of Chad"), ("Search", "area of Mali"), ("Python_Coder", "1284 + 1240"), ("Search", "x")), 0),
+        (
+            (
+                ("Search", "area of Chad"),
+                ("Search", "area of Mali"),
+                ("Python_Coder", "1284 + 1240"),
+                ("Search", "x"),
+            ),
+            0,
+        ),
     ],
 )
-def test_the_script_knows_what_is_left_of_the_plan(entries: tuple[tuple[str, str], ...], num_left: int) -> None:
+def test_the_script_knows_what_is_left_of_the_plan(
+    entries: tuple[tuple[str, str], ...], num_left: int
+) -> None:
     assert len(steps_left(TASK, memory(*entries))) == num_left
     script = ScriptedVerifier(verifier(Engine()), 0.0, end_id=0)
     done = asyncio.run(script.verify(TASK, memory(*entries), 1, 1.0))
@@ -259,7 +336,12 @@ def test_the_script_says_it_in_the_policys_tokens() -> None:
     held = memory(("Search", "area of Chad"))
     done = asyncio.run(ScriptedVerifier(like, 0.0, end_id=0).verify(TASK, held, 1, 1.0))
     assert done.call == Call(
-        like.encode(TASK.question, held), (*map(ord, " CONTINUE"), 0), (0.0,) * 10, (), FinishReason.STOP, text=" CONTINUE"
+        like.encode(TASK.question, held),
+        (*map(ord, " CONTINUE"), 0),
+        (0.0,) * 10,
+        (),
+        FinishReason.STOP,
+        text=" CONTINUE",
     )
     assert read_verdict(done.text) is done.verdict
 
@@ -267,5 +349,8 @@ def test_the_script_says_it_in_the_policys_tokens() -> None:
 def test_the_script_stops_early_as_often_as_it_is_told() -> None:
     script = ScriptedVerifier(verifier(Engine()), 0.3, end_id=0)
     held = memory(("Search", "area of Chad"))
-    stops = [asyncio.run(script.verify(TASK, held, seed, 1.0)).verdict is Verdict.STOP for seed in range(1000)]
+    stops = [
+        asyncio.run(script.verify(TASK, held, seed, 1.0)).verdict is Verdict.STOP
+        for seed in range(1000)
+    ]
     assert 0.25 < sum(stops) / 1000 < 0.35

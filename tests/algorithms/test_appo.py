@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.algorithms import appo
-from flowtrain.types import BranchPoint, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    BranchPoint,
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 TASK = Task("t", "q", ("a",))
 
@@ -19,7 +28,19 @@ TASK = Task("t", "q", ("a",))
 def rollout(reward: float, *lengths: int, branch: tuple[int, int, int] | None = None) -> Trajectory:
     """`branch`: (root, turn, token)."""
     turns = tuple(
-        Turn((7,), tuple(range(n)), (-1.0,) * n, (), FinishReason.STOP, "", None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
+        Turn(
+            (7,),
+            tuple(range(n)),
+            (-1.0,) * n,
+            (),
+            FinishReason.STOP,
+            "",
+            None,
+            "",
+            ToolResult(),
+            Verdict.CONTINUE,
+            seconds=0.0,
+        )
         for n in lengths
     )
     point = None if branch is None else BranchPoint(*branch, score=1.0)
@@ -39,42 +60,73 @@ A = 0.5 / 0.500001
 
 
 def test_two_groups_by_hand() -> None:
-    """Roots 1, 0: +-A. Branches 0, 1 of root 0 at token 1 and 3: -A and +A. Token 0 shares both (mean 0), 1 and 2 the second."""
+    """Roots 1, 0: +-A. Branches 0, 1 of root 0 at token 1 and 3: -A and +A. Token 0 shares both
+    (mean 0), 1 and 2 the second.
+    """
     roots = rollout(1, 4), rollout(0, 2)
     branches = rollout(0, 4, branch=(0, 0, 1)), rollout(1, 4, branch=(0, 0, 3))
     assert advantages(*roots, *branches) == [approx([A + 0, A + A, A + A, A]), approx([-A, -A])]
 
 
 def test_a_branch_credits_every_turn_before_it() -> None:
-    """It left turn 1 (the second) at token 2: all of turn 0, tokens 0 and 1 of turn 1, nothing of turn 2."""
+    """It left turn 1 (the second) at token 2: all of turn 0, tokens 0 and 1 of turn 1, nothing of
+    turn 2.
+    """
     roots = rollout(1, 2, 3, 2), rollout(0, 1)
     branches = rollout(1, 2, 3, branch=(0, 1, 2)), rollout(0, 1, branch=(1, 0, 0))
     first, second, third, other = advantages(*roots, *branches)
-    assert (first, second, third) == (approx([2 * A] * 2), approx([2 * A, 2 * A, A]), approx([A, A]))
+    assert (first, second, third) == (
+        approx([2 * A] * 2),
+        approx([2 * A, 2 * A, A]),
+        approx([A, A]),
+    )
     assert other == approx([-A]), "a branch at the first token shares none"
 
 
 @pytest.mark.parametrize(("token", "shared"), [(0, 0), (2, 2), (3, 3)])
 def test_branches_at_the_first_and_the_last_token(token: int, shared: int) -> None:
-    root, _ = advantages(rollout(1, 3), rollout(0, 3), rollout(1, 3, branch=(0, 0, token)), rollout(0, 3, branch=(1, 0, 0)))
+    root, _ = advantages(
+        rollout(1, 3),
+        rollout(0, 3),
+        rollout(1, 3, branch=(0, 0, token)),
+        rollout(0, 3, branch=(1, 0, 0)),
+    )
     assert root == approx([2 * A] * shared + [A] * (3 - shared))
 
 
 def test_only_roots_are_trained_and_every_token_counts_alike() -> None:
-    group = Group(3, (rollout(1, 4, 2), rollout(0, 2, 0), rollout(0, 9, branch=(0, 1, 1)), rollout(1, 9, branch=(0, 0, 2))))
+    group = Group(
+        3,
+        (
+            rollout(1, 4, 2),
+            rollout(0, 2, 0),
+            rollout(0, 9, branch=(0, 1, 1)),
+            rollout(1, 9, branch=(0, 0, 2)),
+        ),
+    )
     out = appo([group], num_minibatches=2, num_groups=4)
-    assert [len(s.response_ids) for s in out.samples] == [4, 2, 2], "neither branches nor turns without tokens"
+    assert [len(s.response_ids) for s in out.samples] == [4, 2, 2], (
+        "neither branches nor turns without tokens"
+    )
     assert out.num_excluded == {"empty": 1}
     assert all(set(s.weights) == {1.0} and s.minibatch == 1 for s in out.samples)
     assert [s.origin for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
 
 
 def test_groups_without_signal_are_left_out() -> None:
-    flat = rollout(1, 2), rollout(1, 2), rollout(1, 2, branch=(0, 0, 1)), rollout(1, 2, branch=(1, 0, 1))
+    flat = (
+        rollout(1, 2),
+        rollout(1, 2),
+        rollout(1, 2, branch=(0, 0, 1)),
+        rollout(1, 2, branch=(1, 0, 1)),
+    )
     assert appo([Group(0, flat)]).num_dropped == 1 and appo([Group(0, flat)]).samples == ()
     in_branches = (*flat[:3], replace(flat[3], reward=0.0))
     out = appo([Group(0, in_branches)])
-    assert out.num_dropped == 0 and [list(s.advantages) for s in out.samples] == [approx([A, 0]), approx([-A, 0])]
+    assert out.num_dropped == 0 and [list(s.advantages) for s in out.samples] == [
+        approx([A, 0]),
+        approx([-A, 0]),
+    ]
 
 
 def test_whole_rollouts_after_the_branches_are_roots() -> None:
@@ -83,9 +135,19 @@ def test_whole_rollouts_after_the_branches_are_roots() -> None:
 
 
 def test_arpo_trains_branches_in_one_group() -> None:
-    trajectories = rollout(1, 2), rollout(0, 1), rollout(0, 3, branch=(0, 0, 1)), rollout(1, 1, branch=(0, 0, 1))
+    trajectories = (
+        rollout(1, 2),
+        rollout(0, 1),
+        rollout(0, 3, branch=(0, 0, 1)),
+        rollout(1, 1, branch=(0, 0, 1)),
+    )
     out = appo([Group(0, trajectories)], trains_branches=True)
-    assert [list(s.advantages) for s in out.samples] == [approx([A] * 2), approx([-A]), approx([-A] * 3), approx([A])]
+    assert [list(s.advantages) for s in out.samples] == [
+        approx([A] * 2),
+        approx([-A]),
+        approx([-A] * 3),
+        approx([A]),
+    ]
 
 
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
@@ -93,15 +155,26 @@ REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 
 @settings(derandomize=True, deadline=None)
 @given(
-    st.lists(st.tuples(REWARDS, st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=2, max_size=4),
-    st.lists(st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)), max_size=5),
+    st.lists(
+        st.tuples(REWARDS, st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=2,
+        max_size=4,
+    ),
+    st.lists(
+        st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)), max_size=5
+    ),
 )
 def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
     roots: Sequence[tuple[float, list[int]]], branches: Sequence[tuple[float, int, int, int]]
 ) -> None:
-    """Against the definition, token by token; the branches' part averages those that share the token."""
+    """Against the definition, token by token; the branches' part averages those that share the
+    token.
+    """
     made = [rollout(reward, *lengths) for reward, lengths in roots]
-    forks = [rollout(r, 1, branch=(n % len(made), t % len(made[n % len(made)].turns), k)) for r, n, t, k in branches]
+    forks = [
+        rollout(r, 1, branch=(n % len(made), t % len(made[n % len(made)].turns), k))
+        for r, n, t, k in branches
+    ]
     samples = iter(appo([Group(0, (*made, *forks))]).samples)
     plain, of_forks = _normal([t.reward for t in made]), _normal([t.reward for t in forks])
     wanted = []
@@ -110,11 +183,17 @@ def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
             row = []
             for token in range(len(turn.response_ids)):
                 points = [(f.branch, a) for f, a in zip(forks, of_forks, strict=True)]
-                mine = [a for p, a in points if p and p.root == number and (index, token) < (p.turn, p.token)]
+                mine = [
+                    a
+                    for p, a in points
+                    if p and p.root == number and (index, token) < (p.turn, p.token)
+                ]
                 row.append(plain[number] + (sum(mine) / len(mine) if mine else 0.0))
             wanted.append(row)
     if any(any(row) for row in wanted):
-        assert [list(s.advantages) for s in samples] == [pytest.approx(row, abs=1e-9) for row in wanted]
+        assert [list(s.advantages) for s in samples] == [
+            pytest.approx(row, abs=1e-9) for row in wanted
+        ]
     else:
         assert not list(samples)
 

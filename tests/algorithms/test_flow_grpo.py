@@ -1,4 +1,6 @@
-"""Flow-GRPO on examples worked by hand, from rewards down to the gradient of a policy of three parameters."""
+"""Flow-GRPO on examples worked by hand, from rewards down to the gradient of a policy of three
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,43 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowtrain.algorithms import flow_grpo
-from flowtrain.types import Call, FinishReason, Group, KeptTokens, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    KeptTokens,
+    Sample,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 TASK = Task("t", "q", ("a",))
-TRAJECTORIES = st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+TRAJECTORIES = st.tuples(
+    st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4)
+)
 """Reward and number of tokens of each turn."""
 MODES: list[Literal["paper", "released"]] = ["paper", "released"]
 
 
-def turn(ids: Sequence[int], logprobs: Sequence[float] | None = None, prompt: Sequence[int] = (7,)) -> Turn:
+def turn(
+    ids: Sequence[int], logprobs: Sequence[float] | None = None, prompt: Sequence[int] = (7,)
+) -> Turn:
     logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
     return Turn(
-        tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP, "", None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0
+        tuple(prompt),
+        tuple(ids),
+        tuple(logprobs),
+        (),
+        FinishReason.STOP,
+        "",
+        None,
+        "",
+        ToolResult(),
+        Verdict.CONTINUE,
+        seconds=0.0,
     )
 
 
@@ -54,7 +81,13 @@ def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
 
 def judged(planner: Sequence[int], verifier: Sequence[int] | None) -> Turn:
     """A turn with tokens of both policies; None: the verifier sampled nothing."""
-    call = None if verifier is None else Call((8, 8), tuple(verifier), (-2.0,) * len(verifier), (), FinishReason.STOP, KEPT_SETS)
+    call = (
+        None
+        if verifier is None
+        else Call(
+            (8, 8), tuple(verifier), (-2.0,) * len(verifier), (), FinishReason.STOP, KEPT_SETS
+        )
+    )
     return replace(turn(planner), verifier_call=call)
 
 
@@ -62,8 +95,16 @@ KEPT_SETS = KeptTokens.of([(5,)])
 
 
 def test_the_verifiers_calls_are_its_samples() -> None:
-    """Rewards 1 and 0: A = +-1. Weight of a token: 1 / (G T_i len), where T_i counts turns in which the verifier sampled something."""
-    group = Group(3, (trajectory(1, judged((1, 2), (5, 6)), judged((3,), (7,))), trajectory(0, judged((4,), (9,)), judged((4,), ()))))
+    """Rewards 1 and 0: A = +-1. Weight of a token: 1 / (G T_i len), where T_i counts turns in which
+    the verifier sampled something.
+    """
+    group = Group(
+        3,
+        (
+            trajectory(1, judged((1, 2), (5, 6)), judged((3,), (7,))),
+            trajectory(0, judged((4,), (9,)), judged((4,), ())),
+        ),
+    )
     out = flow_grpo([group], num_groups=4, policy="verifier")
     a = 0.5 / 0.500001
     assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == [
@@ -79,34 +120,51 @@ def test_the_verifiers_calls_are_its_samples() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_policy_is_trained_as_if_the_other_had_said_something_else(mode: Literal["paper", "released"]) -> None:
+def test_one_policy_is_trained_as_if_the_other_had_said_something_else(
+    mode: Literal["paper", "released"],
+) -> None:
     """So the gradient of the other's tokens is exactly zero."""
 
     def groups(planner: int, verifier: int) -> list[Group]:
         turns = [judged(range(planner + n), range(verifier + n)) for n in range(3)]
         return [Group(0, (trajectory(1, *turns), trajectory(0, turns[0])))]
 
-    assert flow_grpo(groups(0, 3), mode, policy="verifier") == flow_grpo(groups(9, 3), mode, policy="verifier")
+    assert flow_grpo(groups(0, 3), mode, policy="verifier") == flow_grpo(
+        groups(9, 3), mode, policy="verifier"
+    )
     assert flow_grpo(groups(2, 1), mode) == flow_grpo(groups(2, 7), mode)
-    assert flow_grpo(groups(1, 3), mode, policy="verifier") != flow_grpo(groups(1, 4), mode, policy="verifier")
+    assert flow_grpo(groups(1, 3), mode, policy="verifier") != flow_grpo(
+        groups(1, 4), mode, policy="verifier"
+    )
 
 
 def test_a_verifier_that_is_no_policy_has_no_samples() -> None:
-    out = flow_grpo([Group(0, (trajectory(1, judged((1,), None)), trajectory(0, judged((2,), None))))], policy="verifier")
+    out = flow_grpo(
+        [Group(0, (trajectory(1, judged((1,), None)), trajectory(0, judged((2,), None))))],
+        policy="verifier",
+    )
     assert out.samples == () and out.num_excluded == {"empty": 2}
 
 
-# --- advantages and weights ---------------------------------------------------------------------------------------------------------
+# --- advantages and weights
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_paper_mode_by_hand() -> None:
-    """Rewards 1, 0, 0, 1: mean 1/2, population std 1/2, so A = +-0.5 / (0.5 + 1e-6). Weight of a token: 1 / (G T_i len)."""
-    group = Group(0, (with_lengths(1, 2, 4), with_lengths(0, 5), with_lengths(0, 1, 1, 3), with_lengths(1, 10)))
+    """Rewards 1, 0, 0, 1: mean 1/2, population std 1/2, so A = +-0.5 / (0.5 + 1e-6). Weight of a
+    token: 1 / (G T_i len).
+    """
+    group = Group(
+        0,
+        (with_lengths(1, 2, 4), with_lengths(0, 5), with_lengths(0, 1, 1, 3), with_lengths(1, 10)),
+    )
     out = flow_grpo([group])
     a = 0.5 / 0.500001
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
     # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5); T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
-    assert [s.weights[0] for s in out.samples] == approx([1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40])
+    assert [s.weights[0] for s in out.samples] == approx(
+        [1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40]
+    )
     assert all(s.weights == (s.weights[0],) * len(s.response_ids) for s in out.samples)
     assert all(s.advantages == (s.advantages[0],) * len(s.response_ids) for s in out.samples)
     assert [len(s.response_ids) for s in out.samples] == [2, 4, 5, 1, 1, 3, 10]
@@ -115,11 +173,15 @@ def test_paper_mode_by_hand() -> None:
 
 
 def test_paper_mode_takes_the_population_std() -> None:
-    """Rewards 1, 0, 0: mean 1/3, variance (4/9 + 1/9 + 1/9) / 3 = 2/9. Not (N - 1), which would be 1/3."""
+    """Rewards 1, 0, 0: mean 1/3, variance (4/9 + 1/9 + 1/9) / 3 = 2/9. Not (N - 1), which would be
+    1/3.
+    """
     out = flow_grpo([Group(0, (with_lengths(1, 1, 1, 1), with_lengths(0, 1), with_lengths(0, 1)))])
     std = math.sqrt(2) / 3 + 1e-6
     # The three turns of the first trajectory count once in the statistics.
-    assert [s.advantages[0] for s in out.samples] == approx([(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2)
+    assert [s.advantages[0] for s in out.samples] == approx(
+        [(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2
+    )
 
 
 def test_released_mode_by_hand() -> None:
@@ -134,14 +196,20 @@ def test_released_mode_by_hand() -> None:
 def test_rewards_need_not_be_binary() -> None:
     """Rewards 0.2, 0.6: mean 0.4, population std 0.2, std of N - 1 0.2 sqrt(2)."""
     group = Group(0, (with_lengths(0.2, 1), with_lengths(0.6, 1)))
-    assert [s.advantages[0] for s in flow_grpo([group]).samples] == approx([-0.2 / 0.200001, 0.2 / 0.200001])
+    assert [s.advantages[0] for s in flow_grpo([group]).samples] == approx(
+        [-0.2 / 0.200001, 0.2 / 0.200001]
+    )
     std = 0.2 * math.sqrt(2) + 1e-6
-    assert [s.advantages[0] for s in flow_grpo([group], "released").samples] == approx([-0.2 / std, 0.2 / std])
+    assert [s.advantages[0] for s in flow_grpo([group], "released").samples] == approx(
+        [-0.2 / std, 0.2 / std]
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_groups_of_one_reward(reward: float) -> None:
-    """The paper mode leaves them out and says how many; the released one keeps them for their KL term."""
+    """The paper mode leaves them out and says how many; the released one keeps them for their KL
+    term.
+    """
     same = Group(0, (with_lengths(reward, 2), with_lengths(reward, 1, 3)))
     mixed = Group(1, (with_lengths(1, 1), with_lengths(0, 1)))
     paper = flow_grpo([same, mixed, same])
@@ -160,10 +228,14 @@ def test_released_mode_keeps_the_reward_of_a_lone_sample() -> None:
 
 
 def test_turns_without_tokens_are_not_trained() -> None:
-    """They count neither as turns (T_i) nor as turn samples; the rewards of all trajectories still make the paper's statistics."""
+    """They count neither as turns (T_i) nor as turn samples; the rewards of all trajectories still
+    make the paper's statistics.
+    """
     group = Group(0, (with_lengths(1, 2, 0, 4), with_lengths(0, 0), with_lengths(0, 3)))
     paper = flow_grpo([group]).samples
-    assert [s.weights[0] for s in paper] == approx([1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)])
+    assert [s.weights[0] for s in paper] == approx(
+        [1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)]
+    )
     std = math.sqrt(2) / 3 + 1e-6  # rewards 1, 0, 0
     assert [s.advantages[0] for s in paper] == approx([(2 / 3) / std] * 2 + [-(1 / 3) / std])
     released = flow_grpo([group], "released").samples  # turn samples 1, 1, 0
@@ -186,13 +258,20 @@ def test_samples_carry_the_very_tokens_of_the_turns() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.lists(TRAJECTORIES, min_size=2, max_size=6), max_size=4))
-def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(batch: list[list[tuple[float, list[int]]]]) -> None:
-    groups = [Group(i, tuple(with_lengths(reward, *each) for reward, each in group)) for i, group in enumerate(batch)]
+def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
+    batch: list[list[tuple[float, list[int]]]],
+) -> None:
+    groups = [
+        Group(i, tuple(with_lengths(reward, *each) for reward, each in group))
+        for i, group in enumerate(batch)
+    ]
     out = flow_grpo(groups)
     assert sum(sum(s.weights) for s in out.samples) == pytest.approx(len(groups) - out.num_dropped)
     assert sum(sum(s.weights) * s.advantages[0] for s in out.samples) == pytest.approx(0, abs=1e-9)
     released = flow_grpo(groups, "released")
-    assert sum(sum(s.weights) for s in released.samples) == sum(sum(each) for group in batch for _, each in group)
+    assert sum(sum(s.weights) for s in released.samples) == sum(
+        sum(each) for group in batch for _, each in group
+    )
     assert sum(s.advantages[0] for s in released.samples) == pytest.approx(0, abs=1e-6)
 
 
@@ -202,28 +281,52 @@ def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(batch: list[
 def batch_of(num_groups: int) -> list[Group]:
     """Groups whose samples name their group in the prompt; every third has one reward only."""
     return [
-        Group(i, (trajectory(1, turn([1], prompt=[i])), trajectory(float(i % 3 == 0), turn([2], prompt=[i])))) for i in range(num_groups)
+        Group(
+            i,
+            (
+                trajectory(1, turn([1], prompt=[i])),
+                trajectory(float(i % 3 == 0), turn([2], prompt=[i])),
+            ),
+        )
+        for i in range(num_groups)
     ]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_groups", [8, 7, 2])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
-def test_minibatches_do_not_depend_on_the_ranks(mode: Any, num_groups: int, num_minibatches: int) -> None:
+def test_minibatches_do_not_depend_on_the_ranks(
+    mode: Any, num_groups: int, num_minibatches: int
+) -> None:
     groups = batch_of(num_groups)
 
     def assignment(shares: list[list[Group]]) -> dict[int, int]:
-        samples = [s for share in shares for s in flow_grpo(share, mode, num_minibatches, num_groups).samples]
+        samples = [
+            s
+            for share in shares
+            for s in flow_grpo(share, mode, num_minibatches, num_groups).samples
+        ]
         found = {s.prompt_ids[0]: s.minibatch for s in samples}
-        assert all(found[s.prompt_ids[0]] == s.minibatch for s in samples), "a group belongs to one mini-batch"
+        assert all(found[s.prompt_ids[0]] == s.minibatch for s in samples), (
+            "a group belongs to one mini-batch"
+        )
         return found
 
     alone = assignment([groups])
-    assert set(alone) == ({i for i in range(num_groups) if i % 3} if mode == "paper" else set(range(num_groups)))
-    assert all(minibatch == index * num_minibatches // num_groups for index, minibatch in alone.items())
+    assert set(alone) == (
+        {i for i in range(num_groups) if i % 3} if mode == "paper" else set(range(num_groups))
+    )
+    assert all(
+        minibatch == index * num_minibatches // num_groups for index, minibatch in alone.items()
+    )
     assert set(alone.values()) <= set(range(num_minibatches))
     for num_ranks in (2, 4):
-        assert assignment([[g for g in groups if g.index % num_ranks == rank] for rank in range(num_ranks)]) == alone
+        assert (
+            assignment(
+                [[g for g in groups if g.index % num_ranks == rank] for rank in range(num_ranks)]
+            )
+            == alone
+        )
     assert assignment([groups[::-1]]) == alone
 
 
@@ -245,7 +348,9 @@ RELEASED_LOSS = LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
 
 def turn_with_ratios(ids: Sequence[int], ratios: Sequence[float]) -> Turn:
     logp = THETA.log_softmax(0)
-    return turn(ids, [float(logp[i]) - math.log(ratio) for i, ratio in zip(ids, ratios, strict=True)])
+    return turn(
+        ids, [float(logp[i]) - math.log(ratio) for i, ratio in zip(ids, ratios, strict=True)]
+    )
 
 
 def worked_group() -> Group:
@@ -255,8 +360,12 @@ def worked_group() -> Group:
     return Group(0, (good, bad))
 
 
-def loss_and_gradient(samples: Sequence[Sample], spec: LossSpec, ref: Tensor | None = None) -> tuple[float, Tensor]:
-    """What the trainer does: the weighted sum of token losses over the sum of the weights. fp32, as everywhere."""
+def loss_and_gradient(
+    samples: Sequence[Sample], spec: LossSpec, ref: Tensor | None = None
+) -> tuple[float, Tensor]:
+    """What the trainer does: the weighted sum of token losses over the sum of the weights. fp32, as
+    everywhere.
+    """
     theta = THETA.float().requires_grad_()
     ids = torch.tensor([i for s in samples for i in s.response_ids])
     out = policy_loss(
@@ -276,15 +385,16 @@ def loss_and_gradient(samples: Sequence[Sample], spec: LossSpec, ref: Tensor | N
 def test_gradient_of_the_paper_mode_by_hand() -> None:
     """d loss / d theta_j = -sum over unclipped tokens of w A r ([y = j] - p_j).
 
-    A = +-0.5 / (0.5 + 1e-6) = +-s, s = 1 / (1 + 2e-6).
-    Weights: first good turn 1/(2*2*1) = 3/12, second 1/(2*2*3) = 1/12, bad turn 1/(2*1*3) = 2/12.
-    good, token 0, r 1.5: above 1.2, clipped                 bad, token 2, r 0.5: below 0.8, clipped
-    good, token 1, r 1.0: (1/12) * s * 1.0 on token 1        bad, token 0, r 2.0: -(2/12) * s * 2.0 = -4 s/12 on token 0
-    good, token 2, r 0.5: (1/12) * s * 0.5 on token 2        bad, token 1, r 4.0: -(2/12) * s * 4.0 = -8 s/12 on token 1
-    good, token 2, r 1.1: (1/12) * s * 1.1 on token 2
-    In units of s/12 the coefficients are c = (-4, 1 - 8, 1.6) = (-4, -7, 1.6), their sum C = -9.4; the gradient is -(c_j - C p_j):
+    A = +-0.5 / (0.5 + 1e-6) = +-s, s = 1 / (1 + 2e-6). Weights: first good turn 1/(2*2*1) = 3/12,
+    second 1/(2*2*3) = 1/12, bad turn 1/(2*1*3) = 2/12. good, token 0, r 1.5: above 1.2, clipped
+    bad, token 2, r 0.5: below 0.8, clipped good, token 1, r 1.0: (1/12) * s * 1.0 on token 1
+    bad, token 0, r 2.0: -(2/12) * s * 2.0 = -4 s/12 on token 0 good, token 2, r 0.5: (1/12) * s *
+    0.5 on token 2        bad, token 1, r 4.0: -(2/12) * s * 4.0 = -8 s/12 on token 1 good, token 2,
+    r 1.1: (1/12) * s * 1.1 on token 2 In units of s/12 the coefficients are c = (-4, 1 - 8, 1.6) =
+    (-4, -7, 1.6), their sum C = -9.4; the gradient is -(c_j - C p_j):
         4 - 9.4/6, 7 - 9.4/3, -1.6 - 9.4/2   (they sum to 0)
-    Loss: -sum w min(r A, clip(r) A), in the same units: -(3*1.2 + 1.0 + 0.5 + 1.1) + 2*(0.8 + 2 + 4) = -6.2 + 13.6 = 7.4
+    Loss: -sum w min(r A, clip(r) A), in the same units: -(3*1.2 + 1.0 + 0.5 + 1.1) + 2*(0.8 + 2 +
+    4) = -6.2 + 13.6 = 7.4
     """
     out = flow_grpo([worked_group()])
     loss, gradient = loss_and_gradient(out.samples, PAPER_LOSS)
@@ -295,14 +405,15 @@ def test_gradient_of_the_paper_mode_by_hand() -> None:
 
 
 def test_gradient_of_the_released_mode_by_hand() -> None:
-    """Turn samples have rewards 1, 1, 0: mean 2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, so A = 1/sqrt(3) and -2/sqrt(3) (but for 1e-6).
+    """Turn samples have rewards 1, 1, 0: mean 2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, so A =
+    1/sqrt(3) and -2/sqrt(3) (but for 1e-6).
 
-    Every one of the 7 tokens weighs 1/7. Clip at 0.8 and 1.3, dual clip at 3. In units of 1 / (7 sqrt(3)):
-    good, token 0, r 1.5: above 1.3, clipped                 bad, token 2, r 0.5: below 0.8, clipped
-    good, token 1, r 1.0: 1.0 on token 1                     bad, token 0, r 2.0: -4 on token 0
-    good, token 2, r 0.5 and 1.1: 1.6 on token 2             bad, token 1, r 4.0: above 3, dual clip
-    c = (-4, 1, 1.6), C = -1.4, gradient -(c_j - C p_j): 4 - 1.4/6, -1 - 1.4/3, -1.6 - 1.4/2   (they sum to 0)
-    Loss: -(1.3 + 1.0 + 0.5 + 1.1) + 2 * (0.8 + 2 + 3) = -3.9 + 11.6 = 7.7
+    Every one of the 7 tokens weighs 1/7. Clip at 0.8 and 1.3, dual clip at 3. In units of 1 / (7
+    sqrt(3)): good, token 0, r 1.5: above 1.3, clipped                 bad, token 2, r 0.5: below
+    0.8, clipped good, token 1, r 1.0: 1.0 on token 1                     bad, token 0, r 2.0: -4 on
+    token 0 good, token 2, r 0.5 and 1.1: 1.6 on token 2             bad, token 1, r 4.0: above 3,
+    dual clip c = (-4, 1, 1.6), C = -1.4, gradient -(c_j - C p_j): 4 - 1.4/6, -1 - 1.4/3, -1.6 -
+    1.4/2   (they sum to 0) Loss: -(1.3 + 1.0 + 0.5 + 1.1) + 2 * (0.8 + 2 + 3) = -3.9 + 11.6 = 7.7
     """
     out = flow_grpo([worked_group()], "released")
     loss, gradient = loss_and_gradient(out.samples, RELEASED_LOSS)
@@ -313,7 +424,9 @@ def test_gradient_of_the_released_mode_by_hand() -> None:
 
 
 def random_groups() -> list[Group]:
-    """Five groups of four trajectories with 1 to 3 turns of 1 to 6 tokens and off-policy ratios; the third group has one reward only."""
+    """Five groups of four trajectories with 1 to 3 turns of 1 to 6 tokens and off-policy ratios;
+    the third group has one reward only.
+    """
     rng = torch.Generator().manual_seed(3)
 
     def integer(low: int, high: int) -> int:
@@ -327,21 +440,32 @@ def random_groups() -> list[Group]:
         return trajectory(reward, *(random_turn() for _ in range(integer(1, 3))))
 
     given_rewards = [[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0.5, 1, 0, 1], [1, 0, 1, 1]]
-    return [Group(i, tuple(random_trajectory(float(reward)) for reward in each)) for i, each in enumerate(given_rewards)]
+    return [
+        Group(i, tuple(random_trajectory(float(reward)) for reward in each))
+        for i, each in enumerate(given_rewards)
+    ]
 
 
-def token_objective(spec: LossSpec, logp: Tensor, ref: Tensor, token: int, old: float, advantage: float) -> Tensor:
+def token_objective(
+    spec: LossSpec, logp: Tensor, ref: Tensor, token: int, old: float, advantage: float
+) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A), not below c A for A < 0, less beta k3."""
     ratio = torch.exp(logp[token] - old)
-    value = torch.minimum(ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage)
+    value = torch.minimum(
+        ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage
+    )
     if spec.dual_clip is not None and advantage < 0:
         value = torch.maximum(value, torch.tensor(spec.dual_clip * advantage, dtype=torch.float64))
     u = ref[token] - logp[token]
     return value - spec.kl_coef * (torch.exp(u) - u - 1)
 
 
-def paper_objective(groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_theta: Tensor) -> Tensor:
-    """Equation 5 of the paper as it is printed: nested means over trajectories, turns and tokens; mean over questions that carry signal."""
+def paper_objective(
+    groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_theta: Tensor
+) -> Tensor:
+    """Equation 5 of the paper as it is printed: nested means over trajectories, turns and tokens;
+    mean over questions that carry signal.
+    """
     logp, ref = theta.log_softmax(0), ref_theta.log_softmax(0)
     total, num_kept = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
@@ -354,16 +478,24 @@ def paper_objective(groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_
             for one in each.turns:
                 for token, old in zip(one.response_ids, one.response_logprobs, strict=True):
                     value = token_objective(spec, logp, ref, token, old, advantage)
-                    total = total + value / len(group.trajectories) / len(each.turns) / len(one.response_ids)
+                    total = total + value / len(group.trajectories) / len(each.turns) / len(
+                        one.response_ids
+                    )
     return total / num_kept
 
 
-def released_objective(groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_theta: Tensor) -> Tensor:
-    """One mean over all tokens of all questions; the advantage is normalised over the turns of a question."""
+def released_objective(
+    groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_theta: Tensor
+) -> Tensor:
+    """One mean over all tokens of all questions; the advantage is normalised over the turns of a
+    question.
+    """
     logp, ref = theta.log_softmax(0), ref_theta.log_softmax(0)
     values = []
     for group in groups:
-        r = torch.tensor([t.reward for t in group.trajectories for _ in t.turns], dtype=torch.float64)
+        r = torch.tensor(
+            [t.reward for t in group.trajectories for _ in t.turns], dtype=torch.float64
+        )
         for each in group.trajectories:
             advantage = float((each.reward - r.mean()) / (r.std(correction=1) + 1e-6))
             for one in each.turns:
@@ -378,7 +510,9 @@ def released_objective(groups: Sequence[Group], spec: LossSpec, theta: Tensor, r
 def test_gradient_is_that_of_the_objective(mode: Any, kl_coef: float, num_minibatches: int) -> None:
     """Against the objective written out as nested loops in fp64 and differentiated by autograd."""
     base = PAPER_LOSS if mode == "paper" else RELEASED_LOSS
-    spec = LossSpec(clip_low=base.clip_low, clip_high=base.clip_high, dual_clip=base.dual_clip, kl_coef=kl_coef)
+    spec = LossSpec(
+        clip_low=base.clip_low, clip_high=base.clip_high, dual_clip=base.dual_clip, kl_coef=kl_coef
+    )
     objective = paper_objective if mode == "paper" else released_objective
     groups, ref_theta = random_groups(), torch.tensor([0.5, -0.5, 0.2], dtype=torch.float64)
     samples = flow_grpo(groups, mode, num_minibatches).samples
@@ -387,7 +521,9 @@ def test_gradient_is_that_of_the_objective(mode: Any, kl_coef: float, num_miniba
         theta = THETA.clone().requires_grad_()
         truth = -objective(members, spec, theta, ref_theta)
         truth.backward()
-        loss, gradient = loss_and_gradient([s for s in samples if s.minibatch == minibatch], spec, ref_theta if kl_coef else None)
+        loss, gradient = loss_and_gradient(
+            [s for s in samples if s.minibatch == minibatch], spec, ref_theta if kl_coef else None
+        )
         assert theta.grad.abs().max() > 1e-3
         torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
         assert loss == pytest.approx(truth.item(), rel=1e-5, abs=1e-6)

@@ -11,15 +11,38 @@ from flowtrain.algorithms import flow_grpo, infoflow
 from flowtrain.types import Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
-TURN = Turn((7,), (1, 2), (-1.0, -1.0), (), FinishReason.STOP, "", None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
+TURN = Turn(
+    (7,),
+    (1, 2),
+    (-1.0, -1.0),
+    (),
+    FinishReason.STOP,
+    "",
+    None,
+    "",
+    ToolResult(),
+    Verdict.CONTINUE,
+    seconds=0.0,
+)
 
 
 def rollout(reward: float, sub_goals: float, hint_turn: int | None = None) -> Trajectory:
-    return Trajectory(TASK, (TURN,), "", seconds=0.0, seed=0, reward=reward, sub_goals=sub_goals, hint_turn=hint_turn)
+    return Trajectory(
+        TASK,
+        (TURN,),
+        "",
+        seconds=0.0,
+        seed=0,
+        reward=reward,
+        sub_goals=sub_goals,
+        hint_turn=hint_turn,
+    )
 
 
 def advantages(*trajectories: Trajectory, **options: Any) -> list[float]:
-    return [sample.advantages[0] for sample in infoflow([Group(0, trajectories)], **options).samples]
+    return [
+        sample.advantages[0] for sample in infoflow([Group(0, trajectories)], **options).samples
+    ]
 
 
 def test_sub_goals_tell_wrong_answers_apart() -> None:
@@ -32,7 +55,9 @@ def test_sub_goals_tell_wrong_answers_apart() -> None:
 
 def test_a_right_answer_is_worth_more_than_all_sub_goals() -> None:
     """R = 1.3 and 0.3."""
-    assert advantages(rollout(1, 1), rollout(0, 1)) == pytest.approx([0.5 / 0.500001, -0.5 / 0.500001])
+    assert advantages(rollout(1, 1), rollout(0, 1)) == pytest.approx(
+        [0.5 / 0.500001, -0.5 / 0.500001]
+    )
 
 
 def test_without_a_weight_it_is_flow_grpo() -> None:
@@ -41,24 +66,41 @@ def test_without_a_weight_it_is_flow_grpo() -> None:
 
 
 def test_hinted_rollouts_may_be_compared_among_themselves() -> None:
-    """Unhinted R = 0, 1; hinted R = 1, 1.3 and 0.7: each half has its own mean and spread, and counts as a group."""
-    trajectories = rollout(0, 0), rollout(1, 0, 2), rollout(1, 0), rollout(1, 1, 3), rollout(0.7, 0, 2)
+    """Unhinted R = 0, 1; hinted R = 1, 1.3 and 0.7: each half has its own mean and spread, and
+    counts as a group.
+    """
+    trajectories = (
+        rollout(0, 0),
+        rollout(1, 0, 2),
+        rollout(1, 0),
+        rollout(1, 1, 3),
+        rollout(0.7, 0, 2),
+    )
     half, std = 0.5 / 0.500001, (2 * 0.3**2 / 3) ** 0.5 + 1e-6
     out = infoflow([Group(0, trajectories)], splits_hinted=True)
-    assert [s.advantages[0] for s in out.samples] == pytest.approx([-half, half, 0, 0.3 / std, -0.3 / std])
+    assert [s.advantages[0] for s in out.samples] == pytest.approx(
+        [-half, half, 0, 0.3 / std, -0.3 / std]
+    )
     assert sum(sum(s.weights) for s in out.samples) == pytest.approx(2.0)
     assert [s.origin for s in out.samples] == [(0, member, 0) for member in (0, 2, 1, 3, 4)]
 
 
 def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
-    out = infoflow([Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))], splits_hinted=True)
+    out = infoflow(
+        [Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))],
+        splits_hinted=True,
+    )
     assert (len(out.samples), out.num_dropped) == (2, 1)
-    assert infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_dropped == 0, "an empty half is none"
+    assert (
+        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_dropped == 0
+    ), "an empty half is none"
 
 
 def test_it_credits_the_verifiers_calls_too() -> None:
     call = Call((9,), (4, 5, 6), (-1.0,) * 3, (), FinishReason.STOP)
-    rollouts = [replace(rollout(0, share), turns=(replace(TURN, verifier_call=call),)) for share in (0, 1)]
+    rollouts = [
+        replace(rollout(0, share), turns=(replace(TURN, verifier_call=call),)) for share in (0, 1)
+    ]
     samples = infoflow([Group(0, tuple(rollouts))], policy="verifier").samples
     assert [sample.response_ids for sample in samples] == [(4, 5, 6)] * 2
     assert [sample.advantages[0] for sample in samples] == pytest.approx([-1, 1], rel=1e-4)

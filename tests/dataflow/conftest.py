@@ -1,4 +1,6 @@
-"""For the tests: an SQLite file, or a database of a PostgreSQL server that they start for themselves; and a service before a ledger."""
+"""For the tests: an SQLite file, or a database of a PostgreSQL server that they start for
+themselves; and a service before a ledger.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,30 @@ _INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 
 
 class PostgresServer:
-    """On a Unix socket in a folder of its own. Without fsync: the tests kill processes, not machines."""
+    """On a Unix socket in a folder of its own. Without fsync: the tests kill processes, not
+    machines.
+    """
 
     def __init__(self, folder: Path, programs: Path) -> None:
         self.folder = folder
         self._programs = programs
-        # The server refuses to run as root; where the tests do, it runs as the user that its package made.
+        # The server refuses to run as root; where the tests do, it runs as the user that its
+        # package made.
         self._user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
         if self._user:
             shutil.chown(folder, "postgres")
-        self._run("initdb", "--pgdata", self._data, "--auth", "trust", "--username", "flowtrain", "--no-sync", "--encoding", "UTF8")
+        self._run(
+            "initdb",
+            "--pgdata",
+            self._data,
+            "--auth",
+            "trust",
+            "--username",
+            "flowtrain",
+            "--no-sync",
+            "--encoding",
+            "UTF8",
+        )
         self._start("start")
 
     @property
@@ -38,12 +54,30 @@ class PostgresServer:
         return str(self.folder / "data")
 
     def _start(self, *how: str) -> None:
-        options = f"-k {self.folder} -c listen_addresses='' -c fsync=off -c max_connections=50 -c shared_buffers=16MB"
-        self._run("pg_ctl", "--pgdata", self._data, "--wait", "--log", str(self.folder / "log"), "--options", options, *how)
+        options = (
+            f"-k {self.folder} -c listen_addresses='' -c fsync=off -c max_connections=50 -c "
+            "shared_buffers=16MB"
+        )
+        self._run(
+            "pg_ctl",
+            "--pgdata",
+            self._data,
+            "--wait",
+            "--log",
+            str(self.folder / "log"),
+            "--options",
+            options,
+            *how,
+        )
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
-            [*self._user, str(self._programs / program), *arguments], cwd="/", capture_output=True, text=True, timeout=120, check=False
+            [*self._user, str(self._programs / program), *arguments],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0, f"{program}: {done.stdout}{done.stderr}"
 
@@ -68,7 +102,8 @@ class PostgresServer:
 def postgres_server() -> Iterator[PostgresServer]:
     if not _INSTALLED:
         pytest.skip("no PostgreSQL server is installed (apt-get install postgresql)")
-    # Not pytest's folder: the user of the server could not enter it, and paths of sockets are short.
+    # Not pytest's folder: the user of the server could not enter it, and paths of sockets are
+    # short.
     with tempfile.TemporaryDirectory(prefix="flowtrain-pg-") as folder:
         server = PostgresServer(Path(folder), _INSTALLED[-1].parent)
         yield server
@@ -87,7 +122,11 @@ def postgres(postgres_server: PostgresServer, request: pytest.FixtureRequest) ->
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Path or URL of an empty database."""
-    return str(tmp_path / "ledger.db") if request.param == "sqlite" else request.getfixturevalue("postgres")
+    return (
+        str(tmp_path / "ledger.db")
+        if request.param == "sqlite"
+        else request.getfixturevalue("postgres")
+    )
 
 
 class Front:

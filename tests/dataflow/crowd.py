@@ -1,7 +1,8 @@
-"""Nodes and a trainer in processes of their own, which are killed at random places, also within transactions, and begin anew.
+"""Nodes and a trainer in processes of their own, which are killed at random places, also within
+transactions, and begin anew.
 
-`python crowd.py DATABASE...` forks them for one database after the other, prints a line for each that was killed, and one of JSON when the
-trainer has trained all steps.
+`python crowd.py DATABASE...` forks them for one database after the other, prints a line for each
+that was killed, and one of JSON when the trainer has trained all steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from typing import Any
 from groups import group, ledger, planner
 
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Release, Renewal, Unavailable
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    LeaseRequest,
+    Progress,
+    Push,
+    Release,
+    Renewal,
+    Unavailable,
+)
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Rules
@@ -37,9 +47,13 @@ PARENT = os.getpid()
 
 
 def die_somewhere(rng: random.Random) -> None:
-    """This process kills itself after some statement, mostly with a transaction open, or after some time."""
+    """This process kills itself after some statement, mostly with a transaction open, or after some
+    time.
+    """
     if rng.random() < 0.3:
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.005, 0.1))  # SIGALRM ends a process that does not handle it, wherever it is
+        signal.setitimer(
+            signal.ITIMER_REAL, rng.uniform(0.005, 0.1)
+        )  # SIGALRM ends a process that does not handle it, wherever it is
         return
     left = iter(range(rng.randrange(1, 100)))
 
@@ -56,7 +70,9 @@ def die_somewhere(rng: random.Random) -> None:
 
 
 def node(database: str, name: str, life: str, rng: random.Random) -> None:
-    """Leases, renews, pushes some groups twice, and gives some units back, until the trainer is done."""
+    """Leases, renews, pushes some groups twice, and gives some units back, until the trainer is
+    done.
+    """
     flow = opened(database)
     persistent(lambda: flow.join(Join(name, life)))
     for number in range(10**6):
@@ -94,8 +110,17 @@ def trainer(database: str, folder: Path) -> None:
             saved.with_suffix(".new").write_text(str(step))
             saved.with_suffix(".new").replace(saved)
         checkpoint = step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        persistent(partial(flow.progress, Progress("planner", step, checkpoint, is_done=step == NUM_STEPS)))
-    persistent(partial(flow.progress, Progress("planner", step, NUM_STEPS // CHECKPOINT_EVERY * CHECKPOINT_EVERY, is_done=True)))
+        persistent(
+            partial(flow.progress, Progress("planner", step, checkpoint, is_done=step == NUM_STEPS))
+        )
+    persistent(
+        partial(
+            flow.progress,
+            Progress(
+                "planner", step, NUM_STEPS // CHECKPOINT_EVERY * CHECKPOINT_EVERY, is_done=True
+            ),
+        )
+    )
 
 
 def opened(database: str) -> Ledger:
@@ -108,7 +133,9 @@ def _rules() -> Rules:
 
 
 def persistent(request: Callable[[], Any]) -> Any:
-    """Asks again where there was no answer: the database is down for a moment. Nobody outlives the process that forked it."""
+    """Asks again where there was no answer: the database is down for a moment. Nobody outlives the
+    process that forked it.
+    """
     while os.getppid() == PARENT:
         try:
             return request()
@@ -161,7 +188,15 @@ def run(database: str, seed: str) -> None:
             elif os.WEXITSTATUS(status):
                 sys.exit(f"{name} failed")
         log = (Path(folder) / "log").read_text().splitlines()
-    print(json.dumps({"log": [json.loads(line) for line in log], "num_deaths": sum(lives.values()) - len(lives)}), flush=True)
+    print(
+        json.dumps(
+            {
+                "log": [json.loads(line) for line in log],
+                "num_deaths": sum(lives.values()) - len(lives),
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A TCP proxy between client and service that loses, delays, repeats, cuts and reorders requests and answers, by a seed."""
+"""A TCP proxy between client and service that loses, delays, repeats, cuts and reorders requests
+and answers, by a seed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-FAULTS = ("lose request", "lose answer", "cut request", "cut answer", "delay request", "delay answer", "repeat at once", "repeat later")
+FAULTS = (
+    "lose request",
+    "lose answer",
+    "cut request",
+    "cut answer",
+    "delay request",
+    "delay answer",
+    "repeat at once",
+    "repeat later",
+)
 _MOST_S = 0.03
 """Of a delay: requests that come meanwhile overtake, which reorders them."""
 _LATER_S = 0.15
@@ -54,7 +65,9 @@ class FaultyProxy:
         if fault == "repeat later":
             task = asyncio.create_task(self._again(request, self._random.uniform(0, _LATER_S)))
             self._later.add(task)
-        answers = await asyncio.gather(*[self._send(request) for _ in range(2 if fault == "repeat at once" else 1)])
+        answers = await asyncio.gather(
+            *[self._send(request) for _ in range(2 if fault == "repeat at once" else 1)]
+        )
         if fault == "delay answer":
             await asyncio.sleep(pause_s)
         return b"" if fault == "lose answer" else answers[-1]
@@ -83,12 +96,19 @@ async def _request(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
     body = await reader.readexactly(int(length[1]) if length else 0)
-    return re.sub(rb"(?i)\r\nconnection: [^\r]*", b"", head).replace(b"\r\n", b"\r\nConnection: close\r\n", 1) + body
+    return (
+        re.sub(rb"(?i)\r\nconnection: [^\r]*", b"", head).replace(
+            b"\r\n", b"\r\nConnection: close\r\n", 1
+        )
+        + body
+    )
 
 
 @contextlib.contextmanager
 def faulty(url: str, seed: int, share: float = 0.4) -> Iterator[tuple[str, Counter[str]]]:
-    """The URL of a proxy before `url`, and the faults so far. When the context is left, nothing is under way any more."""
+    """The URL of a proxy before `url`, and the faults so far. When the context is left, nothing is
+    under way any more.
+    """
     started: list[tuple[int, FaultyProxy]] = []
     is_up, is_over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []

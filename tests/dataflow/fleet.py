@@ -1,4 +1,5 @@
-"""A fast scripted flow: nodes whose rollouts are made up, and a trainer that only notes what it was served. All of them die and come back.
+"""A fast scripted flow: nodes whose rollouts are made up, and a trainer that only notes what it was
+served. All of them die and come back.
 
 Also a command, for tests that need processes to kill:
 python fleet.py node URL SEED NAME
@@ -20,7 +21,17 @@ from groups import LAYOUT, group
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import BatchRequest, Dataflow, Join, LeaseRequest, Progress, Push, Register, Release, Renewal
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Dataflow,
+    Join,
+    LeaseRequest,
+    Progress,
+    Push,
+    Register,
+    Release,
+    Renewal,
+)
 
 NUM_GROUPS, MAX_STALENESS = 3, 1
 _PAUSE_S = 0.005
@@ -29,21 +40,40 @@ TOKEN = "a-token-of-the-tests"
 
 def fake_rollouts(task: Any, version: int, rng: random.Random) -> bytes:
     """A group that no model has sampled."""
-    return pack_group(group(task, version=version, rewards=(rng.random(), rng.random()), num_tokens=rng.randint(1, 9)))
+    return pack_group(
+        group(
+            task,
+            version=version,
+            rewards=(rng.random(), rng.random()),
+            num_tokens=rng.randint(1, 9),
+        )
+    )
 
 
-def run_node(flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], bool] = lambda: False, death: float = 0.1) -> None:
-    """Lives of a node, until it is told that all is done, or `is_over`. `death`: share of units at which it forgets all it knows."""
+def run_node(
+    flow: Dataflow,
+    name: str,
+    rng: random.Random,
+    is_over: Callable[[], bool] = lambda: False,
+    death: float = 0.1,
+) -> None:
+    """Lives of a node, until it is told that all is done, or `is_over`. `death`: share of units at
+    which it forgets all it knows.
+    """
     while not is_over() and not _live(flow, name, rng, is_over, death):
         pass
 
 
-def _live(flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], bool], death: float) -> bool:
+def _live(
+    flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], bool], death: float
+) -> bool:
     """Whether all is done."""
     life = f"{rng.getrandbits(64):x}"
     flow.join(Join(name, life))
     while not is_over():
-        answer = flow.lease(LeaseRequest(name, life, rng.randint(1, 3), {}, 0.1, 0.1, f"{rng.getrandbits(64):x}"))
+        answer = flow.lease(
+            LeaseRequest(name, life, rng.randint(1, 3), {}, 0.1, 0.1, f"{rng.getrandbits(64):x}")
+        )
         version = answer.policies["planner"].version if answer.policies else 0
         for lease in answer.leases:
             choice = rng.random()
@@ -51,7 +81,11 @@ def _live(flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], b
                 return False
             if choice < death + 0.1:
                 flow.release(Release(name, ((lease.unit, lease.attempt),), "tired"))
-            elif choice < death + 0.3 and lease.unit in flow.renew(Renewal(name, life, ((lease.unit, lease.attempt),))).lost:
+            elif (
+                choice < death + 0.3
+                and lease.unit
+                in flow.renew(Renewal(name, life, ((lease.unit, lease.attempt),))).lost
+            ):
                 continue
             push = Push(name, lease.unit, lease.attempt, fake_rollouts(lease.task, version, rng))
             for _ in range(1 + (rng.random() < 0.1)):
@@ -64,13 +98,17 @@ def _live(flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], b
 
 
 class Notes:
-    """A trainer's checkpoint and what it was served. With a path they outlive its process, a line each."""
+    """A trainer's checkpoint and what it was served. With a path they outlive its process, a line
+    each.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self.checkpoint = path, 0
         self.batches: dict[int, list[tuple[int, bytes]]] = {}
         """By step, unit and payload of every place."""
-        for line in path.read_text().splitlines(keepends=True) if path is not None and path.exists() else []:
+        for line in (
+            path.read_text().splitlines(keepends=True) if path is not None and path.exists() else []
+        ):
             if line.endswith("\n"):  # else it was killed as it wrote
                 self._take(*json.loads(line))
 
@@ -103,14 +141,27 @@ class Notes:
         assert len(units) == len(set(units)) == num_steps * NUM_GROUPS
         for step, groups in self.batches.items():
             for _, payload in groups:
-                versions = [span.version for rollout in unpack_group(payload).trajectories for turn in rollout.turns for span in turn.spans]
-                assert versions and all(step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions)
+                versions = [
+                    span.version
+                    for rollout in unpack_group(payload).trajectories
+                    for turn in rollout.turns
+                    for span in turn.spans
+                ]
+                assert versions and all(
+                    step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions
+                )
 
 
-def run_trainer(flow: Dataflow, notes: Notes, rng: random.Random, num_steps: int, death: float = 0.2) -> None:
-    """Lives of a trainer up to `num_steps`. `death`: share of steps after which it forgets all but its notes."""
+def run_trainer(
+    flow: Dataflow, notes: Notes, rng: random.Random, num_steps: int, death: float = 0.2
+) -> None:
+    """Lives of a trainer up to `num_steps`. `death`: share of steps after which it forgets all but
+    its notes.
+    """
     while True:
-        flow.register(Register("planner", LAYOUT, "weights", NUM_GROUPS, MAX_STALENESS, notes.checkpoint))
+        flow.register(
+            Register("planner", LAYOUT, "weights", NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
+        )
         for step in range(notes.checkpoint + 1, num_steps + 1):
             notes.served(step, _batch(flow, step))
             if rng.random() < 0.5 or step == num_steps:

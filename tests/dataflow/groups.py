@@ -14,9 +14,25 @@ from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Registe
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.rules import Rules
 from flowtrain.tasks import TaskCursor
-from flowtrain.types import Action, Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import (
+    Action,
+    Call,
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
-TASKS = [Task(f"task-{number}", f"What is {number}?", (str(number),), "even" if number % 2 == 0 else "odd") for number in range(12)]
+TASKS = [
+    Task(
+        f"task-{number}", f"What is {number}?", (str(number),), "even" if number % 2 == 0 else "odd"
+    )
+    for number in range(12)
+]
 LAYOUT = "layout-1"
 
 
@@ -54,12 +70,27 @@ def group(
     rewards: tuple[float | None, ...] = (0.0, 1.0),
     verifier: int | None = None,
 ) -> Group:
-    """A reward of None: that rollout failed. `verifier`: the version of its tokens, where it is a policy."""
+    """A reward of None: that rollout failed. `verifier`: the version of its tokens, where it is a
+    policy.
+    """
     one = turn(_span(num_tokens, version))
     if verifier is not None:
-        one = replace(one, verifier_call=Call((1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP))
+        one = replace(
+            one,
+            verifier_call=Call(
+                (1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP
+            ),
+        )
     rollouts = tuple(
-        Trajectory(task, (one,), "answer", 0.1, seed, reward=reward, error="" if reward is not None else "generator: down")
+        Trajectory(
+            task,
+            (one,),
+            "answer",
+            0.1,
+            seed,
+            reward=reward,
+            error="" if reward is not None else "generator: down",
+        )
         for seed, reward in zip(range(num), rewards * num, strict=False)
     )
     return Group(0, rollouts)
@@ -73,7 +104,9 @@ def options(both: bool = False, **dataflow: Any) -> Config:
     """`both`: the verifier is a policy, too."""
     own = {"roles": {"verifier": "own"}} if both else {}
     rollout = {"group_size": 2, "num_questions": 4}
-    return Config.model_validate({"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own})
+    return Config.model_validate(
+        {"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own}
+    )
 
 
 def ledger(
@@ -86,7 +119,9 @@ def ledger(
     return Ledger(database, options(both, **dataflow), TaskCursor(TASKS, 0), make_rules, clock)
 
 
-def planner(num_groups: int = 4, max_staleness: int = 1, step: int = 0, policy: str = "planner") -> Register:
+def planner(
+    num_groups: int = 4, max_staleness: int = 1, step: int = 0, policy: str = "planner"
+) -> Register:
     return Register(policy, LAYOUT, "weights", num_groups, max_staleness, step)
 
 
@@ -95,10 +130,19 @@ def joined(flow: Any, node: str = "n1", life: str = "a") -> None:
 
 
 def lease(
-    flow: Any, num: int = 1, node: str = "n1", life: str = "a", key: str = "", versions: Mapping[str, int] | None = None
+    flow: Any,
+    num: int = 1,
+    node: str = "n1",
+    life: str = "a",
+    key: str = "",
+    versions: Mapping[str, int] | None = None,
 ) -> list[Lease]:
     return list(flow.lease(LeaseRequest(node, life, num, versions or {}, key=key)).leases)
 
 
 def push(flow: Any, lease: Lease, version: int = 0, node: str = "n1", **kind: Any) -> str:
-    return flow.push(Push(node, lease.unit, lease.attempt, pack_group(group(lease.task, version=version, **kind)))).status
+    return flow.push(
+        Push(
+            node, lease.unit, lease.attempt, pack_group(group(lease.task, version=version, **kind))
+        )
+    ).status

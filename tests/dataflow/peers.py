@@ -1,4 +1,6 @@
-"""What may stand where a dataflow's service should: peers that are dead, silent, slow, broken or something else, on loopback."""
+"""What may stand where a dataflow's service should: peers that are dead, silent, slow, broken or
+something else, on loopback.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ Answer = Callable[[socket.socket, str], None]
 
 @contextlib.contextmanager
 def peer(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
-    """Its URL and the requests that it was sent. Requests meet the answers one after the other, all further ones the last."""
+    """Its URL and the requests that it was sent. Requests meet the answers one after the other, all
+    further ones the last.
+    """
     seen: list[str] = []
 
     def serve(connection: socket.socket, answer: Answer) -> None:
@@ -75,7 +79,11 @@ def peer(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
         with contextlib.suppress(OSError):
             for number in range(10**6):
                 connection, _ = listener.accept()
-                threading.Thread(target=serve, args=(connection, answers[min(number, len(answers) - 1)]), daemon=True).start()
+                threading.Thread(
+                    target=serve,
+                    args=(connection, answers[min(number, len(answers) - 1)]),
+                    daemon=True,
+                ).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=accept, daemon=True).start()
@@ -124,7 +132,9 @@ def half(connection: socket.socket, method: str) -> None:
 
 def half_of_chunks(connection: socket.socket, method: str) -> None:
     body = pack(ANSWERS[method])
-    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body))
+    connection.sendall(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body)
+    )
 
 
 def silent(connection: socket.socket, _: str) -> None:
@@ -153,25 +163,52 @@ PASSING: dict[str, tuple[Answer, str]] = {
     "slow head": (_dripping(b"HTTP/1.1 200 OK\r\nX: "), "no answer within|it is silent"),
     "slow body": (_dripping(b"HTTP/1.1 200 OK\r\n\r\n"), "no answer within|it is silent"),
     "500": (reply(500, b"Internal Server Error"), "HTTP 500: 'Internal Server Error'"),
-    "502 of a proxy": (reply(502, b"<html>\n<h1>Bad gateway"), "HTTP 502: '<html> <h1>Bad gateway'"),
+    "502 of a proxy": (
+        reply(502, b"<html>\n<h1>Bad gateway"),
+        "HTTP 502: '<html> <h1>Bad gateway'",
+    ),
     "503": (problem(503, "the disk is full"), "HTTP 503: the disk is full"),
     "429": (problem(429, "later", "Retry-After: 1"), "HTTP 429: later"),
     "408": (problem(408, "too slow"), "HTTP 408: too slow"),
     "half": (half, "RemoteProtocolError"),
     "half of chunks": (half_of_chunks, "RemoteProtocolError"),
     "nothing": (reply(200), "an answer that is none"),
-    "garbage": (reply(200, b"\xc1\x00garbage"), "an answer that is none .* is this the address of a dataflow"),
-    "a page": (reply(200, b"<html>welcome</html>", "Content-Type: text/html"), "an answer that is none"),
+    "garbage": (
+        reply(200, b"\xc1\x00garbage"),
+        "an answer that is none .* is this the address of a dataflow",
+    ),
+    "a page": (
+        reply(200, b"<html>welcome</html>", "Content-Type: text/html"),
+        "an answer that is none",
+    ),
     "another record": (reply(200, pack([1, 2])), "an answer that is none"),
-    "no HTTP": (lambda connection, _: connection.sendall(b"220 mail.example ESMTP\r\n"), "RemoteProtocolError"),
-    "a bomb": (reply(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip"), "an answer that is none"),
+    "no HTTP": (
+        lambda connection, _: connection.sendall(b"220 mail.example ESMTP\r\n"),
+        "RemoteProtocolError",
+    ),
+    "a bomb": (
+        reply(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip"),
+        "an answer that is none",
+    ),
 }
 """Peers that may get better, with what a client says in the end."""
 REFUSING: dict[str, tuple[Answer, str]] = {
-    "moved": (reply(307, b"", "Location: http://127.0.0.1:1/"), "HTTP 307: .*redirects are not followed"),
-    "token": (problem(401, "the token is missing or wrong"), "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN"),
-    "nowhere": (reply(404, b"Not Found"), "HTTP 404: 'Not Found'; is this the address of a dataflow?"),
-    "refused": (problem(422, "policy 'critic': there is none"), "HTTP 422: policy 'critic': there is none"),
+    "moved": (
+        reply(307, b"", "Location: http://127.0.0.1:1/"),
+        "HTTP 307: .*redirects are not followed",
+    ),
+    "token": (
+        problem(401, "the token is missing or wrong"),
+        "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN",
+    ),
+    "nowhere": (
+        reply(404, b"Not Found"),
+        "HTTP 404: 'Not Found'; is this the address of a dataflow?",
+    ),
+    "refused": (
+        problem(422, "policy 'critic': there is none"),
+        "HTTP 422: policy 'critic': there is none",
+    ),
     "another run": (problem(409, "another run"), "HTTP 409: another run"),
     "endless": (endless, "answers with more than"),
 }

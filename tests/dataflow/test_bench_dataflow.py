@@ -1,4 +1,6 @@
-"""What `bench.dataflow` assumes and claims: rollouts as those of `bench.flow`, time as it passes, rates as those of the parts."""
+"""What `bench.dataflow` assumes and claims: rollouts as those of `bench.flow`, time as it passes,
+rates as those of the parts.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def test_a_course_is_the_rollout_of_the_real_flow() -> None:
         if found.end_s < 500:
             assert len(found.plans_s) == turns
             slips.append(seconds - found.end_s)
-    assert -1.0 < min(slips) < 30.0, "what slips is what the event loop takes, so many times faster than life"
+    assert -1.0 < min(slips) < 30.0, (
+        "what slips is what the event loop takes, so many times faster than life"
+    )
 
 
 def test_courses_take_150_s_and_faster_models_less() -> None:
     ends = [course(seed).end_s for seed in range(2000)]
     assert statistics.mean(ends) == pytest.approx(150, rel=0.05) and 450 < max(ends) <= 500
-    assert all(course(seed, 0.5).end_s >= ends[seed] >= course(seed, 2.0).end_s for seed in range(100))
+    assert all(
+        course(seed, 0.5).end_s >= ends[seed] >= course(seed, 2.0).end_s for seed in range(100)
+    )
 
 
 def test_what_happens_first_comes_first() -> None:
@@ -56,7 +62,9 @@ def test_the_synchronous_loop_waits_for_the_last_rollout() -> None:
     ends = sorted(course(seed).end_s for seed in seeds)
     assert collect_s(seeds, [Site("a", slots=12), Site("b", slots=8)]) == ends[-1]
     assert collect_s(seeds, [Site("a", slots=1)]) == pytest.approx(sum(ends))
-    assert collect_s(seeds, [Site("a", slots=20)], share=0.9, patience_s=5.0) == min(ends[17] + 5.0, ends[-1])
+    assert collect_s(seeds, [Site("a", slots=20)], share=0.9, patience_s=5.0) == min(
+        ends[17] + 5.0, ends[-1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +75,19 @@ def found() -> bench.Run:
 def test_the_trainer_is_the_wall_once_the_pool_is_large_enough(found: bench.Run) -> None:
     assert found.step_s == pytest.approx(TRAIN_S, rel=0.01) and found.idle_share < 0.01
     assert all(step.asked <= step.served < step.trained for step in found.trainer.steps)
-    assert all(later.asked == step.trained for step, later in zip(found.trainer.steps, found.trainer.steps[1:], strict=False))
+    assert all(
+        later.asked == step.trained
+        for step, later in zip(found.trainer.steps, found.trainer.steps[1:], strict=False)
+    )
 
 
 def test_every_batch_is_full_fresh_and_within_the_bound(found: bench.Run) -> None:
     units = [unit for unit, _ in found.trainer.trained]
     assert len(units) == len(set(units)) == 14 * bench.NUM_GROUPS
     assert set(units) <= set().union(*(node.units for node in found.nodes))
-    assert {age for _, ages in found.trainer.trained for age in ages} <= set(range(bench.MAX_STALENESS + 1))
+    assert {age for _, ages in found.trainer.trained for age in ages} <= set(
+        range(bench.MAX_STALENESS + 1)
+    )
 
 
 def test_a_small_pool_keeps_the_trainer_waiting(found: bench.Run) -> None:
@@ -92,13 +105,20 @@ def test_rows_compare_with_the_synchronous_loop() -> None:
     rows = {row["path"]: row for row in bench.rate_rows(0.34, TRAIN_S, 386.0, 12)}
     sync, through = rows["synchronous"], rows["dataflow"]
     assert sync["step_s"] == 386.0 + bench.PUBLISH_S + TRAIN_S and sync["times_sync"] == 1
-    assert through["times_sync"] == pytest.approx(sync["step_s"] / through["step_s"]) and through["times_sync"] > 2.7
+    assert (
+        through["times_sync"] == pytest.approx(sync["step_s"] / through["step_s"])
+        and through["times_sync"] > 2.7
+    )
     assert through["staleness_max"] <= bench.MAX_STALENESS
 
 
 def test_far_pools_all_contribute() -> None:
     rows = bench.far_rows(120.0, 12)
-    assert sum(row["of_trained"] for row in rows) == pytest.approx(1) == sum(row["of_speed"] for row in rows)
+    assert (
+        sum(row["of_trained"] for row in rows)
+        == pytest.approx(1)
+        == sum(row["of_speed"] for row in rows)
+    )
     assert all(row["of_trained"] == pytest.approx(row["of_speed"], abs=0.08) for row in rows)
 
 
@@ -109,14 +129,20 @@ def test_an_advised_pool_settles_where_the_trainer_does_not_wait() -> None:
 
 def test_the_service_is_measured_by_all_its_parts() -> None:
     alone, at_once = bench.dataflow_service.rows(128, 16, "")
-    assert alone["ms_per_group"] == pytest.approx(alone["lease_ms"] + alone["push_ms"] + alone["batch_ms"])
-    assert 1 / at_once["groups_per_s"] == pytest.approx(sum(1 / at_once[f"{part}_per_s"] for part in ("lease", "push", "batch")))
+    assert alone["ms_per_group"] == pytest.approx(
+        alone["lease_ms"] + alone["push_ms"] + alone["batch_ms"]
+    )
+    assert 1 / at_once["groups_per_s"] == pytest.approx(
+        sum(1 / at_once[f"{part}_per_s"] for part in ("lease", "push", "batch"))
+    )
     assert 4000 < alone["bytes_per_group"] < 10000
 
 
 def test_tokens_of_dropped_groups_count_as_sampled(tmp_path: Path) -> None:
     run = tmp_path / "dataflow" / "0"
-    assert bench.dataflow_learning.sampled_per_trained(run) == 1, "the synchronous loop drops nothing"
+    assert bench.dataflow_learning.sampled_per_trained(run) == 1, (
+        "the synchronous loop drops nothing"
+    )
     groups = {
         "served": {"num": 10, "tokens_mean": 100.0},
         "stale": {"num": 2, "tokens_mean": 200.0},

@@ -1,4 +1,6 @@
-"""Seeded chaos: whatever dies, whatever is lost, comes late, twice or in another order, every group is committed once and trained once."""
+"""Seeded chaos: whatever dies, whatever is lost, comes late, twice or in another order, every group
+is committed once and trained once.
+"""
 
 from __future__ import annotations
 
@@ -62,16 +64,24 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
     assert audit.problems == ()
     notes.check(NUM_STEPS)
     counts = audit.counts
-    shares = {name.partition(".")[2]: num for name, num in counts.items() if name.startswith("planner.")}
+    shares = {
+        name.partition(".")[2]: num for name, num in counts.items() if name.startswith("planner.")
+    }
     assert sum(shares.values()) == counts["committed"], "each group has one share"
-    assert shares["served"] == sum(map(len, notes.batches.values())), "and what was served is what was trained"
+    assert shares["served"] == sum(map(len, notes.batches.values())), (
+        "and what was served is what was trained"
+    )
 
 
 class FaultyCalls:
-    """What a client is before the services of one database: each request reaches any of them, now or later, once or more often or not
-    at all, and is asked again until it is answered. Now and then a service begins anew."""
+    """What a client is before the services of one database: each request reaches any of them, now
+    or later, once or more often or not at all, and is asked again until it is answered. Now and
+    then a service begins anew.
+    """
 
-    def __init__(self, make_ledger: Callable[[], Any], ledgers: list[Any], rng: random.Random) -> None:
+    def __init__(
+        self, make_ledger: Callable[[], Any], ledgers: list[Any], rng: random.Random
+    ) -> None:
         self._make, self._ledgers, self._random = make_ledger, ledgers, rng
         self._late: list[Callable[[], Any]] = []
 
@@ -80,7 +90,9 @@ class FaultyCalls:
 
     def _ask(self, name: str, request: Any) -> Any:
         while True:
-            answer = [self._once(name, request) for _ in range(self._random.choice([0, 1, 1, 1, 1, 2]))]
+            answer = [
+                self._once(name, request) for _ in range(self._random.choice([0, 1, 1, 1, 1, 2]))
+            ]
             if self._random.random() < 0.1:
                 self._late.append(partial(self._once, name, request))
             if self._late and self._random.random() < 0.1:
@@ -107,7 +119,10 @@ def faulty_calls(database: str | Path, seed: int) -> None:
 
     rng, is_over, notes, ledgers = random.Random(seed), threading.Event(), Notes(), [make(), make()]
     flows = [FaultyCalls(make, ledgers, random.Random(rng.random())) for _ in range(4)]
-    nodes = [Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set) for at, flow in enumerate(flows[1:])]
+    nodes = [
+        Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set)
+        for at, flow in enumerate(flows[1:])
+    ]
     try:
         Actor(run_trainer, flows[0], notes, rng, NUM_STEPS).ended()
     finally:
@@ -138,7 +153,10 @@ def through_a_faulty_network(database: str | Path, seed: int) -> None:
         faulty(url, seed) as (front, counts),
         Client(front, TOKEN, wait_s=60.0, attempt_s=5.0) as flow,
     ):
-        nodes = [Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set) for at in range(3)]
+        nodes = [
+            Actor(run_node, flow, f"n{at}", random.Random(rng.random()), is_over.is_set)
+            for at in range(3)
+        ]
         try:
             Actor(run_trainer, flow, notes, rng, NUM_STEPS).ended()
         finally:

@@ -23,7 +23,10 @@ from fleet import TOKEN, Notes  # noqa: E402
 
 HERE = Path(__file__).parent
 NUM_STEPS, NUM_KILLS = 20, 6
-CONFIG = "--rollout.group_size 2 --rollout.num_questions 4 --train.num_minibatches 1 --tasks.num_train 64 --dataflow.lease_s 0.5"
+CONFIG = (
+    "--rollout.group_size 2 --rollout.num_questions 4 --train.num_minibatches 1 --tasks.num_train "
+    "64 --dataflow.lease_s 0.5"
+)
 LIMIT_S = 120.0
 
 
@@ -38,7 +41,9 @@ class Crew:
 
     def start(self, name: str, *command: str) -> None:
         self._commands[name] = [sys.executable, *command]
-        self._alive[name] = subprocess.Popen(self._commands[name], env=self._env, stdout=subprocess.DEVNULL)
+        self._alive[name] = subprocess.Popen(
+            self._commands[name], env=self._env, stdout=subprocess.DEVNULL
+        )
 
     def kill(self, name: str, number: int) -> int:
         """With a signal; its exit code. It begins anew."""
@@ -87,7 +92,17 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
     num_services = 2 if database.startswith("postgresql") else 1
     ports = [free_port() for _ in range(num_services)]
     for at, port in enumerate(ports):
-        serve = ["-m", "flowtrain.dataflow", "serve", "--database", database, "--port", str(port), "--dataflow.max_attempts", "1000"]
+        serve = [
+            "-m",
+            "flowtrain.dataflow",
+            "serve",
+            "--database",
+            database,
+            "--port",
+            str(port),
+            "--dataflow.max_attempts",
+            "1000",
+        ]
         crew.start(f"service {at}", *serve, *CONFIG.split())
     fleet, notes = str(HERE / "fleet.py"), tmp_path / "notes"
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -99,7 +114,12 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
 
     rng = random.Random(num_services)
     num_kills = 0
-    victims = [f"service {at}" for at in range(num_services)] * 2 + ["node 0", "node 1", "trainer", "trainer"]
+    victims = [f"service {at}" for at in range(num_services)] * 2 + [
+        "node 0",
+        "node 1",
+        "trainer",
+        "trainer",
+    ]
     while num_kills < NUM_KILLS and not crew.has_ended("trainer"):
         enough = num_committed(database) + rng.randint(1, 6)
         until(lambda: crew.has_ended("trainer") or num_committed(database) >= enough)  # noqa: B023
@@ -116,4 +136,7 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
     audit = audit_database(database)
     assert audit.problems == ()
     assert audit.counts["planner.served"] == sum(map(len, Notes(notes).batches.values()))
-    assert sum(num for name, num in audit.counts.items() if name.startswith("planner.")) == audit.counts["committed"]
+    assert (
+        sum(num for name, num in audit.counts.items() if name.startswith("planner."))
+        == audit.counts["committed"]
+    )

@@ -34,8 +34,12 @@ def probabilities(curator: Curator) -> list[float]:
 
 
 def test_greso_by_hand() -> None:
-    """Written as z of kind and p^z; p starts at 0.5 and changes by 0.1, targets are 1/4 easy and 1/2 hard, floors 0.1 and 0.4."""
-    greso = Greso(start=0.5, step=0.1, target_easy=0.25, target_hard=0.5, floor_easy=0.1, floor_hard=0.4)
+    """Written as z of kind and p^z; p starts at 0.5 and changes by 0.1, targets are 1/4 easy and
+    1/2 hard, floors 0.1 and 0.4.
+    """
+    greso = Greso(
+        start=0.5, step=0.1, target_easy=0.25, target_hard=0.5, floor_easy=0.1, floor_hard=0.4
+    )
 
     def see(*groups: tuple[str, Sequence[float]]) -> None:
         for task, rewards in groups:
@@ -47,7 +51,12 @@ def test_greso_by_hand() -> None:
     assert probabilities(greso) == [0.5, 0.5, 1, 0.5]  # a: 1 easy; b: 1 hard; c: 0; d: 1 hard
 
     see(("a", GOOD), ("b", GOOD))
-    assert probabilities(greso) == [0.25, 0.5, 1, 0.5]  # a: 2 easy, 0.5^2; b: 1 easy, for the kind changed
+    assert probabilities(greso) == [
+        0.25,
+        0.5,
+        1,
+        0.5,
+    ]  # a: 2 easy, 0.5^2; b: 1 easy, for the kind changed
     greso.on_version(2)  # easy 2 of 2 >= 1/4: p 0.4; hard 0 of 2 < 1/2: p 0.6
     assert probabilities(greso) == [0.16, 0.4, 1, 0.6]
     greso.on_version(3)  # nothing was seen
@@ -55,7 +64,12 @@ def test_greso_by_hand() -> None:
 
     see(("d", BAD), ("a", MIXED), ("b", GOOD), ("c", GOOD))
     greso.on_version(4)  # easy 2 of 4 >= 1/4: p 0.3; hard 1 of 4 < 1/2: p 0.7
-    assert probabilities(greso) == [1, 0.1, 0.3, 0.49]  # a: 0; b: 2 easy, 0.09 below the floor; c: 1 easy; d: 2 hard, 0.7^2
+    assert probabilities(greso) == [
+        1,
+        0.1,
+        0.3,
+        0.49,
+    ]  # a: 0; b: 2 easy, 0.09 below the floor; c: 1 easy; d: 2 hard, 0.7^2
     see(("d", BAD), ("b", BAD))
     assert probabilities(greso) == [1, 0.7, 0.3, 0.4]  # b: 1 hard; d: 3 hard, 0.343 below the floor
 
@@ -89,9 +103,16 @@ def test_curriculum_by_hand() -> None:
     curriculum = Curriculum(exploration=0.2, memory=0.75)
     for task, rewards in (("a", GOOD), ("b", BAD), ("c", (1, 0, 0, 0))):
         curriculum.observe(outcome(task, rewards))
-    assert probabilities(curriculum) == [0.2, 0.2, 0.8, 1]  # c: s = 1/4, 4 * 3/16 = 0.75, 0.2 + 0.6; d was never tried
+    assert probabilities(curriculum) == [
+        0.2,
+        0.2,
+        0.8,
+        1,
+    ]  # c: s = 1/4, 4 * 3/16 = 0.75, 0.2 + 0.6; d was never tried
     curriculum.observe(outcome("a", BAD))  # s = 0.75
-    curriculum.observe(outcome("a", MIXED))  # s = 0.75 * 0.75 + 0.25 * 0.5 = 0.6875; 4 s (1 - s) = 0.859375
+    curriculum.observe(
+        outcome("a", MIXED)
+    )  # s = 0.75 * 0.75 + 0.25 * 0.5 = 0.6875; 4 s (1 - s) = 0.859375
     curriculum.observe(outcome("b", ()))
     assert probabilities(curriculum) == [0.8875, 0.2, 0.8, 1]
 
@@ -111,7 +132,11 @@ CURATORS: dict[str, tuple[Callable[[], Curator], float]] = {
 
 Event = tuple[str, Sequence[float]] | int
 EVENTS = st.lists(
-    st.one_of(st.tuples(st.sampled_from("abcd"), st.lists(st.sampled_from((0.0, 0.3, 1.0)), max_size=3)), st.integers(1, 9)), max_size=40
+    st.one_of(
+        st.tuples(st.sampled_from("abcd"), st.lists(st.sampled_from((0.0, 0.3, 1.0)), max_size=3)),
+        st.integers(1, 9),
+    ),
+    max_size=40,
 )
 
 
@@ -125,7 +150,9 @@ def tell(curator: Curator, event: Event) -> None:
 @pytest.mark.parametrize("name", CURATORS)
 @given(events=EVENTS)
 def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
-    """A service that starts again tells a new curator what the ledger holds: it then decides as the one that was asked all along."""
+    """A service that starts again tells a new curator what the ledger holds: it then decides as the
+    one that was asked all along.
+    """
     make, _ = CURATORS[name]
     asked, told = make(), make()
     for event in events:
@@ -133,7 +160,9 @@ def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
             asked.admits(task, "", 0.3)
         tell(asked, event)
         tell(told, event)
-    assert [probability(asked, task) for task in "abcd"] == [probability(told, task) for task in "abcd"]
+    assert [probability(asked, task) for task in "abcd"] == [
+        probability(told, task) for task in "abcd"
+    ]
 
 
 @pytest.mark.parametrize("name", CURATORS)

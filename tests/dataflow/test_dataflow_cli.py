@@ -33,7 +33,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def used(tmp_path: Path) -> Iterator[Any]:
-    """A ledger in which something has happened: a step is trained, a group is stale, one waits, one is under way."""
+    """A ledger in which something has happened: a step is trained, a group is stale, one waits, one
+    is under way.
+    """
     clock = groups.Clock()
     ledger = groups.ledger(tmp_path / "flow.sqlite", clock)
     groups.joined(ledger)
@@ -64,11 +66,34 @@ def test_the_table(used: Any) -> None:
     text = status_text(used.status())
     lines = text.splitlines()
     assert lines[0].startswith(f"run {used.run}: 0.00 groups/s produced")
-    assert lines[1] == "units: 1 leased, 0 waiting, 3 committed, 0 failed; 4 of 4 prompts were admitted"
-    (planner,) = [line.split() for line in lines if (line.startswith("planner") and "live" in line) or "silent" in line]
-    assert planner == ["planner", "silent", "1", "1", "1", "0.00", "0.0", "0", "0", "10%", "2", "min"]
+    assert (
+        lines[1]
+        == "units: 1 leased, 0 waiting, 3 committed, 0 failed; 4 of 4 prompts were admitted"
+    )
+    (planner,) = [
+        line.split()
+        for line in lines
+        if (line.startswith("planner") and "live" in line) or "silent" in line
+    ]
+    assert planner == [
+        "planner",
+        "silent",
+        "1",
+        "1",
+        "1",
+        "0.00",
+        "0.0",
+        "0",
+        "0",
+        "10%",
+        "2",
+        "min",
+    ]
     states = [line.split() for line in lines if line.startswith("planner")][1:]
-    assert states == [["planner", "served", "2", "8", "8:2"], ["planner", "stale", "1", "600", "512:1"]]
+    assert states == [
+        ["planner", "served", "2", "8", "8:2"],
+        ["planner", "stale", "1", "600", "512:1"],
+    ]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
     assert node == ["n1", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
 
@@ -89,7 +114,11 @@ def test_nothing_has_happened_yet(tmp_path: Path, capsys: pytest.CaptureFixture[
     ledger = groups.ledger(tmp_path / "new.sqlite")
     text = status_text(ledger.status())
     assert "no trainer has registered" in text and "no node has joined" in text
-    assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == (0, "nothing has happened yet\nit all adds up\n", "")
+    assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == (
+        0,
+        "nothing has happened yet\nit all adds up\n",
+        "",
+    )
 
 
 def test_a_terminal_takes_no_commands_from_nodes() -> None:
@@ -102,12 +131,21 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
         "busy_s": 0,
         "waited_s": 0,
     }
-    status = {"run": "r", "groups_per_s": 0.0, "tokens_per_s": 0.0, "units": {}, "tasks": {"asked": 0, "admitted": 0}, "policies": {}}
+    status = {
+        "run": "r",
+        "groups_per_s": 0.0,
+        "tokens_per_s": 0.0,
+        "units": {},
+        "tasks": {"asked": 0, "admitted": 0},
+        "policies": {},
+    }
     text = status_text({**status, "lost_leases": {"\x07": 1}, "nodes": {"n\x1b1": node}})
     assert all(letter.isprintable() for letter in text.replace("\n", "")) and "n?1" in text
 
 
-def test_the_audit_finds_what_does_not_add_up(used: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_finds_what_does_not_add_up(
+    used: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     database = str(tmp_path / "flow.sqlite")
     code, out, _ = run(capsys, "audit", "--database", database)
     assert code == 0 and "3 committed" in out and "it all adds up" in out
@@ -115,7 +153,10 @@ def test_the_audit_finds_what_does_not_add_up(used: Any, tmp_path: Path, capsys:
         transaction.run("DELETE FROM groups WHERE unit = 2")
     code, out, _ = run(capsys, "audit", "--database", database, "--json")
     assert code == 1 and "a committed unit has no group (2)" in json.loads(out)["problems"]
-    assert "problem: a committed unit has no group (2)" in run(capsys, "audit", "--database", database)[1]
+    assert (
+        "problem: a committed unit has no group (2)"
+        in run(capsys, "audit", "--database", database)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,17 +165,30 @@ def test_the_audit_finds_what_does_not_add_up(used: Any, tmp_path: Path, capsys:
         (["audit", "--database", "{tmp}/none"], "there is no database"),
         (["audit", "--database", "{tmp}/file"], "cannot use the database"),
         (["audit", "--database", "mysql://x"], "must be a path or start with postgresql://"),
-        (["audit", "--database", "{tmp}/none", "--run.seed", "1"], "'--run.seed' is nothing that this command knows"),
-        (["serve", "--database", "{tmp}/new", "--run.sed", "1"], "unknown key run.sed: did you mean run.seed?"),
+        (
+            ["audit", "--database", "{tmp}/none", "--run.seed", "1"],
+            "'--run.seed' is nothing that this command knows",
+        ),
+        (
+            ["serve", "--database", "{tmp}/new", "--run.sed", "1"],
+            "unknown key run.sed: did you mean run.seed?",
+        ),
         (["serve", "--database", "{tmp}/new", "--port", "70000"], "'70000' is no port"),
-        (["serve", "--database", "{tmp}/new", "--host", "203.0.113.1"], "cannot listen at 203.0.113.1"),
+        (
+            ["serve", "--database", "{tmp}/new", "--host", "203.0.113.1"],
+            "cannot listen at 203.0.113.1",
+        ),
         (["serve"], "--database"),
         (["status", "nowhere"], "url must be like http://"),
         (["status", "http://127.0.0.1:1", "--every", "-1"], "no number of seconds above 0"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("no database, but a text of some length, which SQLite will not take for one of its own " * 9)
+def test_mistakes_are_named(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text(
+        "no database, but a text of some length, which SQLite will not take for one of its own " * 9
+    )
     code, _, err = run(capsys, *[argument.format(tmp=tmp_path) for argument in arguments])
     assert code == 2 and words in err and "Traceback" not in err
 
@@ -149,19 +203,34 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_service_starts_and_ends(tmp_path: Path) -> None:
     """With a token of its own, and gracefully: who waits for a batch is answered."""
     database = tmp_path / "flow.sqlite"
-    words = "--rollout.group_size 2 --rollout.num_questions 4 --train.num_minibatches 1 --tasks.num_train 64 --port 0"
+    words = (
+        "--rollout.group_size 2 --rollout.num_questions 4 --train.num_minibatches 1 "
+        "--tasks.num_train 64 --port 0"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "FLOWTRAIN_TOKEN"} | {
         "PYTHONPATH": str(Path(__file__).parents[2])
     }
-    start = [sys.executable, "-m", "flowtrain.dataflow", "serve", "--database", str(database), *words.split()]
-    with subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    start = [
+        sys.executable,
+        "-m",
+        "flowtrain.dataflow",
+        "serve",
+        "--database",
+        str(database),
+        *words.split(),
+    ]
+    with subprocess.Popen(
+        start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().split()[-1]
         token = process.stdout.readline().partition("=")[2].split()[0]
         with Client(url, token, wait_s=60.0) as client:
             joined = client.join(Join("n1", "a"))
             client.register(groups.planner())
-            assert joined.group_size == 2 and len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
+            assert (
+                joined.group_size == 2 and len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
+            )
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (0, -signal.SIGTERM)
         assert "Traceback" not in process.stderr.read()

@@ -1,4 +1,6 @@
-"""Whatever the peer does, every call of the client ends by its deadline, with the answer or with the error that says why."""
+"""Whatever the peer does, every call of the client ends by its deadline, with the answer or with
+the error that says why.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_a_peer_that_does_not_get_better(kind: str) -> None:
     with peer(answer) as (url, seen), Client(url, wait_s=0.4, attempt_s=0.15) as client:
         for method, (found, seconds) in zip(METHODS, all_at_once(client), strict=True):
             assert isinstance(found, Unavailable) and 0.3 < seconds < 1.5, (method, found, seconds)
-            with pytest.raises(Unavailable, match=rf"{url} did not answer {method} within 0.4 s: .*({words})"):
+            with pytest.raises(
+                Unavailable, match=rf"{url} did not answer {method} within 0.4 s: .*({words})"
+            ):
                 raise found
         assert len(seen) > len(METHODS), "it was asked again"
 
@@ -70,7 +74,10 @@ def test_a_peer_that_does_not_get_better(kind: str) -> None:
 @pytest.mark.parametrize("kind", PASSING)
 def test_a_peer_that_gets_better(kind: str) -> None:
     for method in ("lease", "push", "status"):
-        with peer(PASSING[kind][0], PASSING[kind][0], honest) as (url, seen), Client(url, wait_s=20.0, attempt_s=0.1) as client:
+        with (
+            peer(PASSING[kind][0], PASSING[kind][0], honest) as (url, seen),
+            Client(url, wait_s=20.0, attempt_s=0.1) as client,
+        ):
             assert ask(client, method) == ANSWERS[method] and len(seen) == 3
 
 
@@ -101,7 +108,9 @@ def test_a_peer_whose_queue_is_full_never_connects() -> None:
         for each in filling:
             each.setblocking(False)
             each.connect_ex(listener.getsockname())
-        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", wait_s=0.3, attempt_s=0.1) as client:
+        with Client(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", wait_s=0.3, attempt_s=0.1
+        ) as client:
             found, seconds = outcome(client, "status")
         assert isinstance(found, Unavailable) and seconds < 1.5
         for each in filling:
@@ -114,7 +123,9 @@ def test_a_peer_whose_queue_is_full_never_connects() -> None:
 def test_every_method_is_answered_with_its_record() -> None:
     with peer(honest) as (url, seen), Client(url + "/", "tok", wait_s=20.0) as client:
         assert {method: ask(client, method) for method in METHODS} == ANSWERS
-    assert [request.splitlines()[0] for request in seen] == [f"POST /v1/{method} HTTP/1.1" for method in METHODS]
+    assert [request.splitlines()[0] for request in seen] == [
+        f"POST /v1/{method} HTTP/1.1" for method in METHODS
+    ]
     assert all("authorization: bearer tok\r\n" in request.lower() for request in seen)
 
 
@@ -122,7 +133,13 @@ def test_the_run_goes_along_once_it_is_known() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
         for method in ("status", "join", "lease", "join", "register"):
             ask(client, method)
-    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == [False, False, True, False, False]
+    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +151,10 @@ def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.Mo
         ("Fri, 20 Nov 2026 00:00:00 GMT", 0),
         ("-1", 0),
     ):
-        with peer(problem(429, "later", f"Retry-After: {header}"), honest) as (url, _), Client(url, wait_s=20.0) as client:
+        with (
+            peer(problem(429, "later", f"Retry-After: {header}"), honest) as (url, _),
+            Client(url, wait_s=20.0) as client,
+        ):
             found, seconds = outcome(client, "status")
             assert found == ANSWERS["status"] and least_s <= seconds < 10, (header, seconds)
 
@@ -151,7 +171,9 @@ def test_the_time_to_wait_for_a_batch_is_no_failure() -> None:
 
 def test_what_the_service_would_not_take_is_not_sent() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
-        with pytest.raises(Refused, match=r"push: a request of 671\d{5} bytes, the service takes 67108864"):
+        with pytest.raises(
+            Refused, match=r"push: a request of 671\d{5} bytes, the service takes 67108864"
+        ):
             client.push(Push("n1", 1, 1, bytes(64 << 20)))
         assert not seen
 
@@ -160,20 +182,32 @@ def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 10.0)
     pauses = [client_module._pause(attempt) for attempt in (0, 3, 6, 12, 100_000)]
-    assert all(low <= pause <= 3 * low for low, pause in zip((0.05, 0.4, 3.2, 5.0, 5.0), pauses, strict=True))
+    assert all(
+        low <= pause <= 3 * low
+        for low, pause in zip((0.05, 0.4, 3.2, 5.0, 5.0), pauses, strict=True)
+    )
     assert len({client_module._pause(3) for _ in range(20)}) > 10
 
 
 def test_the_log_tells_that_the_service_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    with peer(*[reply(500)] * 8, honest) as (url, _), Client(url, wait_s=20.0) as client, caplog.at_level(logging.WARNING):
+    with (
+        peer(*[reply(500)] * 8, honest) as (url, _),
+        Client(url, wait_s=20.0) as client,
+        caplog.at_level(logging.WARNING),
+    ):
         ask(client, "status")
-        assert [record.getMessage() for record in caplog.records] == [f"{url}: HTTP 500: ''; status is asked again for up to 20 s"]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{url}: HTTP 500: ''; status is asked again for up to 20 s"
+        ]
 
 
 # ---- using it
 
 
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://u:p@host", "http://host/?a=b", "http://h h"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:80", "ftp://host", "http://", "http://u:p@host", "http://host/?a=b", "http://h h"],
+)
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(UserError, match="url must be"):
         Client(url)
@@ -189,7 +223,10 @@ def test_closing_ends_the_calls_that_wait() -> None:
     with peer(peers.silent) as (url, seen):
         client = Client(url, wait_s=100.0)
         found: list[Any] = []
-        threads = [threading.Thread(target=lambda: found.append(outcome(client, "lease"))) for _ in range(3)]
+        threads = [
+            threading.Thread(target=lambda: found.append(outcome(client, "lease")))
+            for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         while len(seen) < 3:
@@ -203,7 +240,13 @@ def test_closing_ends_the_calls_that_wait() -> None:
 
 
 def test_threads_share_a_client() -> None:
-    with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client, ThreadPoolExecutor(16) as threads:
+    with (
+        peer(honest) as (url, seen),
+        Client(url, wait_s=20.0) as client,
+        ThreadPoolExecutor(16) as threads,
+    ):
         jobs = [method for method in METHODS for _ in range(8)]
-        assert list(threads.map(lambda method: ask(client, method), jobs)) == [ANSWERS[method] for method in jobs]
+        assert list(threads.map(lambda method: ask(client, method), jobs)) == [
+            ANSWERS[method] for method in jobs
+        ]
         assert len(seen) == len(jobs)

@@ -1,4 +1,6 @@
-"""The service answers who has the token, in bounded time and memory, and tells nobody anything else."""
+"""The service answers who has the token, in bounded time and memory, and tells nobody anything
+else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,17 @@ from flowtrain.dataflow import codec
 from flowtrain.dataflow import service as service_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import Batch, BatchRequest, Join, Joined, LeaseRequest, Push, Pushed, Register, Unavailable
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Join,
+    Joined,
+    LeaseRequest,
+    Push,
+    Pushed,
+    Register,
+    Unavailable,
+)
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.wire import METHODS, Problem
 from flowtrain.types import UserError
@@ -50,11 +62,20 @@ def url(ledger: Any) -> Iterator[str]:
         yield url
 
 
-def ask(url: str, path: str, body: bytes = b"", token: str | None = TOKEN, method: str = "POST", **headers: str) -> tuple[int, bytes, Any]:
+def ask(
+    url: str,
+    path: str,
+    body: bytes = b"",
+    token: str | None = TOKEN,
+    method: str = "POST",
+    **headers: str,
+) -> tuple[int, bytes, Any]:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    connection.request(method, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
+    connection.request(
+        method, path, body, {key.replace("_", "-"): value for key, value in headers.items()}
+    )
     response = connection.getresponse()
     with contextlib.closing(connection):
         return response.status, response.read(), response.headers
@@ -73,7 +94,9 @@ def raw(url: str, *parts: bytes) -> tuple[int, bytes]:
 
 
 def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: h", f"Authorization: Bearer {TOKEN}", *lines, "", "")).encode("latin-1")
+    return "\r\n".join(
+        (f"POST {path} HTTP/1.1", "Host: h", f"Authorization: Bearer {TOKEN}", *lines, "", "")
+    ).encode("latin-1")
 
 
 def words(body: bytes) -> str:
@@ -85,7 +108,9 @@ def words(body: bytes) -> str:
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
 @pytest.mark.parametrize("path", ["/v1/join", "/v1/status", "/nothing", "/v1/../etc/passwd"])
-def test_without_the_token_everything_looks_alike(url: str, ledger: Any, token: str | None, path: str) -> None:
+def test_without_the_token_everything_looks_alike(
+    url: str, ledger: Any, token: str | None, path: str
+) -> None:
     for method in ("GET", "POST", "DELETE"):
         status, body, headers = ask(url, path, JOIN, token, method)
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
@@ -116,8 +141,23 @@ def test_the_scheme_must_be_bearer(url: str) -> None:
             "/join",
             "/v1/close",
         ),
-        *("/v1/_ask", "/v1/__init__", "/v1/audit", "/v1/run", "/v1/join%00", "/v1/join%0a", "/v1/%2e%2e/v1/join", "/v1/../v1/join"),
-        *("/v1/./join", "/etc/passwd", "/v1/join;x", "/v1/%ff", "/v1/\u0458oin".encode().decode("latin-1")),
+        *(
+            "/v1/_ask",
+            "/v1/__init__",
+            "/v1/audit",
+            "/v1/run",
+            "/v1/join%00",
+            "/v1/join%0a",
+            "/v1/%2e%2e/v1/join",
+            "/v1/../v1/join",
+        ),
+        *(
+            "/v1/./join",
+            "/etc/passwd",
+            "/v1/join;x",
+            "/v1/%ff",
+            "/v1/\u0458oin".encode().decode("latin-1"),
+        ),
     ],
 )
 def test_there_is_nothing_at_other_paths(url: str, path: str) -> None:
@@ -156,17 +196,24 @@ def test_a_body_of_unknown_length_is_read_up_to_the_limit(url: str) -> None:
 
 def test_long_headers_are_refused(url: str) -> None:
     """Before their end has come."""
-    for headers in (b"X: " + b"x" * (17 << 10), b"\r\n".join(b"X%d: %s" % (number, b"x" * 100) for number in range(160))):
+    for headers in (
+        b"X: " + b"x" * (17 << 10),
+        b"\r\n".join(b"X%d: %s" % (number, b"x" * 100) for number in range(160)),
+    ):
         assert raw(url, b"POST /v1/status HTTP/1.1\r\nHost: h\r\n" + headers)[0] == 400
 
 
-def test_a_body_that_comes_too_slowly_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_comes_too_slowly_is_not_waited_for(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "_BODY_S", 0.1)
     status, body = raw(url, head("/v1/join", "Content-Length: 1000"), b"x")
     assert status == 408 and "slower than 64 KiB per second" in words(body)
 
 
-def test_a_long_body_has_the_time_that_its_length_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_has_the_time_that_its_length_takes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "_BODY_S", 0.5)
     monkeypatch.setattr(service_module, "SLOWEST", 1)
 
@@ -189,7 +236,9 @@ def test_a_body_that_is_cut_is_not_taken() -> None:
     assert scripted.num_joins == 1
 
 
-def test_a_bomb_of_a_group_is_refused(url: str, ledger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_of_a_group_is_refused(
+    url: str, ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(codec, "MAX_GROUP_BYTES", 1 << 20)
     with Client(url, TOKEN, wait_s=20) as client:
         client.join(Join("bomber", "a"))
@@ -204,13 +253,21 @@ def test_a_bomb_of_a_group_is_refused(url: str, ledger: Any, monkeypatch: pytest
             status, body, _ = ask(url, "/v1/push", pack(Push("bomber", lease.unit, 1, payload)))
             assert status == 422 and any(each in words(body) for each in why.split("|"))
         good = Push("bomber", lease.unit, 1, codec.pack_group(groups.group(lease.task)))
-        assert [client.push(good).status for _ in range(3)] == ["committed", "duplicate", "duplicate"], "replayed"
-        other = Push("bomber", lease.unit, 1, codec.pack_group(groups.group(lease.task, rewards=(1.0, 1.0))))
+        assert [client.push(good).status for _ in range(3)] == [
+            "committed",
+            "duplicate",
+            "duplicate",
+        ], "replayed"
+        other = Push(
+            "bomber", lease.unit, 1, codec.pack_group(groups.group(lease.task, rewards=(1.0, 1.0)))
+        )
         assert client.push(other).status == "duplicate"
     assert ledger.audit().problems == ()
 
 
-@pytest.mark.parametrize("node", ["../../etc/passwd", "a/b", "", "a" * 101, "n\xf6de", "a\x00b", "a\nb", "\u202e"])
+@pytest.mark.parametrize(
+    "node", ["../../etc/passwd", "a/b", "", "a" * 101, "n\xf6de", "a\x00b", "a\nb", "\u202e"]
+)
 def test_names_that_are_paths_or_worse_are_refused(url: str, ledger: Any, node: str) -> None:
     assert ask(url, "/v1/join", pack(Join(node, "a")))[0] == 422
     assert node not in ledger.status()["nodes"]
@@ -266,7 +323,9 @@ def raising(error: Exception) -> Any:
         (KeyError("secret"), 500, "Internal Server Error"),
     ],
 )
-def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(error: Exception, status: int, told: str) -> None:
+def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
+    error: Exception, status: int, told: str
+) -> None:
     with running(Service(Scripted(raising(error)), "r", TOKEN)) as url:  # type: ignore[arg-type]
         found, body, _ = ask(url, "/v1/join", JOIN)
     assert found == status and told.encode() in body and b"secret" not in body
@@ -299,8 +358,14 @@ def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.Mo
     monkeypatch.setattr(service_module, "_NUM_THREADS", 1)
     monkeypatch.setattr(service_module, "_MAX_AT_WORK", 2)
     scripted = Scripted()
-    with running(Service(scripted, "r", TOKEN)) as url, Client(url, TOKEN, wait_s=60) as client, ThreadPoolExecutor(6) as threads:  # type: ignore[arg-type]
-        waiting = [threads.submit(client.batch, BatchRequest("planner", 1, wait_s=30.0)) for _ in range(6)]
+    with (
+        running(Service(scripted, "r", TOKEN)) as url,
+        Client(url, TOKEN, wait_s=60) as client,
+        ThreadPoolExecutor(6) as threads,
+    ):  # type: ignore[arg-type]
+        waiting = [
+            threads.submit(client.batch, BatchRequest("planner", 1, wait_s=30.0)) for _ in range(6)
+        ]
         while scripted.num_batches < 18:
             assert client.push(Push("n1", 1, 1, b"")).status == "committed"
         scripted.num_missing = 0
@@ -344,7 +409,9 @@ def test_nobody_is_waited_for_who_has_hung_up() -> None:
 def test_a_server_that_ends_does_not_wait_for_batches() -> None:
     scripted = Scripted()
     with ThreadPoolExecutor(1) as threads, running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
-        waiting = threads.submit(ask, url, "/v1/batch", pack(BatchRequest("planner", 1, wait_s=30.0)))
+        waiting = threads.submit(
+            ask, url, "/v1/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
+        )
         while not scripted.num_batches:
             time.sleep(0.005)
         ending = time.monotonic()
@@ -369,7 +436,14 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
         found.append(message.get("status", 0))
 
     headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
-    scope = {"type": "http", "method": "POST", "path": f"/v1/{method}", "headers": headers, "query_string": b"", "is_ending": lambda: True}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/v1/{method}",
+        "headers": headers,
+        "query_string": b"",
+        "is_ending": lambda: True,
+    }
     await service(scope, receive, send)  # type: ignore[arg-type]
     return found[0]
 
@@ -394,25 +468,50 @@ def fields(kind: Any) -> st.SearchStrategy[Any]:
         "layouts": st.dictionaries(NAMES, NAMES, max_size=3),
         "versions": st.dictionaries(NAMES, NUMBERS, max_size=3),
         "units": st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
-        "payload": st.binary(max_size=50) | st.just(codec.pack_group(groups.group(groups.TASKS[0]))),
+        "payload": st.binary(max_size=50)
+        | st.just(codec.pack_group(groups.group(groups.TASKS[0]))),
         "is_done": st.booleans(),
     }
     names = kind.__dataclass_fields__
-    found = {name: NAMES if name in texts else FLOATS if name.endswith("_s") else shapes.get(name, NUMBERS) for name in names}
+    found = {
+        name: NAMES
+        if name in texts
+        else FLOATS
+        if name.endswith("_s")
+        else shapes.get(name, NUMBERS)
+        for name in names
+    }
     return st.builds(kind, **found)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
-def test_no_bytes_and_no_numbers_make_it_stumble(method: str, fuzzed: Service, data: st.DataObject) -> None:
+def test_no_bytes_and_no_numbers_make_it_stumble(
+    method: str, fuzzed: Service, data: st.DataObject
+) -> None:
     kind = METHODS[method].request
-    messages = st.binary(max_size=200) if kind is None else st.binary(max_size=200) | fields(kind).map(pack)
+    messages = (
+        st.binary(max_size=200)
+        if kind is None
+        else st.binary(max_size=200) | fields(kind).map(pack)
+    )
     assert asyncio.run(_asgi(fuzzed, method, data.draw(messages))) in (200, 400, 422)
 
 
 def test_deeply_nested_bytes(url: str) -> None:
-    for body in (b"\x91" * 100_000, b"\x81\xa1a" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc1"):
+    for body in (
+        b"\x91" * 100_000,
+        b"\x81\xa1a" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc1",
+    ):
         assert ask(url, "/v1/join", body)[0] == 400
 
 
@@ -425,7 +524,9 @@ def test_there_is_no_service_without_a_token(ledger: Any) -> None:
             Service(ledger, ledger.run, token)
 
 
-def test_the_extra_is_named_when_it_is_missing(ledger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named_when_it_is_missing(
+    ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "starlette.requests", None)
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[serve\]'"):
         Service(ledger, ledger.run, TOKEN)

@@ -1,4 +1,6 @@
-"""What the ledger answers, one rule after the other, on both databases, by itself and through a service."""
+"""What the ledger answers, one rule after the other, on both databases, by itself and through a
+service.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,25 @@ import pytest
 from groups import LAYOUT, TASKS, Clock, group, joined, lease, ledger, options, planner, push, turn
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Push, Refused, Register, Release, Renewal
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    LeaseRequest,
+    Progress,
+    Push,
+    Refused,
+    Register,
+    Release,
+    Renewal,
+)
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.base import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
 from flowtrain.dataflow.rules.all import AllGroups
 from flowtrain.dataflow.rules.deadline import EarliestDeadline
-from flowtrain.seeds import derive_seed
 from flowtrain.tasks import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
+from flowtrain.utils.seeds import derive_seed
 
 
 @pytest.fixture
@@ -28,7 +40,9 @@ def clock() -> Clock:
 
 @pytest.fixture(params=["direct", "service"])
 def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterator[Ledger]:
-    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined. Asked itself, or through a service."""
+    """A planner that trains 4 groups a step, at most 1 version old; node n1 has joined. Asked
+    itself, or through a service.
+    """
     flow = ledger(database, clock, lease_s=60, max_attempts=3, trainer_timeout_s=120)
     if request.param == "service":
         flow = request.getfixturevalue("front").serve(flow)
@@ -54,7 +68,9 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
     leases = lease(flow, 6)
     cursor = TaskCursor(TASKS, 0)
     assert [each.task for each in leases] == [*cursor.take(4), *cursor.take(4)[:2]]
-    assert [(each.unit, each.attempt, each.index) for each in leases] == [(unit, 1, unit - 1) for unit in range(1, 7)]
+    assert [(each.unit, each.attempt, each.index) for each in leases] == [
+        (unit, 1, unit - 1) for unit in range(1, 7)
+    ]
     assert [each.seed for each in leases] == [derive_seed(0, "unit", unit) for unit in range(1, 7)]
 
 
@@ -62,7 +78,9 @@ def test_a_task_order_is_the_same_from_anywhere() -> None:
     cursor = TaskCursor(TASKS, 3)
     in_order = [task for _ in range(10) for task in cursor.take(4)]
     order = TaskOrder(TaskCursor(TASKS, 3), 4)
-    assert [order[place] for place in (39, 0, 17, 16, 23, 5)] == [in_order[place] for place in (39, 0, 17, 16, 23, 5)]
+    assert [order[place] for place in (39, 0, 17, 16, 23, 5)] == [
+        in_order[place] for place in (39, 0, 17, 16, 23, 5)
+    ]
 
 
 def test_a_request_sent_again_gets_the_same_leases(flow: Ledger) -> None:
@@ -100,7 +118,9 @@ def test_renewal_keeps_a_lease_and_tells_which_are_lost(flow: Ledger, clock: Clo
     clock.now += 20
     assert [each.unit for each in lease(flow, 1, "n2")] == [lost.unit]
     renewed = flow.renew(Renewal("n1", "a", tuple((each.unit, 1) for each in (kept, lost, late))))
-    assert renewed.lost == (lost.unit,), "nobody has taken the other one that ran out, so it goes on"
+    assert renewed.lost == (lost.unit,), (
+        "nobody has taken the other one that ran out, so it goes on"
+    )
     assert [each.unit for each in lease(flow, 1, "n2")] == [4]
     assert flow.renew(Renewal("n1", "another life", ((kept.unit, 1),))).lost == (kept.unit,)
 
@@ -111,7 +131,10 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     joined(flow, "n1", "a")
     assert flow.status()["units"]["leased"] == 2, "the same life joins again: nothing ends"
     joined(flow, "n1", "b")
-    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [(first[0].unit, 2), (first[1].unit, 2)]
+    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [
+        (first[0].unit, 2),
+        (first[1].unit, 2),
+    ]
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
@@ -127,14 +150,19 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n2", ((first.unit, 1),)))
     flow.release(Release("n1", ((first.unit, 2), (second.unit, 1)), "no engine"))
     flow.release(Release("n1", ((second.unit, 1),), "no engine"))
-    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [(second.unit, 2), (3, 1)]
+    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [
+        (second.unit, 2),
+        (3, 1),
+    ]
     flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
     assert flow.status()["units"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released: no engine": 1}
     joined(flow, "n3")
     (given_back,) = lease(flow, 1, "n3")
     flow.release(Release("n3", ((given_back.unit, 1),)))
-    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), "sent before, arrived after"
+    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), (
+        "sent before, arrived after"
+    )
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
@@ -170,18 +198,28 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
 
 def _unscored(task: Task) -> Group:
     whole = group(task)
-    return replace(whole, trajectories=(replace(whole.trajectories[0], reward=None), whole.trajectories[1]))
+    return replace(
+        whole, trajectories=(replace(whole.trajectories[0], reward=None), whole.trajectories[1])
+    )
 
 
-def _with_turn(task: Task, spans: tuple[VersionSpan, ...] = (VersionSpan(0, 4, 0),), logprobs: tuple[float, ...] = (-0.5,) * 4) -> Group:
+def _with_turn(
+    task: Task,
+    spans: tuple[VersionSpan, ...] = (VersionSpan(0, 4, 0),),
+    logprobs: tuple[float, ...] = (-0.5,) * 4,
+) -> Group:
     whole = group(task)
     one = replace(whole.trajectories[1].turns[0], spans=spans, response_logprobs=logprobs)
-    return replace(whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,))))
+    return replace(
+        whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,)))
+    )
 
 
 def _of_two_tasks(task: Task) -> Group:
     other = next(each for each in TASKS if each != task)
-    return replace(group(task), trajectories=group(task).trajectories[:1] + group(other).trajectories[:1])
+    return replace(
+        group(task), trajectories=group(task).trajectories[:1] + group(other).trajectories[:1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +230,10 @@ def _of_two_tasks(task: Task) -> Group:
         (lambda task: group(task, rewards=(float("nan"), 1.0)), "reward nan"),
         (_unscored, "must be scored"),
         (lambda task: group(task, version=1), "version 1 of planner has not been made"),
-        (lambda task: _with_turn(task, spans=(VersionSpan(0, 2, 0), VersionSpan(3, 4, 0))), "spans must cover"),
+        (
+            lambda task: _with_turn(task, spans=(VersionSpan(0, 2, 0), VersionSpan(3, 4, 0))),
+            "spans must cover",
+        ),
         (lambda task: _with_turn(task, spans=(VersionSpan(0, 3, 0),)), "spans must cover"),
         (lambda task: _with_turn(task, spans=(VersionSpan(0, 4, -1),)), "spans must cover"),
         (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "finite log-probs"),
@@ -200,15 +241,22 @@ def _of_two_tasks(task: Task) -> Group:
         (_of_two_tasks, "rollouts of one group"),
     ],
 )
-def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Ledger, make: Callable[[Task], Group], why: str) -> None:
+def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(
+    flow: Ledger, make: Callable[[Task], Group], why: str
+) -> None:
     (each,) = lease(flow)
     with pytest.raises(Refused, match=why):
         flow.push(Push("n1", each.unit, 1, pack_group(make(each.task))))
     assert push(flow, each) == "committed"
 
 
-@pytest.mark.parametrize(("node", "unit", "attempt"), [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))])
-def test_who_was_not_leased_a_unit_does_not_push_it(flow: Ledger, node: str, unit: int, attempt: int) -> None:
+@pytest.mark.parametrize(
+    ("node", "unit", "attempt"),
+    [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))],
+)
+def test_who_was_not_leased_a_unit_does_not_push_it(
+    flow: Ledger, node: str, unit: int, attempt: int
+) -> None:
     (each,) = lease(flow)
     with pytest.raises(Refused, match=r"was not leased to|64 bits"):
         flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
@@ -234,11 +282,17 @@ def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
     flow = ledger(database, Clock(), filter="mixed")
     joined(flow)
     flow.register(planner(num_groups=2))
-    for each, rewards in zip(lease(flow, 4), [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)], strict=True):
+    for each, rewards in zip(
+        lease(flow, 4), [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)], strict=True
+    ):
         push(flow, each, rewards=rewards, num_tokens=3)
     answer = flow.batch(BatchRequest("planner", 1))
     assert ([each.unit for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
-    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {"num": 2, "tokens_mean": 6.0, "tokens": {"4": 2}}
+    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {
+        "num": 2,
+        "tokens_mean": 6.0,
+        "tokens": {"4": 2},
+    }
     assert flow.audit().problems == ()
 
 
@@ -256,15 +310,21 @@ def test_a_batch_is_put_together_once_for_all_ranks(flow: Ledger) -> None:
     assert whole.num_missing == 0
     ranks = [flow.batch(BatchRequest("planner", 1, rank, 3)).groups for rank in range(3)]
     assert [[each.place for each in rank] for rank in ranks] == [[0, 3], [1], [2]]
-    assert sorted((each for rank in ranks for each in rank), key=lambda each: each.place) == list(whole.groups)
-    assert [unpack_group(each.payload) for each in whole.groups] == [group(each.task) for each in leases[:4]]
+    assert sorted((each for rank in ranks for each in rank), key=lambda each: each.place) == list(
+        whole.groups
+    )
+    assert [unpack_group(each.payload) for each in whole.groups] == [
+        group(each.task) for each in leases[:4]
+    ]
     for step in (0, 3):
         with pytest.raises(Refused, match="a batch of steps 1 to 2 can be had"):
             flow.batch(BatchRequest("planner", step))
 
 
 def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
-    """Step 3 trains version 2; with max_staleness 1 it takes tokens of versions 1 and 2, and none of version 0."""
+    """Step 3 trains version 2; with max_staleness 1 it takes tokens of versions 1 and 2, and none
+    of version 0.
+    """
     for each in lease(flow, 8):
         push(flow, each)
     assert batch(flow, 1) == [1, 2, 3, 4]
@@ -279,7 +339,10 @@ def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
         push(flow, each, version=2)
     answer = flow.batch(BatchRequest("planner", 3))
     assert [each.unit for each in answer.groups] == [11, 12, 13, 14]
-    assert {name: answer.stats[name] for name in ("num_stale", "stale_tokens_mean", "served_tokens_mean", "staleness_max")} == {
+    assert {
+        name: answer.stats[name]
+        for name in ("num_stale", "stale_tokens_mean", "served_tokens_mean", "staleness_max")
+    } == {
         "num_stale": 2,
         "stale_tokens_mean": 200.0,
         "served_tokens_mean": 8.0,
@@ -298,7 +361,10 @@ def test_the_oldest_token_of_a_group_decides(flow: Ledger) -> None:
     trained(flow, 2)
     whole = group(each.task, version=2)
     mixed = turn((VersionSpan(0, 3, 2), VersionSpan(3, 4, 0)))
-    rollouts = (whole.trajectories[0], replace(whole.trajectories[1], turns=(*whole.trajectories[1].turns, mixed)))
+    rollouts = (
+        whole.trajectories[0],
+        replace(whole.trajectories[1], turns=(*whole.trajectories[1].turns, mixed)),
+    )
     flow.push(Push("n1", each.unit, 1, pack_group(replace(whole, trajectories=rollouts))))
     assert flow.batch(BatchRequest("planner", 3)).num_missing == 4
     assert flow.status()["policies"]["planner"]["groups"]["stale"]["num"] == 1
@@ -313,7 +379,10 @@ def test_leases_stop_where_what_they_bring_could_not_be_trained_in_time(flow: Le
         push(flow, each)
     assert lease(flow, 1, "n2") == []
     batch(flow, 1)
-    assert lease(flow, 1) == [], "4 wait for step 2; a fifth could be trained by step 3, if version 1 or newer had sampled it"
+    assert lease(flow, 1) == [], (
+        "4 wait for step 2; a fifth could be trained by step 3, if version 1 or newer had sampled "
+        "it"
+    )
     trained(flow, 1)
     assert lease(flow, 5, versions={"planner": 0}) == [], "a node that has not pulled it yet"
     assert len(lease(flow, 5, versions={"planner": 1})) == 4
@@ -325,7 +394,9 @@ def test_leases_stop_where_what_they_bring_could_not_be_trained_in_time(flow: Le
 def test_max_waiting_bounds_what_waits_and_is_under_way(database: str) -> None:
     flow = ledger(database, Clock(), max_waiting=5)
     joined(flow)
-    with pytest.raises(Refused, match=r"dataflow\.max_waiting=5 must be at least the 6 groups of a batch"):
+    with pytest.raises(
+        Refused, match=r"dataflow\.max_waiting=5 must be at least the 6 groups of a batch"
+    ):
         flow.register(planner(num_groups=6))
     flow.register(planner(num_groups=2))
     leases = lease(flow, 20)
@@ -362,21 +433,32 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
     trained(flow, 1)
     second = flow.batch(BatchRequest("planner", 2))
-    assert [(each.unit, each.is_replay) for each in second.groups] == [(5, False), (6, False), (4, True), (3, True)]
+    assert [(each.unit, each.is_replay) for each in second.groups] == [
+        (5, False),
+        (6, False),
+        (4, True),
+        (3, True),
+    ]
     trained(flow, 2, 2)
-    assert batch(flow, 3) == [7, 8, 6, 5], "the latest first; the checkpoint of step 2 has not deleted them"
+    assert batch(flow, 3) == [7, 8, 6, 5], (
+        "the latest first; the checkpoint of step 2 has not deleted them"
+    )
     trained(flow, 3, 3)
     for each in lease(flow, 4):
         push(flow, each, version=3)
     assert len(batch(flow, 4)) == 4
-    assert {each.is_replay for each in flow.batch(BatchRequest("planner", 4)).groups} == {False}, "what there is is too old"
+    assert {each.is_replay for each in flow.batch(BatchRequest("planner", 4)).groups} == {False}, (
+        "what there is is too old"
+    )
     assert flow.audit().problems == ()
 
 
 # ---- trainers that come back
 
 
-def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger, database: str, clock: Clock) -> None:
+def test_after_a_crash_the_batches_since_the_checkpoint_come_again(
+    flow: Ledger, database: str, clock: Clock
+) -> None:
     for each in lease(flow, 8):
         push(flow, each)
     first = flow.batch(BatchRequest("planner", 1))
@@ -393,8 +475,12 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(flow: Ledger,
     assert again.batch(BatchRequest("planner", 2)) == second
     again.progress(Progress("planner", 2, 1))
     assert again.batch(BatchRequest("planner", 3)) == third
-    assert [event.version for event in again.events() if event.outcome is None] == [1, 2], "a version that comes again is no news"
-    assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(range(1, 13))
+    assert [event.version for event in again.events() if event.outcome is None] == [1, 2], (
+        "a version that comes again is no news"
+    )
+    assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(
+        range(1, 13)
+    )
     with pytest.raises(Refused, match="its checkpoint is of step 1"):
         again.batch(BatchRequest("planner", 1))
 
@@ -412,7 +498,9 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     assert flow.status()["policies"]["planner"]["version"] == 2
     assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
     assert flow.register(replace(first, life="t2")).step == 2
-    assert flow.status()["policies"]["planner"]["version"] == 0, "it has crashed and goes on from step 0"
+    assert flow.status()["policies"]["planner"]["version"] == 0, (
+        "it has crashed and goes on from step 0"
+    )
 
 
 def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
@@ -422,7 +510,9 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     trained(flow, 1, 1)
     batch(flow, 2)
     trained(flow, 2, 2)
-    with pytest.raises(Refused, match="the batches after step 0 are gone; planner had a checkpoint of step 2"):
+    with pytest.raises(
+        Refused, match="the batches after step 0 are gone; planner had a checkpoint of step 2"
+    ):
         flow.register(planner(step=0))
     with pytest.raises(Refused, match="checkpoint of step 3 is of another run"):
         flow.register(planner(step=3))
@@ -440,13 +530,17 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
         (replace(planner(), step=-1), "step"),
     ],
 )
-def test_a_trainer_that_makes_no_sense_is_refused(flow: Ledger, request_: Register, why: str) -> None:
+def test_a_trainer_that_makes_no_sense_is_refused(
+    flow: Ledger, request_: Register, why: str
+) -> None:
     with pytest.raises(Refused, match=why):
         flow.register(request_)
 
 
 @pytest.mark.parametrize(("version", "checkpoint"), [(1, 0), (0, 1), (-1, -1)])
-def test_a_trainer_is_never_ahead_of_its_batches(flow: Ledger, version: int, checkpoint: int) -> None:
+def test_a_trainer_is_never_ahead_of_its_batches(
+    flow: Ledger, version: int, checkpoint: int
+) -> None:
     with pytest.raises(Refused, match="cannot have version"):
         flow.progress(Progress("planner", version, checkpoint))
 
@@ -460,13 +554,22 @@ def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None
     for request in (late, late, Progress("planner", 2, 1, 5.0, 1.0), late):
         flow.progress(request)
     policy = flow.status()["policies"]["planner"]
-    assert (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"]) == (2, 1, 10.0, 2.0)
+    assert (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"]) == (
+        2,
+        1,
+        10.0,
+        2.0,
+    )
     assert [event.version for event in flow.events() if event.outcome is None] == [1, 2]
 
 
-def test_a_node_with_another_model_is_refused_and_the_others_go_on(flow: Ledger, database: str) -> None:
+def test_a_node_with_another_model_is_refused_and_the_others_go_on(
+    flow: Ledger, database: str
+) -> None:
     flow.join(Join("good", "a", {"planner": LAYOUT}))
-    with pytest.raises(Refused, match="node 'bad' has a planner of layout other, the trainer's is layout-1"):
+    with pytest.raises(
+        Refused, match="node 'bad' has a planner of layout other, the trainer's is layout-1"
+    ):
         flow.join(Join("bad", "a", {"planner": "other"}))
     assert len(lease(flow, node="good")) == 1
 
@@ -497,7 +600,9 @@ def test_names_of_nodes_are_plain(flow: Ledger, name: str) -> None:
         LeaseRequest("stranger", "a", 1),
     ],
 )
-def test_lease_requests_that_make_no_sense_are_refused(flow: Ledger, request_: LeaseRequest) -> None:
+def test_lease_requests_that_make_no_sense_are_refused(
+    flow: Ledger, request_: LeaseRequest
+) -> None:
     with pytest.raises(Refused):
         flow.lease(request_)
     assert flow.status()["units"]["leased"] == 0
@@ -507,7 +612,9 @@ def test_lease_requests_that_make_no_sense_are_refused(flow: Ledger, request_: L
 
 
 def test_each_policy_has_its_own_share_and_its_own_pace(database: str, clock: Clock) -> None:
-    """The planner is two steps ahead; the verifier's trainer is dead for a while, and nothing of its loses its turn."""
+    """The planner is two steps ahead; the verifier's trainer is dead for a while, and nothing of
+    its loses its turn.
+    """
     flow = ledger(database, clock, both=True)
     joined(flow)
     flow.register(planner(num_groups=2))
@@ -589,7 +696,10 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     assert len({each.num_events for each in decided}) == 3
     events = flow.events()
     assert [event.number for event in events] == list(range(1, len(events) + 1))
-    expected = [event.outcome.unit if event.outcome else f"v{event.version}" for event in events[: decided[-1].num_events]]
+    expected = [
+        event.outcome.unit if event.outcome else f"v{event.version}"
+        for event in events[: decided[-1].num_events]
+    ]
     assert max((each.seen for each in made), key=len) == expected
     flow.close()
     flow = ledger(database, Clock(), make_rules)
@@ -599,7 +709,9 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     assert flow.audit().problems == ()
 
 
-def test_a_failed_transaction_leaves_no_trace_in_the_curator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_transaction_leaves_no_trace_in_the_curator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Recorder] = []
 
     def make_rules() -> Rules:
@@ -645,12 +757,17 @@ def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: 
     for each in lease(flow, 1, "n2"):
         push(flow, each, node="n2", num_tokens=300)
     status = flow.status()
-    assert {name: (node["num_groups"], node["num_leased"], node["groups_per_s"]) for name, node in status["nodes"].items()} == {
+    assert {
+        name: (node["num_groups"], node["num_leased"], node["groups_per_s"])
+        for name, node in status["nodes"].items()
+    } == {
         "n1": (3, 1, 0.0),
         "n2": (1, 0, 1 / 60),
     }
     assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
-    assert status["policies"]["planner"]["groups"] == {"fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}}
+    assert status["policies"]["planner"]["groups"] == {
+        "fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}
+    }
     assert status["tasks"] == {"asked": 5, "admitted": 5}
 
 

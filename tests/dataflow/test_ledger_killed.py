@@ -1,4 +1,6 @@
-"""kill -9 of nodes and trainer at random statements, and of the database: the ledger adds up, and batches come again as they were."""
+"""kill -9 of nodes and trainer at random statements, and of the database: the ledger adds up, and
+batches come again as they were.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,20 @@ HERE = Path(__file__).parent
 NUM_STEPS = 8
 
 
-def crowd(databases: list[str], on_death: Callable[[int], None] = lambda number: None) -> list[dict[str, Any]]:
-    """What each run of `crowd.py` says in the end; `on_death` hears of the deaths, which are numbered through."""
+def crowd(
+    databases: list[str], on_death: Callable[[int], None] = lambda number: None
+) -> list[dict[str, Any]]:
+    """What each run of `crowd.py` says in the end; `on_death` hears of the deaths, which are
+    numbered through.
+    """
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
     command = [sys.executable, str(HERE / "crowd.py"), *databases]
     with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         guard = threading.Timer(200, process.kill)
         guard.start()
@@ -50,7 +60,9 @@ def check(database: str, end: dict[str, Any]) -> None:
     """Every step was trained, each time with the same groups, and no group by two steps."""
     batches: dict[int, list[int]] = {}
     for step, units in end["log"]:
-        assert batches.setdefault(step, units) == units, f"step {step} had other groups after a crash"
+        assert batches.setdefault(step, units) == units, (
+            f"step {step} had other groups after a crash"
+        )
     assert sorted(batches) == list(range(1, NUM_STEPS + 1))
     served = [unit for units in batches.values() for unit in units]
     assert len(served) == len(set(served)) == 3 * NUM_STEPS
@@ -60,7 +72,10 @@ def check(database: str, end: dict[str, Any]) -> None:
     assert audit.counts["planner.served"] == len(served)
     units = flow.status()["units"]
     assert units["failed"] == 0
-    assert sum(n for name, n in audit.counts.items() if name.startswith("planner.")) == units["committed"]
+    assert (
+        sum(n for name, n in audit.counts.items() if name.startswith("planner."))
+        == units["committed"]
+    )
     flow.close()
 
 
@@ -72,7 +87,9 @@ def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: P
     assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
 
 
-def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgres(postgres_server: Any) -> None:
+def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgres(
+    postgres_server: Any,
+) -> None:
     databases = [f"killed_{number}" for number in range(4)]
     for name in databases:
         postgres_server.execute(f"CREATE DATABASE {name}")
@@ -88,7 +105,9 @@ def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgre
     assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
 
 
-def test_the_next_request_after_a_restart_of_the_server_is_answered(postgres: str, postgres_server: Any) -> None:
+def test_the_next_request_after_a_restart_of_the_server_is_answered(
+    postgres: str, postgres_server: Any
+) -> None:
     flow = ledger(postgres)
     joined(flow)
     flow.register(planner())
@@ -115,7 +134,9 @@ def test_many_threads_at_once(database: str, num_ledgers: int) -> None:
             for turn in range(8):
                 for each in flow.lease(LeaseRequest(name, "a", 2, key=str(turn))).leases:
                     request = Push(name, each.unit, each.attempt, pack_group(group(each.task)))
-                    answers = sorted(answer.status for answer in twice.map(flow.push, [request, request]))
+                    answers = sorted(
+                        answer.status for answer in twice.map(flow.push, [request, request])
+                    )
                     assert answers == ["committed", "duplicate"]
                     num_committed += 1
         return num_committed

@@ -1,4 +1,6 @@
-"""Any interleaving of what nodes and trainers may ask, late, repeated or reordered, against a model of what must hold."""
+"""Any interleaving of what nodes and trainers may ask, late, repeated or reordered, against a model
+of what must hold.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,27 @@ import pytest
 from groups import Clock, group, ledger, planner
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import Batch, BatchRequest, Join, Lease, LeaseRequest, Progress, Push, Refused, Release, Renewal
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Join,
+    Lease,
+    LeaseRequest,
+    Progress,
+    Push,
+    Refused,
+    Release,
+    Renewal,
+)
 from flowtrain.dataflow.ledger import Ledger
 
 NODES = ("n1", "n2", "n3")
@@ -62,11 +81,21 @@ class LedgerMachine(RuleBasedStateMachine):
             self.register(policy)
 
     def opened(self) -> Ledger:
-        return ledger(self.database, self.clock, both=True, lease_s=LEASE_S, max_attempts=3, replay_share=self.replay_share)
+        return ledger(
+            self.database,
+            self.clock,
+            both=True,
+            lease_s=LEASE_S,
+            max_attempts=3,
+            replay_share=self.replay_share,
+        )
 
     def register(self, policy: str) -> None:
         trainer = self.trainers[policy]
-        trainer.registered = replace(planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy), life=str(next(self.keys)))
+        trainer.registered = replace(
+            planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy),
+            life=str(next(self.keys)),
+        )
         assert self.flow.register(trainer.registered).step >= trainer.checkpoint
 
     # ---- nodes
@@ -89,11 +118,17 @@ class LedgerMachine(RuleBasedStateMachine):
         policies = self.flow.status()["policies"]
         for (unit, _), (owner, life, lease) in list(self.leases.items()):
             if owner == node and life == self.lives[node] and unit not in self.committed:
-                self.pushed(node, lease, {policy: policies[policy]["version"] for policy in POLICIES}, 3)
+                self.pushed(
+                    node, lease, {policy: policies[policy]["version"] for policy in POLICIES}, 3
+                )
 
     @rule(data=st.data())
     def lease_again(self, data: st.DataObject) -> None:
-        if mine := [(asked, answer) for asked, answer in self.asked.items() if self.lives[asked[0]] == asked[1]]:
+        if mine := [
+            (asked, answer)
+            for asked, answer in self.asked.items()
+            if self.lives[asked[0]] == asked[1]
+        ]:
             (node, life, key), answer = data.draw(st.sampled_from(mine))
             assert self.flow.lease(LeaseRequest(node, life, 6, key=key)).leases == answer
 
@@ -104,12 +139,16 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
         policies = self.flow.status()["policies"]
-        versions = {policy: data.draw(st.integers(0, policies[policy]["version"])) for policy in POLICIES}
+        versions = {
+            policy: data.draw(st.integers(0, policies[policy]["version"])) for policy in POLICIES
+        }
         self.pushed(node, lease, versions, data.draw(st.sampled_from([0, 3, 300])))
 
     def pushed(self, node: str, lease: Lease, versions: dict[str, int], num_tokens: int) -> None:
         reward = float(next(self.rewards))
-        mine = group(lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"])
+        mine = group(
+            lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"]
+        )
         request = Push(node, lease.unit, lease.attempt, pack_group(mine))
         status = self.flow.push(request).status
         assert status == ("duplicate" if lease.unit in self.committed else "committed")
@@ -122,7 +161,9 @@ class LedgerMachine(RuleBasedStateMachine):
             some = data.draw(st.lists(st.sampled_from(units), min_size=1, unique=True))
             lost = self.flow.renew(Renewal(node, self.lives[node], tuple(some))).lost
             newest = {unit: max(n for u, n in self.leases if u == unit) for unit, _ in some}
-            assert {unit for unit, n in some if unit in self.committed or n < newest[unit]} <= set(lost)
+            assert {unit for unit, n in some if unit in self.committed or n < newest[unit]} <= set(
+                lost
+            )
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -154,7 +195,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if answer.num_missing:
             assert not answer.groups and step not in trainer.batches
             return
-        assert trainer.batches.setdefault(step, answer) == answer, "a batch came again as another one"
+        assert trainer.batches.setdefault(step, answer) == answer, (
+            "a batch came again as another one"
+        )
         self.check(policy, step, answer)
         trainer.step = step
         if is_checkpoint:
@@ -162,13 +205,25 @@ class LedgerMachine(RuleBasedStateMachine):
         self.flow.progress(Progress(policy, step, trainer.checkpoint))
 
     def check(self, policy: str, step: int, answer: Batch) -> None:
-        """The bound holds for every token; what is served was committed, and is what the first push brought."""
+        """The bound holds for every token; what is served was committed, and is what the first push
+        brought.
+        """
         assert [each.place for each in answer.groups] == list(range(NUM_GROUPS[policy]))
         for each in answer.groups:
             rollouts = unpack_group(each.payload).trajectories
             assert {rollout.reward for rollout in rollouts} == {self.committed[each.unit]}
             turns = [turn for rollout in rollouts for turn in rollout.turns]
-            spans = [s for t in turns for s in (t.spans if policy == "planner" else t.verifier_call.spans if t.verifier_call else ())]
+            spans = [
+                s
+                for t in turns
+                for s in (
+                    t.spans
+                    if policy == "planner"
+                    else t.verifier_call.spans
+                    if t.verifier_call
+                    else ()
+                )
+            ]
             assert all(0 <= step - 1 - span.version <= STALENESS[policy] for span in spans)
 
     @rule(policy=st.sampled_from(POLICIES))
@@ -209,13 +264,22 @@ class LedgerMachine(RuleBasedStateMachine):
         assert audit.problems == ()
         assert audit.counts.get("committed", 0) == len(self.committed)
         units = self.flow.status()["units"]
-        assert sum(units.values()) == len({unit for unit, _ in self.leases}), "a unit was lost, or made by nobody's request"
+        assert sum(units.values()) == len({unit for unit, _ in self.leases}), (
+            "a unit was lost, or made by nobody's request"
+        )
         for policy, trainer in self.trainers.items():
-            fresh = [each.unit for batch in trainer.batches.values() for each in batch.groups if not each.is_replay]
+            fresh = [
+                each.unit
+                for batch in trainer.batches.values()
+                for each in batch.groups
+                if not each.is_replay
+            ]
             assert len(fresh) == len(set(fresh)), "served twice"
             served = audit.counts.get(f"{policy}.served", 0)
             assert served == len(fresh)
-            assert sum(n for name, n in audit.counts.items() if name.startswith(policy)) == len(self.committed)
+            assert sum(n for name, n in audit.counts.items() if name.startswith(policy)) == len(
+                self.committed
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "flow"):
@@ -223,17 +287,31 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def run(make_database: Callable[[], str], replay_share: float, num_examples: int) -> None:
-    kind = type("Machine", (LedgerMachine,), {"make_database": staticmethod(make_database), "replay_share": replay_share})
+    kind = type(
+        "Machine",
+        (LedgerMachine,),
+        {"make_database": staticmethod(make_database), "replay_share": replay_share},
+    )
     # derandomize: the same interleavings in every run of the tests.
     run_state_machine_as_test(
         kind,
-        settings=settings(max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=_SLOW),
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=_SLOW,
+        ),
     )
 
 
 @pytest.mark.parametrize("replay_share", [0.0, 0.5])
 def test_any_interleaving_adds_up_on_sqlite(tmp_path: Path, replay_share: float) -> None:
-    run(lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"), replay_share, num_examples=60)
+    run(
+        lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"),
+        replay_share,
+        num_examples=60,
+    )
 
 
 def test_any_interleaving_adds_up_on_postgres(postgres_server: Any) -> None:

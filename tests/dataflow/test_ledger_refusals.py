@@ -1,4 +1,6 @@
-"""Databases that cannot be used: one line for a person that names the database and the cure, and nothing half done."""
+"""Databases that cannot be used: one line for a person that names the database and the cure, and
+nothing half done.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def statement(database: str, text: str) -> None:
 def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
     statement(database, "UPDATE meta SET version = 7")
-    with pytest.raises(UserError, match=r"is a ledger with schema 7, this flowtrain has 1") as refusal:
+    with pytest.raises(
+        UserError, match=r"is a ledger with schema 7, this flowtrain has 1"
+    ) as refusal:
         ledger(database)
     assert database.partition("?")[0] in str(refusal.value)
 
@@ -45,7 +49,9 @@ def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
         ("dataflow", "curator", "greso", r"dataflow.curator = \"all\""),
     ],
 )
-def test_what_units_are_may_not_change_while_a_run_goes_on(database: str, section: str, key: str, value: object, why: str) -> None:
+def test_what_units_are_may_not_change_while_a_run_goes_on(
+    database: str, section: str, key: str, value: object, why: str
+) -> None:
     ledger(database).close()
     changed = options().model_dump()
     changed[section][key] = value
@@ -68,9 +74,14 @@ def _limited(flow: Ledger, pragma: str) -> None:
 
 @pytest.mark.parametrize(
     ("pragma", "why"),
-    [("max_page_count = 1", "database or disk is full; free some space"), ("query_only = 1", "readonly database; make it writable")],
+    [
+        ("max_page_count = 1", "database or disk is full; free some space"),
+        ("query_only = 1", "readonly database; make it writable"),
+    ],
 )
-def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent_again(tmp_path: Path, pragma: str, why: str) -> None:
+def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent_again(
+    tmp_path: Path, pragma: str, why: str
+) -> None:
     path = tmp_path / "ledger.db"
     flow = ledger(path)
     joined(flow)
@@ -99,7 +110,9 @@ def test_a_server_that_is_read_only_is_named(postgres: str) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere/l.db: unable to open database file; check that its folder exists"):
+    with pytest.raises(
+        UserError, match=r"nowhere/l.db: unable to open database file; check that its folder exists"
+    ):
         ledger(tmp_path / "nowhere" / "l.db")
 
 
@@ -145,10 +158,14 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
         "DELETE FROM groups WHERE unit = 2": "a committed unit has no group (2)",
         "DELETE FROM units WHERE id = 3": "units are not numbered without gaps",
         "UPDATE units SET state = 'lost' WHERE id = 9": "a unit has no known state (9)",
-        "UPDATE units SET attempt = 2 WHERE id = 9": "a unit does not have as many leases as attempts (9)",
-        "UPDATE shares SET state = 'fresh', step = NULL WHERE unit = 1": "a share is in a batch and was not served (1)",
-        "DELETE FROM places WHERE unit = 4": "a served share is not in the batch of its step once (4)",
-        "UPDATE shares SET min_version = -2 WHERE unit = 1": "a batch has a group that is too old, or too new (1)",
+        "UPDATE units SET attempt = 2 WHERE id = 9": "a unit does not have as many leases as "
+        "attempts (9)",
+        "UPDATE shares SET state = 'fresh', step = NULL WHERE unit = 1": "a share is in a batch "
+        "and was not served (1)",
+        "DELETE FROM places WHERE unit = 4": "a served share is not in the batch of its step once "
+        "(4)",
+        "UPDATE shares SET min_version = -2 WHERE unit = 1": "a batch has a group that is too old, "
+        "or too new (1)",
         "DELETE FROM payloads WHERE unit = 6": "a group that is still needed is gone (6)",
         "DELETE FROM decisions WHERE position = 0": "a unit's task was not admitted (1)",
         "UPDATE groups SET event = 99 WHERE unit = 1": "events are not numbered without gaps",
@@ -184,7 +201,10 @@ def test_the_tables_themselves_refuse_a_second_group_and_a_second_serving(tmp_pa
     with flow._database.write() as transaction:
         transaction.run("INSERT INTO groups VALUES (1, 'n1', 1, 0, '[]', 0, NULL)")
         transaction.run("INSERT INTO places VALUES ('planner', 1, 0, 1, 0)")
-    for second in ("INSERT INTO groups VALUES (1, 'n2', 2, 0, '[]', 0, NULL)", "INSERT INTO places VALUES ('planner', 2, 0, 1, 0)"):
+    for second in (
+        "INSERT INTO groups VALUES (1, 'n2', 2, 0, '[]', 0, NULL)",
+        "INSERT INTO places VALUES ('planner', 2, 0, 1, 0)",
+    ):
         with pytest.raises(sqlite3.IntegrityError), flow._database.write() as transaction:
             transaction.run(second)
 

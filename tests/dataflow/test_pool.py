@@ -18,11 +18,11 @@ from typing import Any
 import groups
 import pytest
 
-from flowtrain import serving
 from flowtrain.dataflow.local_pool import Controller, Processes
 from flowtrain.dataflow.pool import Window, target_size, window_between
 from flowtrain.dataflow.service import Service
 from flowtrain.types import UserError
+from flowtrain.utils import serving
 
 # ---- by hand
 
@@ -46,7 +46,9 @@ from flowtrain.types import UserError
     ],
 )
 def test_hand_worked(num: int, busy: float, wait: float, target: int) -> None:
-    assert target_size(Window(num, busy * 60 * num, (1 - busy) * 60 * num, wait, 8), 1, 100) == target
+    assert (
+        target_size(Window(num, busy * 60 * num, (1 - busy) * 60 * num, wait, 8), 1, 100) == target
+    )
 
 
 def test_bounds_hold_and_no_data_changes_nothing() -> None:
@@ -58,9 +60,20 @@ def test_bounds_hold_and_no_data_changes_nothing() -> None:
     assert target_size(Window(0, 0, 0, 0.0, 0), 2, 6) == 2
 
 
-def status(steps: int, trainer: tuple[float, float], nodes: dict[str, tuple[float, float]], **more: Any) -> dict[str, Any]:
-    planner = {"state": "live", "step": steps, "num_groups": 4, "busy_s": trainer[0], "waited_s": trainer[1]}
-    told = {name: {"seen_s_ago": 1.0, "busy_s": busy, "waited_s": waited} for name, (busy, waited) in nodes.items()}
+def status(
+    steps: int, trainer: tuple[float, float], nodes: dict[str, tuple[float, float]], **more: Any
+) -> dict[str, Any]:
+    planner = {
+        "state": "live",
+        "step": steps,
+        "num_groups": 4,
+        "busy_s": trainer[0],
+        "waited_s": trainer[1],
+    }
+    told = {
+        name: {"seen_s_ago": 1.0, "busy_s": busy, "waited_s": waited}
+        for name, (busy, waited) in nodes.items()
+    }
     return {"policies": {"planner": planner, **more.pop("policies", {})}, "nodes": told, **more}
 
 
@@ -74,7 +87,9 @@ def test_a_window_is_what_came_between_two_reports() -> None:
     after["nodes"]["gone"]["seen_s_ago"] = 1000.0
     assert window_between(before, after) == Window(3, 30.0 + 7.0, 3.0, 0.5, 2 * 4 + 2)
     after["policies"]["verifier"]["state"] = "silent"
-    assert window_between(before, after) == Window(3, 37.0, 3.0, 0.25, 8), "a trainer that is away waits for nothing"
+    assert window_between(before, after) == Window(3, 37.0, 3.0, 0.25, 8), (
+        "a trainer that is away waits for nothing"
+    )
 
 
 # ---- a plant
@@ -82,7 +97,9 @@ def test_a_window_is_what_came_between_two_reports() -> None:
 
 @dataclass
 class Plant:
-    """Nodes that make groups into a buffer of bounded size, of which a filter keeps a share, and a trainer that takes batches."""
+    """Nodes that make groups into a buffer of bounded size, of which a filter keeps a share, and a
+    trainer that takes batches.
+    """
 
     node_rate: float
     """Groups per second of a node."""
@@ -135,7 +152,9 @@ def test_from_anywhere_it_comes_to_one_size_and_stays(start: int, kept: float) -
     assert plant.enough * 0.9 <= last <= plant.enough * 1.25 + 1
     assert plant.window(last).trainer_wait <= 0.12
     changes = [b - a for a, b in itertools.pairwise(found) if a != b]
-    assert sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes)) <= 1, f"turns back once at most: {found}"
+    assert sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes)) <= 1, (
+        f"turns back once at most: {found}"
+    )
 
 
 def test_noise_moves_it_little() -> None:
@@ -157,9 +176,13 @@ def test_it_follows_a_load_that_changes() -> None:
 
 # ---- processes
 
-SLEEPER = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+SLEEPER = (
+    "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); "
+    "time.sleep(600)"
+)
 STUBBORN = (
-    "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); pathlib.Path(sys.argv[1]).touch()\n"
+    "import signal, pathlib, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); "
+    "pathlib.Path(sys.argv[1]).touch()\n"
     "while True: time.sleep(60)"
 )
 
@@ -203,7 +226,9 @@ def test_processes_come_and_go_with_the_lowest_slots(tmp_path: Path) -> None:
 
 
 def test_who_does_not_end_is_killed(tmp_path: Path) -> None:
-    processes = Processes([sys.executable, "-S", "-c", STUBBORN, str(tmp_path / "{slot}")], grace_s=0.2)
+    processes = Processes(
+        [sys.executable, "-S", "-c", STUBBORN, str(tmp_path / "{slot}")], grace_s=0.2
+    )
     processes.resize(2)
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
     every = pids(processes)
@@ -252,12 +277,20 @@ def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None
     assert look(0, (0, 0), two) == 2, "from here on it counts"
     busy = {"a": (30.0, 0.0), "b": (30.0, 0.0)}
     assert look(0, (0, 0), busy) == 2, "no step yet"
-    assert look(1, (30, 30), {"a": (60.0, 0.0), "b": (60.0, 0.0)}) == 4, "half of the time since then a trainer waited"
+    assert look(1, (30, 30), {"a": (60.0, 0.0), "b": (60.0, 0.0)}) == 4, (
+        "half of the time since then a trainer waited"
+    )
     four = dict.fromkeys("abcd", (60.0, 0.0))
-    assert look(2, (31, 60), {"a": (70.0, 0.0), "b": (70.0, 0.0)}) == 4, "two of them are still starting"
+    assert look(2, (31, 60), {"a": (70.0, 0.0), "b": (70.0, 0.0)}) == 4, (
+        "two of them are still starting"
+    )
     assert look(3, (32, 90), four) == 4
-    assert look(4, (92, 91), dict.fromkeys("abcd", (75.0, 45.0))) == 2, "they wait most of their time"
-    assert not controller.look({**status(9, (0, 0), two), "policies": {"planner": {"state": "done"}}})
+    assert look(4, (92, 91), dict.fromkeys("abcd", (75.0, 45.0))) == 2, (
+        "they wait most of their time"
+    )
+    assert not controller.look(
+        {**status(9, (0, 0), two), "policies": {"planner": {"state": "done"}}}
+    )
 
 
 def test_nodes_elsewhere_count_and_are_left_alone() -> None:
@@ -269,7 +302,9 @@ def test_nodes_elsewhere_count_and_are_left_alone() -> None:
     controller.look(status(1, (60, 20), dict.fromkeys([*far, "own"], (60.0, 0.0))))
     assert processes.num == 3, "7 of 5 / 0.75 are wanted, 4 are there"
     controller.look(status(1, (60, 20), dict.fromkeys([*far, "own", "own2", "own3"], (60.0, 0.0))))
-    controller.look(status(2, (120, 20), dict.fromkeys([*far, "own", "own2", "own3"], (60.0, 60.0))))
+    controller.look(
+        status(2, (120, 20), dict.fromkeys([*far, "own", "own2", "own3"], (60.0, 60.0)))
+    )
     assert processes.num == 1, "at least that; the others are not ours"
 
 
@@ -291,9 +326,18 @@ def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number
     place.mkdir()
     node = (sys.executable, "-S", "-c", SLEEPER, str(place / "{slot}"))
     words = ("pool", "--url", url, "--min", "2", "--max", "3", "--every", "0.05", "--", *node)
-    pool = subprocess.Popen([sys.executable, "-m", "flowtrain.dataflow", *words], env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"})
+    pool = subprocess.Popen(
+        [sys.executable, "-m", "flowtrain.dataflow", *words],
+        env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"},
+    )
     try:
-        wait_for(lambda: len(list(place.iterdir())) == 2 and all(path.read_text() for path in place.iterdir()), 40.0)
+        wait_for(
+            lambda: (
+                len(list(place.iterdir())) == 2
+                and all(path.read_text() for path in place.iterdir())
+            ),
+            40.0,
+        )
         nodes = [int(path.read_text()) for path in place.iterdir()]
         assert all(map(is_alive, nodes))
         pool.send_signal(number)
@@ -304,8 +348,13 @@ def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number
         pool.wait()
 
 
-@pytest.mark.parametrize("words", [["--min", "3", "--max", "2"], ["--min", "0", "--max", "2"], ["--max", "2", "--every", "0"]])
-def test_bounds_that_contradict_each_other(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [["--min", "3", "--max", "2"], ["--min", "0", "--max", "2"], ["--max", "2", "--every", "0"]],
+)
+def test_bounds_that_contradict_each_other(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     from flowtrain.dataflow.__main__ import main
 
     assert main(["pool", "--url", "http://127.0.0.1:9", *words, "--", "true"]) == 2

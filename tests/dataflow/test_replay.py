@@ -1,4 +1,6 @@
-"""Decisions made again: the same from an honest ledger, and the first that differs from one that was tampered with."""
+"""Decisions made again: the same from an honest ledger, and the first that differs from one that
+was tampered with.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from pathlib import Path
 import pytest
 from groups import joined, lease, ledger, options, planner, push
 
+from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest, Progress
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.dataflow.rules.replay import replay
-from flowtrain.options import parse
 
 RULES = {
     "curator": "greso",
@@ -29,14 +31,21 @@ NUM_STEPS = 8
 
 
 def trained(flow: Ledger, num_steps: int = NUM_STEPS) -> Ledger:
-    """A run of so many steps, in which rewards are drawn, some groups go stale, some are left over and the trainer resumes once."""
+    """A run of so many steps, in which rewards are drawn, some groups go stale, some are left over
+    and the trainer resumes once.
+    """
     order = random.Random(0)
     joined(flow)
     flow.register(planner(num_groups=4, max_staleness=1))
     for step in range(1, num_steps + 1):
         while flow.batch(BatchRequest("planner", step)).num_missing:
             for each in lease(flow, 3, versions={"planner": step - 1}):
-                push(flow, each, version=max(0, step - 1 - order.randrange(2)), rewards=order.choice([(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]))
+                push(
+                    flow,
+                    each,
+                    version=max(0, step - 1 - order.randrange(2)),
+                    rewards=order.choice([(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]),
+                )
         for each in lease(flow, 2, versions={"planner": step - 1}):
             push(flow, each, version=max(0, step - 1 - order.randrange(2)))
         flow.progress(Progress("planner", step, step // 2))
@@ -66,7 +75,11 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     flow = ledger(honest, **RULES)
     found, states = replay(flow), {share.state for share in flow.history().shares}
     assert found.differences == ()
-    assert found.num_batches == NUM_STEPS and found.num_groups > 4 * NUM_STEPS and found.num_prompts > found.num_groups
+    assert (
+        found.num_batches == NUM_STEPS
+        and found.num_groups > 4 * NUM_STEPS
+        and found.num_prompts > found.num_groups
+    )
     assert {"served", "stale", "filtered"} <= states, "the run has nothing to show"
     assert sum(len(batch.again) for batch in flow.history().batches) > 2
     assert replay(flow) == found
@@ -76,29 +89,56 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ("UPDATE decisions SET admitted = 1 - admitted WHERE position = 30", "place 30 in the order of tasks, 'task-"),
-        ("UPDATE decisions SET draw = 0.5 WHERE position = 9", "place 9 in the order of tasks: it is 'task-"),
-        ("UPDATE decisions SET task_id = 'task-99' WHERE position = 9", "place 9 in the order of tasks: it is 'task-"),
-        ("UPDATE decisions SET num_events = 9999 WHERE position = 40", "place 40 in the order of tasks: the curator had seen 9999 events"),
+        (
+            "UPDATE decisions SET admitted = 1 - admitted WHERE position = 30",
+            "place 30 in the order of tasks, 'task-",
+        ),
+        (
+            "UPDATE decisions SET draw = 0.5 WHERE position = 9",
+            "place 9 in the order of tasks: it is 'task-",
+        ),
+        (
+            "UPDATE decisions SET task_id = 'task-99' WHERE position = 9",
+            "place 9 in the order of tasks: it is 'task-",
+        ),
+        (
+            "UPDATE decisions SET num_events = 9999 WHERE position = 40",
+            "place 40 in the order of tasks: the curator had seen 9999 events",
+        ),
         ("UPDATE groups SET event = 9999 WHERE event = 5", ": the curator had seen "),
-        ("UPDATE groups SET rewards = '[1.0, 1.0]' WHERE rewards = '[0.0, 0.0]'", "the curator says"),
         (
-            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE unit = (SELECT unit FROM shares WHERE state = 'filtered')",
+            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE rewards = '[0.0, 0.0]'",
+            "the curator says",
+        ),
+        (
+            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE unit = (SELECT unit FROM shares WHERE "
+            "state = 'filtered')",
             "the filter says yes, the",
         ),
         (
-            "UPDATE shares SET state = 'filtered' WHERE unit = (SELECT min(unit) FROM shares WHERE state = 'served')",
+            "UPDATE shares SET state = 'filtered' WHERE unit = (SELECT min(unit) FROM shares WHERE "
+            "state = 'served')",
             "the filter says yes, the",
         ),
         (
-            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE unit = (SELECT max(unit) FROM shares WHERE state = 'served')",
+            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE unit = (SELECT max(unit) FROM shares "
+            "WHERE state = 'served')",
             "the filter says no, the ledger has yes",
         ),
         ("UPDATE bumps SET version = version + 1 WHERE event = (SELECT max(event) FROM bumps)", ""),
         ("DELETE FROM bumps WHERE event = (SELECT min(event) FROM bumps)", "the curator had seen"),
-        ("UPDATE places SET place = 9 WHERE step = 7 AND place = 0", "batch of step 7, planner: the selector takes ["),
-        ("UPDATE places SET unit = unit + 1000 WHERE step = 7 AND is_replay = 1", "batch of step 7, planner: the selector takes ["),
-        ("UPDATE batches SET num_events = num_events / 2 WHERE step = 8", "batch of step 8, planner: the selector takes ["),
+        (
+            "UPDATE places SET place = 9 WHERE step = 7 AND place = 0",
+            "batch of step 7, planner: the selector takes [",
+        ),
+        (
+            "UPDATE places SET unit = unit + 1000 WHERE step = 7 AND is_replay = 1",
+            "batch of step 7, planner: the selector takes [",
+        ),
+        (
+            "UPDATE batches SET num_events = num_events / 2 WHERE step = 8",
+            "batch of step 8, planner: the selector takes [",
+        ),
         ("UPDATE shares SET state = 'served' WHERE state = 'stale'", "batch of step "),
         ("UPDATE units SET kind = 'odd'", "batch of step "),
     ],
@@ -121,7 +161,9 @@ def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: st
         ({"replay_share": 0.5}, "batch of step "),
     ],
 )
-def test_other_options_than_those_of_the_run_are_found(honest: Path, changed: dict[str, object], difference: str) -> None:
+def test_other_options_than_those_of_the_run_are_found(
+    honest: Path, changed: dict[str, object], difference: str
+) -> None:
     flow = ledger(honest, **{**RULES, **changed})
     assert difference in replay(flow).differences[0]
     flow.close()
@@ -166,7 +208,9 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     flow.close()
     command = ["replay", "--database", path]
     assert main([*command, *words]) == 0
-    assert capsys.readouterr().out.endswith("3 batches decided about\nevery decision comes out as it was\n")
+    assert capsys.readouterr().out.endswith(
+        "3 batches decided about\nevery decision comes out as it was\n"
+    )
     assert main([*command, *words[:-1], "all"]) == 1
     assert "differs: group of unit " in capsys.readouterr().out
     assert main([*command, *words, "--run.seed", "5"]) == 2
@@ -175,11 +219,16 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
         database.execute("DELETE FROM places WHERE step = 2")
     assert main([*command, *words]) == 1
     assert capsys.readouterr().out.startswith("problem: ")
-    assert main(["replay", "--database", str(tmp_path / "none.db"), *words]) == 2 and not (tmp_path / "none.db").exists()
+    assert (
+        main(["replay", "--database", str(tmp_path / "none.db"), *words]) == 2
+        and not (tmp_path / "none.db").exists()
+    )
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest: Path) -> None:
-    """The same requests, answered by a new ledger object each: the curator's state comes from the database alone."""
+    """The same requests, answered by a new ledger object each: the curator's state comes from the
+    database alone.
+    """
 
     class Restarted:
         def __getattr__(self, name: str) -> Callable[[object], object]:

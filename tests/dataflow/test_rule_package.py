@@ -1,4 +1,6 @@
-"""The package in examples/rule_package, installed by pip into a folder of its own and loaded by another process."""
+"""The package in examples/rule_package, installed by pip into a folder of its own and loaded by
+another process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ASK = """
 import json
 from flowtrain.dataflow.rules import Outcome, load
-from flowtrain.options import parse
+from flowtrain.config.options import parse
 
 config = parse(["--dataflow.curator", "rest", "--dataflow.curator_options", "{num_versions = 2}"])
 curator = load(config.dataflow).curator
@@ -36,9 +38,26 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pip has installed the package."""
     pytest.importorskip("setuptools", "77", "the package is built with what is installed")
     folder = tmp_path_factory.mktemp("package")
-    shutil.copytree(ROOT / "examples" / "rule_package", folder / "source")  # building leaves files beside the source
-    quiet = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *quiet, "--target", str(folder / "site"), str(folder / "source")]
+    shutil.copytree(
+        ROOT / "examples" / "rule_package", folder / "source"
+    )  # building leaves files beside the source
+    quiet = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *quiet,
+        "--target",
+        str(folder / "site"),
+        str(folder / "source"),
+    ]
     subprocess.run(command, timeout=120, check=True)
     return folder / "site"
 
@@ -46,13 +65,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_installed_curator_is_loaded_with_its_options(site: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-c", ASK], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", ASK],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, False, True, False, True, True]  # a rests for versions 0 and 1, b was not solved
+    assert json.loads(done.stdout) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]  # a rests for versions 0 and 1, b was not solved
 
 
 def test_the_docs_show_the_example_as_it_is() -> None:
     source = (ROOT / "examples" / "rule_package" / "flowtrain_rest.py").read_text()
-    shown = (ROOT / "docs" / "dataflow-rules.md").read_text().partition("```python\n")[2].partition("```")[0]
+    shown = (
+        (ROOT / "docs" / "dataflow-rules.md")
+        .read_text()
+        .partition("```python\n")[2]
+        .partition("```")[0]
+    )
     assert shown == re.sub(r'^( *)"""[^"]*"""\n\n', "", source, flags=re.MULTILINE)

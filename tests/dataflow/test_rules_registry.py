@@ -1,4 +1,6 @@
-"""Rules by name: those of the package and those of others, which installed packages are made up for here by their metadata."""
+"""Rules by name: those of the package and those of others, which installed packages are made up for
+here by their metadata.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ def nothing():
 """
 
 
-def install(folder: Path, package: str, entries: dict[str, str], source: str = HALF, group: str = "flowtrain.filters") -> None:
+def install(
+    folder: Path,
+    package: str,
+    entries: dict[str, str],
+    source: str = HALF,
+    group: str = "flowtrain.filters",
+) -> None:
     """Lay `package` out as pip would."""
     (folder / f"{package}.py").write_text(source)
     info = folder / f"{package}-1.2.dist-info"
@@ -82,13 +90,24 @@ def test_a_curator_is_made_anew_for_every_run() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"curator": "gresso"}, "dataflow.curator: no curator 'gresso'; there are all, greso, curriculum"),
+        (
+            {"curator": "gresso"},
+            "dataflow.curator: no curator 'gresso'; there are all, greso, curriculum",
+        ),
         ({"filter": "greso"}, "dataflow.filter: no filter 'greso'; there are all, mixed"),
-        ({"selector": ""}, "dataflow.selector: no selector ''; there are deadline, arrival, weighted"),
-        ({"filter_options": {"x": 1}}, "dataflow.filter_options: all: got an unexpected keyword argument 'x'; it takes no options"),
+        (
+            {"selector": ""},
+            "dataflow.selector: no selector ''; there are deadline, arrival, weighted",
+        ),
+        (
+            {"filter_options": {"x": 1}},
+            "dataflow.filter_options: all: got an unexpected keyword argument 'x'; it takes no "
+            "options",
+        ),
         (
             {"curator": "curriculum", "curator_options": {"exploraton": 1}},
-            "dataflow.curator_options: curriculum: got an unexpected keyword argument 'exploraton'; it takes exploration, memory",
+            "dataflow.curator_options: curriculum: got an unexpected keyword argument "
+            "'exploraton'; it takes exploration, memory",
         ),
         (
             {"curator": "greso", "curator_options": {"floor_easy": 0}},
@@ -98,45 +117,79 @@ def test_a_curator_is_made_anew_for_every_run() -> None:
             {"selector": "weighted", "selector_options": {"weights": {"sum": -1}}},
             "dataflow.selector_options.weights.sum=-1: Input should be greater than 0 (weighted)",
         ),
-        ({"selector": "weighted"}, "dataflow.selector_options: weighted: missing a required argument: 'weights'; it takes weights"),
+        (
+            {"selector": "weighted"},
+            "dataflow.selector_options: weighted: missing a required argument: 'weights'; it takes "
+            "weights",
+        ),
     ],
 )
-def test_a_bad_name_or_option_is_refused_with_what_there_is(options: dict[str, Any], message: str) -> None:
+def test_a_bad_name_or_option_is_refused_with_what_there_is(
+    options: dict[str, Any], message: str
+) -> None:
     assert refused(**options) == message
 
 
 def test_an_installed_rule_gets_its_options(site: Path) -> None:
     install(site, "halves", {"half": "halves:Half"})
     keeps = load(Dataflow(filter="half", filter_options={"threshold": 0.75})).filter.keeps
-    assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10)) and not keeps(Outcome(1, "a", "", (1, 1, 0, 0), 10))
-    assert refused(filter="half", filter_options={"threshold": 2}).startswith("dataflow.filter_options.threshold=2: Input should be less")
-    assert refused(filter="half", filter_options={"x": 2}).endswith("unexpected keyword argument 'x'; it takes threshold")
+    assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10)) and not keeps(
+        Outcome(1, "a", "", (1, 1, 0, 0), 10)
+    )
+    assert refused(filter="half", filter_options={"threshold": 2}).startswith(
+        "dataflow.filter_options.threshold=2: Input should be less"
+    )
+    assert refused(filter="half", filter_options={"x": 2}).endswith(
+        "unexpected keyword argument 'x'; it takes threshold"
+    )
     assert refused(filter="full") == "dataflow.filter: no filter 'full'; there are all, mixed, half"
 
 
 @pytest.mark.parametrize(
     ("value", "options", "reason"),
     [
-        ("halves:Haff", {}, "cannot be made: AttributeError: module 'halves' has no attribute 'Haff'"),
+        (
+            "halves:Haff",
+            {},
+            "cannot be made: AttributeError: module 'halves' has no attribute 'Haff'",
+        ),
         ("halves:failing", {}, "cannot be made: KeyError: 'HALF_KEY'"),
-        ("halves:HALF", {}, "cannot be made: AttributeError: module 'halves' has no attribute 'HALF'"),
-        ("halves:strict", {"size": 2}, "cannot be made: ValueError: size: must be 3 or more, not 2"),
+        (
+            "halves:HALF",
+            {},
+            "cannot be made: AttributeError: module 'halves' has no attribute 'HALF'",
+        ),
+        (
+            "halves:strict",
+            {"size": 2},
+            "cannot be made: ValueError: size: must be 3 or more, not 2",
+        ),
         ("halves:nothing", {}, "has no method keeps; it needs keeps"),
     ],
 )
-def test_a_package_whose_rule_cannot_be_made_is_named(site: Path, value: str, options: dict[str, Any], reason: str) -> None:
+def test_a_package_whose_rule_cannot_be_made_is_named(
+    site: Path, value: str, options: dict[str, Any], reason: str
+) -> None:
     install(site, "halves", {"half": value})
-    assert refused(filter="half", filter_options=options) == f"filter 'half' of package halves 1.2 {reason}"
+    assert (
+        refused(filter="half", filter_options=options)
+        == f"filter 'half' of package halves 1.2 {reason}"
+    )
 
 
 @pytest.mark.parametrize(("name", "first"), [("half", "halves 1.2"), ("mixed", "flowtrain itself")])
 def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first: str) -> None:
     install(site, "halves", {"half": "halves:Half"})
     install(site, "other", {name: "other:Half"})
-    assert refused() == f"filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
+    assert (
+        refused()
+        == f"filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
+    )
 
 
 def test_a_rule_of_another_place_is_none_here(site: Path) -> None:
     install(site, "halves", {"half": "halves:Half"}, group="flowtrain.curators")
     assert refused(filter="half") == "dataflow.filter: no filter 'half'; there are all, mixed"
-    assert refused(curator="half").startswith("curator 'half' of package halves 1.2 has no method admits; it needs admits, observe, on_")
+    assert refused(curator="half").startswith(
+        "curator 'half' of package halves 1.2 has no method admits; it needs admits, observe, on_"
+    )

@@ -45,7 +45,12 @@ def test_a_ledger_becomes_a_picture(tmp_path: Path) -> None:
 
     with reading(database) as transaction:
         timeline = read_timeline(transaction)
-    assert [(time, node) for time, node, _ in timeline.pushes] == [(5, "n1"), (10, "n1"), (15, "n2"), (20, "n2")]
+    assert [(time, node) for time, node, _ in timeline.pushes] == [
+        (5, "n1"),
+        (10, "n1"),
+        (15, "n2"),
+        (20, "n2"),
+    ]
     assert timeline.batches == {"planner": ((20, 0, 0, 0),)}
     assert timeline.leases == ((0, "n1", 1), (10, "n1", -1), (10, "n2", 1), (20, "n2", -1))
 

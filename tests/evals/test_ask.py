@@ -1,4 +1,6 @@
-"""Rollouts of an evaluation on a scripted flow: seeds, order, failures, judges and what each rollout used."""
+"""Rollouts of an evaluation on a scripted flow: seeds, order, failures, judges and what each
+rollout used.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,27 @@ import pytest
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.config import Judge as JudgeOptions
+from flowtrain.engines.chat import Meter, metered
+from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.ask import ask, questions
 from flowtrain.evals.chat_planner import ChatPlanner, PlainText
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
 from flowtrain.rewards import Judge, VerdictCache
-from flowtrain.rollout.chat import Meter, metered
-from flowtrain.rollout.engine import EngineError
 from flowtrain.types import Action, Task, Trajectory, UserError
 
-TASKS = tuple(Task(f"aime24-{number}", f"{number} + 1?", (str(number + 1),), "aime24", 0, "math") for number in range(3))
+TASKS = tuple(
+    Task(f"aime24-{number}", f"{number} + 1?", (str(number + 1),), "aime24", 0, "math")
+    for number in range(3)
+)
 
 
 @dataclass
 class FakeFlow:
-    """Answers as a script says, or fails as it does; each rollout costs one token for each that began before it."""
+    """Answers as a script says, or fails as it does; each rollout costs one token for each that
+    began before it.
+    """
 
     script: Callable[[Task], str]
     seeds: dict[str, int] = field(default_factory=dict)
@@ -48,7 +55,13 @@ class FakeFlow:
 
 
 def run(
-    folder: Path, flow: FakeFlow, judge: Judge | None = None, *, benchmark: str = "aime24", num_trials: int = 1, **more: int
+    folder: Path,
+    flow: FakeFlow,
+    judge: Judge | None = None,
+    *,
+    benchmark: str = "aime24",
+    num_trials: int = 1,
+    **more: int,
 ) -> RecordLog:
     log = RecordLog(folder)
     tasks = [replace(task, id=task.id.replace("aime24", benchmark)) for task in TASKS]
@@ -62,7 +75,9 @@ def right(task: Task) -> str:
     return task.answers[0]
 
 
-def test_every_rollout_has_a_seed_of_its_own_that_its_neighbours_do_not_change(tmp_path: Path) -> None:
+def test_every_rollout_has_a_seed_of_its_own_that_its_neighbours_do_not_change(
+    tmp_path: Path,
+) -> None:
     def seeds(name: str, **more: Any) -> dict[str, int]:
         (tmp_path / name).mkdir()
         flow = FakeFlow(right)
@@ -81,7 +96,11 @@ def test_no_more_are_under_way_than_allowed_and_each_knows_what_it_used(tmp_path
     flow = FakeFlow(right)
     log = run(tmp_path, flow)
     assert flow.most == 2
-    assert {entry.usage.prompt_tokens: entry.usage.cost for entry in log.entries.values()} == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert {entry.usage.prompt_tokens: entry.usage.cost for entry in log.entries.values()} == {
+        1: 1.0,
+        2: 2.0,
+        3: 3.0,
+    }
 
 
 def test_what_is_asked_outside_is_not_counted() -> None:
@@ -103,8 +122,14 @@ def test_an_engine_that_fails_is_a_failed_rollout_and_a_mistake_ends_all(tmp_pat
         return right(task)
 
     log = run(tmp_path, FakeFlow(script))
-    assert [(entry.error, entry.outcome.reward) for entry in log.entries.values() if entry.key[1] == "1"] == [("planner: no reply", None)]
-    assert {entry.key[1]: entry.outcome.reward for entry in log.entries.values()} == {"0": 1.0, "1": None, "2": 1.0}
+    assert [
+        (entry.error, entry.outcome.reward) for entry in log.entries.values() if entry.key[1] == "1"
+    ] == [("planner: no reply", None)]
+    assert {entry.key[1]: entry.outcome.reward for entry in log.entries.values()} == {
+        "0": 1.0,
+        "1": None,
+        "2": 1.0,
+    }
 
     def refused(task: Task) -> str:
         raise UserError("engines.gpt: a wrong key")
@@ -128,9 +153,15 @@ class FakeChat:
 def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: Path) -> None:
     chat = FakeChat()
     judge = Judge(chat, VerdictCache(tmp_path / "cache.sqlite"), JudgeOptions())
-    log = run(tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge)
-    found = {entry.key[1]: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()}
-    assert found == {"0": (1.0, "math"), "1": (1.0, "judge"), "2": (1.0, "judge")} and chat.asked == 2
+    log = run(
+        tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge
+    )
+    found = {
+        entry.key[1]: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()
+    }
+    assert (
+        found == {"0": (1.0, "math"), "1": (1.0, "judge"), "2": (1.0, "judge")} and chat.asked == 2
+    )
     (tmp_path / "again").mkdir()
     run(tmp_path / "again", FakeFlow(lambda task: "seven"), judge)
     assert chat.asked == 3, "what it has judged is in its cache"
@@ -160,7 +191,11 @@ def test_a_chat_engine_plans_from_the_question_and_the_memory() -> None:
     plan = asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0))
     assert plan.action == Action("j", "c", "area of Chad", "Search") and plan.text == echo.reply
     ((prompt, seed, deadline_s),) = echo.asked
-    assert plan.prompt_text == prompt and TASKS[0].question in prompt and "The area of Mali is 1240." in prompt
+    assert (
+        plan.prompt_text == prompt
+        and TASKS[0].question in prompt
+        and "The area of Mali is 1240." in prompt
+    )
     assert deadline_s == 7.0 and (plan.prompt_ids, plan.completion.ids) == ((), ())
     asyncio.run(planner.plan(TASKS[0], memory, 2, 5, 3.0))
     assert echo.asked[1][0] == prompt and echo.asked[1][1] != seed and echo.asked[1][2] == 3.0

@@ -1,4 +1,6 @@
-"""`python -m flowtrain.evals` as a person runs it, against a real server on loopback that plays the frozen planner and generator."""
+"""`python -m flowtrain.evals` as a person runs it, against a real server on loopback that plays the
+frozen planner and generator.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,24 @@ def data(lookups: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two benchmarks with the same pids, in AgentFlow's form."""
     folder = tmp_path_factory.mktemp("benchmarks")
     for name, tasks in (("bamboogle", lookups[:NUM_ROWS]), ("hotpotqa", lookups[NUM_ROWS:])):
-        rows = [{"pid": str(pid), "query": task.question, "answer": list(task.answers), "image": None} for pid, task in enumerate(tasks)]
+        rows = [
+            {"pid": str(pid), "query": task.question, "answer": list(task.answers), "image": None}
+            for pid, task in enumerate(tasks)
+        ]
         (folder / f"{name}.json").write_text(json.dumps(rows))
     return folder
 
 
 class Script:
-    """A planner that looks the right thing up, but guesses where the question's number is odd; a generator that repeats the result."""
+    """A planner that looks the right thing up, but guesses where the question's number is odd; a
+    generator that repeats the result.
+    """
 
     def __init__(self, lookups: list[Task]) -> None:
-        self.steps = {task.question: (task.plan[0].sub_goal, number % 3) for number, task in enumerate(lookups)}
+        self.steps = {
+            task.question: (task.plan[0].sub_goal, number % 3)
+            for number, task in enumerate(lookups)
+        }
         self.refused: set[str] = set()
         """Questions that get HTTP 400."""
 
@@ -66,7 +76,10 @@ class Script:
             value = re.findall(r'"result": "The .* is (.*?)\.?"', prompt)
             return f"1. ...\n2. <answer>{value[-1] if value else 'unknown'}</answer>"
         sub_goal, kind = self.steps[question]
-        return f"Justification: x\nContext: y\nSub-Goal: {sub_goal}\nTool Name: {'Base_Generator' if kind == 1 else 'Search'}"
+        return (
+            f"Justification: x\nContext: y\nSub-Goal: {sub_goal}\nTool Name: "
+            f"{'Base_Generator' if kind == 1 else 'Search'}"
+        )
 
 
 @pytest.fixture
@@ -105,28 +118,67 @@ def endpoint(script: Script, gate: Gate) -> Iterator[ChatServer]:
 @pytest.fixture
 def words(data: Path, endpoint: ChatServer) -> tuple[str, ...]:
     return (
-        *("--benchmarks", "bamboogle,hotpotqa", "--trials", str(NUM_TRIALS), "--data", str(data), "--planner", "gpt"),
-        *("--engines.gpt.model", "scripted", "--engines.gpt.base_url", endpoint.base_url, "--engines.gpt.api_key_env", ""),
-        *("--engines.gpt.price_in", "2", "--engines.gpt.price_out", "10", "--engines.gpt.max_retries", "0"),
-        *("--roles.generator", "gpt", "--agent.tools", '["Search", "Base_Generator"]', "--run.threads", "1", "--run.device", "cpu"),
+        *(
+            "--benchmarks",
+            "bamboogle,hotpotqa",
+            "--trials",
+            str(NUM_TRIALS),
+            "--data",
+            str(data),
+            "--planner",
+            "gpt",
+        ),
+        *(
+            "--engines.gpt.model",
+            "scripted",
+            "--engines.gpt.base_url",
+            endpoint.base_url,
+            "--engines.gpt.api_key_env",
+            "",
+        ),
+        *(
+            "--engines.gpt.price_in",
+            "2",
+            "--engines.gpt.price_out",
+            "10",
+            "--engines.gpt.max_retries",
+            "0",
+        ),
+        *(
+            "--roles.generator",
+            "gpt",
+            "--agent.tools",
+            '["Search", "Base_Generator"]',
+            "--run.threads",
+            "1",
+            "--run.device",
+            "cpu",
+        ),
         *("--rollout.max_in_flight", "4"),
     )
 
 
 def without_clock(path: Path) -> dict[tuple[str, str, int], Any]:
-    return {(r["benchmark"], r["pid"], r["trial"]): timeless(r) for r in read(path / "trajectories.jsonl")}
+    return {
+        (r["benchmark"], r["pid"], r["trial"]): timeless(r)
+        for r in read(path / "trajectories.jsonl")
+    }
 
 
 def asked_of(record: dict[str, Any], endpoint: ChatServer) -> int:
     """How many requests were made for the planner's turns of a rollout."""
     prompts = Counter((body["messages"][0]["content"], body["seed"]) for body in endpoint.asked)
     assert len(record["turns"]) == 1
-    (seed,) = {seed for prompt, seed in prompts if prompt == record["turns"][0]["prompt_text"] and _is_of(record, seed)}
+    (seed,) = {
+        seed
+        for prompt, seed in prompts
+        if prompt == record["turns"][0]["prompt_text"] and _is_of(record, seed)
+    }
     return prompts[(record["turns"][0]["prompt_text"], seed)]
 
 
 def _is_of(record: dict[str, Any], seed: int) -> bool:
-    from flowtrain.seeds import derive_seed
+    from flowtrain.utils.seeds import derive_seed
 
     return derive_seed(record["seed"], 0) % 2**31 == seed
 
@@ -135,28 +187,52 @@ def _is_of(record: dict[str, Any], seed: int) -> bool:
 
 
 def test_an_evaluation_leaves_its_records_numbers_and_pictures(
-    server: Server, words: tuple[str, ...], endpoint: ChatServer, lookups: list[Task], tmp_path: Path
+    server: Server,
+    words: tuple[str, ...],
+    endpoint: ChatServer,
+    lookups: list[Task],
+    tmp_path: Path,
 ) -> None:
     code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", "--paper")
     assert code == 0, lines
     records = read(tmp_path / "run" / "trajectories.jsonl")
     keys = [(record["benchmark"], record["pid"], record["trial"]) for record in records]
-    assert sorted(keys) == sorted((b, str(p), t) for b in ("bamboogle", "hotpotqa") for p in range(NUM_ROWS) for t in (1, 2))
-    assert {record["trial"] for record in records[: 2 * NUM_ROWS - 4]} == {1}, "the second trial comes after the first"
+    assert sorted(keys) == sorted(
+        (b, str(p), t) for b in ("bamboogle", "hotpotqa") for p in range(NUM_ROWS) for t in (1, 2)
+    )
+    assert {record["trial"] for record in records[: 2 * NUM_ROWS - 4]} == {1}, (
+        "the second trial comes after the first"
+    )
     for record in records:
         number = int(record["pid"]) + NUM_ROWS * (record["benchmark"] == "hotpotqa")
         task = lookups[number]
-        assert (record["question"], record["answers"], record["scored_by"]) == (task.question, list(task.answers), "qa")
+        assert (record["question"], record["answers"], record["scored_by"]) == (
+            task.question,
+            list(task.answers),
+            "qa",
+        )
         (turn,) = record["turns"]
-        assert task.question in turn["prompt_text"] and turn["response_text"].startswith("Justification")
+        assert task.question in turn["prompt_text"] and turn["response_text"].startswith(
+            "Justification"
+        )
         if number % 3 != 1:
             assert (record["reward"], record["answer"]) == (1.0, task.answers[0])
             assert turn["action"]["tool_name"] == "Search" and task.answers[0] in turn["result"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]["bamboogle"]
-    rewards = {t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)] for t in (1, 2)}
+    rewards = {
+        t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)]
+        for t in (1, 2)
+    }
     assert summary["by_trial"] == [pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)]
-    assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (NUM_ROWS, 0, 1.0)
-    assert summary["stats"]["tool_shares"] == {"Search": pytest.approx(2 / 3), "Base_Generator": pytest.approx(1 / 3)}
+    assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (
+        NUM_ROWS,
+        0,
+        1.0,
+    )
+    assert summary["stats"]["tool_shares"] == {
+        "Search": pytest.approx(2 / 3),
+        "Base_Generator": pytest.approx(1 / 3),
+    }
     # Two requests per rollout; the server counts words as tokens.
     assert len(endpoint.asked) == 2 * NUM_ROLLOUTS
     usage = [record["usage"] for record in records]
@@ -170,18 +246,30 @@ def test_an_evaluation_leaves_its_records_numbers_and_pictures(
     assert not [path for path in tmp_path.iterdir() if path.name != "run"], "nothing else is left"
 
 
-def test_the_config_that_is_left_gives_the_same_records(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_config_that_is_left_gives_the_same_records(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
     assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
     flags = words[: words.index("--engines.gpt.model")]
-    code, lines, _ = server.run("evals", "--config", tmp_path / "one" / "config.toml", *flags, "--out", tmp_path / "two")
+    code, lines, _ = server.run(
+        "evals", "--config", tmp_path / "one" / "config.toml", *flags, "--out", tmp_path / "two"
+    )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
-    one, two = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")
+    )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
-    assert pins["engines"]["gpt"].startswith("scripted at http://127.0.0.1:") and "temperature 0" in pins["engines"]["gpt"]
+    assert (
+        pins["engines"]["gpt"].startswith("scripted at http://127.0.0.1:")
+        and "temperature 0" in pins["engines"]["gpt"]
+    )
     assert {"analyst", "executor", "verifier", "generator"} <= set(pins["prompts"])
-    assert pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
+    assert (
+        pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
+        and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
+    )
     assert (pins["seed"], pins["trials"], pins["planner"]) == (0, NUM_TRIALS, "gpt")
 
 
@@ -190,7 +278,12 @@ def test_the_config_that_is_left_gives_the_same_records(server: Server, words: t
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
-    server: Server, words: tuple[str, ...], endpoint: ChatServer, gate: Gate, tmp_path: Path, number: signal.Signals
+    server: Server,
+    words: tuple[str, ...],
+    endpoint: ChatServer,
+    gate: Gate,
+    tmp_path: Path,
+    number: signal.Signals,
 ) -> None:
     log = tmp_path / "run" / "trajectories.jsonl"
     gate.open_for = 21
@@ -200,7 +293,10 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
     code = process.wait()
     assert code == (-9 if number == signal.SIGKILL else 130)
     if number != signal.SIGKILL:
-        assert re.search(r"stopped; go on with: python -m flowtrain.evals --benchmarks .* --resume", process.err.read_text())
+        assert re.search(
+            r"stopped; go on with: python -m flowtrain.evals --benchmarks .* --resume",
+            process.err.read_text(),
+        )
     finished = read(log)
     assert 0 < len(finished) < NUM_ROLLOUTS
     with log.open("a") as file:
@@ -211,11 +307,15 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
     code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
     assert code == 0, lines
     records = read(log)
-    assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS == len(without_clock(tmp_path / "run"))
+    assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS == len(
+        without_clock(tmp_path / "run")
+    )
     assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
     assert [asked_of(record, endpoint) for record in finished] == [1] * len(finished)
     assert server.run("evals", *words, "--out", tmp_path / "whole")[0] == 0
-    assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), "the same as without the interruption"
+    assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
+        "the same as without the interruption"
+    )
     assert out.partition("a rollout")[0] == server_table(tmp_path / "whole")
 
 
@@ -223,32 +323,54 @@ def server_table(path: Path) -> str:
     from flowtrain.evals.records import read_entries
     from flowtrain.evals.summary import summarise, table
 
-    return table(summarise(read_entries(path).values(), ("Search", "Base_Generator")), {}).partition("a rollout")[0]
+    return table(
+        summarise(read_entries(path).values(), ("Search", "Base_Generator")), {}
+    ).partition("a rollout")[0]
 
 
-def test_a_finished_evaluation_asks_nothing(server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path) -> None:
-    outs = [server.run("evals", *words, "--rows", "2", "--out", tmp_path / "run", *more) for more in ((), ("--resume",))]
+def test_a_finished_evaluation_asks_nothing(
+    server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
+) -> None:
+    outs = [
+        server.run("evals", *words, "--rows", "2", "--out", tmp_path / "run", *more)
+        for more in ((), ("--resume",))
+    ]
     assert [code for code, _, _ in outs] == [0, 0]
     assert outs[0][2] == outs[1][2] and len(endpoint.asked) == 2 * 2 * 2 * NUM_TRIALS
 
 
 def test_failed_rollouts_stand_apart_and_are_asked_again(
-    server: Server, words: tuple[str, ...], endpoint: ChatServer, script: Script, lookups: list[Task], tmp_path: Path
+    server: Server,
+    words: tuple[str, ...],
+    endpoint: ChatServer,
+    script: Script,
+    lookups: list[Task],
+    tmp_path: Path,
 ) -> None:
     script.refused = {lookups[0].question}
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run")
     assert code == 0
-    assert any("2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines), lines
+    assert any(
+        "2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines
+    ), lines
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (2, NUM_ROWS - 1)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
+        2,
+        NUM_ROWS - 1,
+    )
     failed = [record for record in read(tmp_path / "run" / "trajectories.jsonl") if record["error"]]
-    assert [(record["pid"], record["reward"], record["error"][:8]) for record in failed] == [("0", None, "planner:")] * 2
+    assert [(record["pid"], record["reward"], record["error"][:8]) for record in failed] == [
+        ("0", None, "planner:")
+    ] * 2
 
     script.refused, num_asked = set(), len(endpoint.asked)
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, []) and len(endpoint.asked) - num_asked == 2 * 2
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (0, NUM_ROWS)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
+        0,
+        NUM_ROWS,
+    )
 
 
 # ---- refused
@@ -264,8 +386,16 @@ def change_question(data: Path) -> None:
     ("more", "change", "said"),
     [
         ((), None, "holds an evaluation: go on with it by --resume"),
-        (("--resume", "--agent.eval_max_turns", "9"), None, "config.agent.eval_max_turns was 3, is 9"),
-        (("--resume", "--engines.gpt.temperature", "0.5"), None, "config.engines.gpt.temperature was 0.0, is 0.5"),
+        (
+            ("--resume", "--agent.eval_max_turns", "9"),
+            None,
+            "config.agent.eval_max_turns was 3, is 9",
+        ),
+        (
+            ("--resume", "--engines.gpt.temperature", "0.5"),
+            None,
+            "config.engines.gpt.temperature was 0.0, is 0.5",
+        ),
         (("--resume", "--trials", "3"), None, "trials was 2, is 3"),
         (("--resume", "--run.seed", "1"), None, "seed was 0, is 1"),
         (("--resume",), change_question, "benchmarks.hotpotqa.sha256 was"),
@@ -294,7 +424,9 @@ def test_another_evaluation_is_not_gone_on_with(
     assert (tmp_path / "run" / "trajectories.jsonl").read_bytes() == before
 
 
-def test_another_prompt_is_not_gone_on_with(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_another_prompt_is_not_gone_on_with(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
     words = (*words, "--rows", "1", "--out", str(tmp_path / "run"))
     assert server.run("evals", *words)[0] == 0
     before = "import flowtrain.agents.generator as g; g.PROMPT += ' Be brief.'"
@@ -305,10 +437,16 @@ def test_another_prompt_is_not_gone_on_with(server: Server, words: tuple[str, ..
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--benchmarks", "gaia"), "copy test/gaia/data/data.json of https://github.com/lupantech/AgentFlow"),
+        (
+            ("--benchmarks", "gaia"),
+            "copy test/gaia/data/data.json of https://github.com/lupantech/AgentFlow",
+        ),
         (("--benchmarks", "mmlu"), "benchmark 'mmlu' is unknown; known: bamboogle"),
         (("--benchmarks", " , "), "--benchmarks names none"),
-        (("--planner", "claude"), "--planner 'claude' may be 'policy' or a name in [engines], which holds gpt"),
+        (
+            ("--planner", "claude"),
+            "--planner 'claude' may be 'policy' or a name in [engines], which holds gpt",
+        ),
         (("--roles.executor", "policy"), "roles.executor='policy' would need the policy too"),
         (("--rows", "0"), "--rows '0' must be a number from 1, or all"),
         (("--trials", "0"), "--trials 0 must be at least 1"),
@@ -317,42 +455,80 @@ def test_another_prompt_is_not_gone_on_with(server: Server, words: tuple[str, ..
         (("--engines.gpt.base_url", "ftp://x"), "engines.gpt.base_url"),
     ],
 )
-def test_mistakes_are_named_in_one_line(server: Server, words: tuple[str, ...], tmp_path: Path, more: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_named_in_one_line(
+    server: Server, words: tuple[str, ...], tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", *more)
     assert code == 2 and len(lines) == 1 and said in lines[0], lines
     assert not (tmp_path / "run").exists()
 
 
 def test_without_a_folder_it_says_where_to_name_one(server: Server, tmp_path: Path) -> None:
-    code, lines, _ = server.run("evals", "--benchmarks", "gaia", before="import os; os.environ.pop('FLOWTRAIN_BENCHMARKS', None)")
+    code, lines, _ = server.run(
+        "evals",
+        "--benchmarks",
+        "gaia",
+        before="import os; os.environ.pop('FLOWTRAIN_BENCHMARKS', None)",
+    )
     assert code == 2 and "name their folder: --data DIR" in lines[0]
 
 
 def test_it_is_one_process(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", before="import os; os.environ['WORLD_SIZE'] = '2'")
+    code, lines, _ = server.run(
+        "evals",
+        *words,
+        "--out",
+        tmp_path / "run",
+        before="import os; os.environ['WORLD_SIZE'] = '2'",
+    )
     assert code == 2 and "start it without torchrun" in lines[0]
 
 
 # ---- with the policy
 
 
-def test_the_policy_plans_and_two_runs_stand_side_by_side(server: Server, warm: Path, data: Path, tmp_path: Path) -> None:
+def test_the_policy_plans_and_two_runs_stand_side_by_side(
+    server: Server, warm: Path, data: Path, tmp_path: Path
+) -> None:
     words = (
-        *("--config", warm / "config.toml", "--model.path", warm / "model", "--benchmarks", "bamboogle", "--data", data, "--trials", "2"),
+        *(
+            "--config",
+            warm / "config.toml",
+            "--model.path",
+            warm / "model",
+            "--benchmarks",
+            "bamboogle",
+            "--data",
+            data,
+            "--trials",
+            "2",
+        ),
         *("--temperature", "0", "--rows", "3"),
     )
     left = WeightStore(tmp_path / ".one.weights")  # by a process that was killed
-    Publisher(left, PublishOptions(torch.float32), World(0, 1, torch.device("cpu"))).publish({"x": torch.ones(4)}, 0)
+    Publisher(left, PublishOptions(torch.float32), World(0, 1, torch.device("cpu"))).publish(
+        {"x": torch.ones(4)}, 0
+    )
     assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "two", "--beside", tmp_path / "one")
+    code, lines, out = server.run(
+        "evals", *words, "--out", tmp_path / "two", "--beside", tmp_path / "one"
+    )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
     assert out.splitlines()[0].endswith("failed  one")
     records = read(tmp_path / "two" / "trajectories.jsonl")
-    assert len(records) == 6 and all(record["turns"][0]["prompt_text"].startswith("Question: ") for record in records)
-    by_trial = [[(r["pid"], r["answer"]) for r in records if r["trial"] == trial] for trial in (1, 2)]
+    assert len(records) == 6 and all(
+        record["turns"][0]["prompt_text"].startswith("Question: ") for record in records
+    )
+    by_trial = [
+        [(r["pid"], r["answer"]) for r in records if r["trial"] == trial] for trial in (1, 2)
+    ]
     assert sorted(by_trial[0]) == sorted(by_trial[1]), "greedy"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"], "no weights stay"
-    assert (tmp_path / "two" / "tokenizer.json").read_text() == (tmp_path / "one" / "tokenizer.json").read_text()
-    engine = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]["engines"]["policy"]
+    assert (tmp_path / "two" / "tokenizer.json").read_text() == (
+        tmp_path / "one" / "tokenizer.json"
+    ).read_text()
+    engine = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]["engines"][
+        "policy"
+    ]
     assert re.fullmatch(r".*/warm/model, weights [0-9a-f]{32}, torch, temperature 0", engine)

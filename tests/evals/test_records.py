@@ -7,36 +7,89 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.config.options import parse
+from flowtrain.engines.chat import Usage
 from flowtrain.evals.pins import check_same, config_pins
 from flowtrain.evals.records import RecordLog, read_entries, rollout_record
-from flowtrain.options import parse
-from flowtrain.rollout.chat import Usage
-from flowtrain.types import Action, FinishReason, Task, ToolResult, Trajectory, Turn, UserError, Verdict
+from flowtrain.types import (
+    Action,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+)
 
 TASK = Task("7", "What is 1 plus 1?", ("2",))
 
 
 def trajectory(answer: str = "2", reward: float | None = 1.0, error: str = "") -> Trajectory:
     action = Action("", "", "1 + 1", "Python_Coder")
-    turn = Turn((5, 6, 7), (8, 9), (-0.5, -0.25), (), FinishReason.STOP, "text", action, "command", ToolResult("2"), Verdict.STOP, 0.5)
+    turn = Turn(
+        (5, 6, 7),
+        (8, 9),
+        (-0.5, -0.25),
+        (),
+        FinishReason.STOP,
+        "text",
+        action,
+        "command",
+        ToolResult("2"),
+        Verdict.STOP,
+        0.5,
+    )
     return Trajectory(TASK, (turn,), answer, 1.5, 42, "", reward, "math", error=error)
 
 
 def record(benchmark: str = "aime24", trial: int = 1, **changes: object) -> dict[str, object]:
-    return rollout_record((benchmark, "7", trial), 3, trajectory(**changes), Usage(70, 5, 0.5), lambda ids: "|".join(map(str, ids)))  # type: ignore[arg-type]
+    return rollout_record(
+        (benchmark, "7", trial),
+        3,
+        trajectory(**changes),
+        Usage(70, 5, 0.5),
+        lambda ids: "|".join(map(str, ids)),
+    )  # type: ignore[arg-type]
 
 
 def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
     log = RecordLog(tmp_path)
     log.append(record())
     (line,) = map(json.loads, log.path.read_text().splitlines())
-    assert (line["benchmark"], line["pid"], line["trial"], line["step"], line["group_index"]) == ("aime24", "7", 1, 1, 3)
-    assert (line["question"], line["answers"], line["answer"], line["reward"]) == ("What is 1 plus 1?", ["2"], "2", 1.0)
-    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == ("math", 42, 1.5, "")
+    assert (line["benchmark"], line["pid"], line["trial"], line["step"], line["group_index"]) == (
+        "aime24",
+        "7",
+        1,
+        1,
+        3,
+    )
+    assert (line["question"], line["answers"], line["answer"], line["reward"]) == (
+        "What is 1 plus 1?",
+        ["2"],
+        "2",
+        1.0,
+    )
+    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == (
+        "math",
+        42,
+        1.5,
+        "",
+    )
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
-    assert (turn["prompt_text"], turn["response_text"], turn["command"], turn["result"]) == ("5|6|7", "text", "command", "2")
-    assert (turn["verdict"], turn["num_prompt_tokens"], turn["response_ids"], turn["seconds"]) == ("STOP", 3, [8, 9], 0.5)
+    assert (turn["prompt_text"], turn["response_text"], turn["command"], turn["result"]) == (
+        "5|6|7",
+        "text",
+        "command",
+        "2",
+    )
+    assert (turn["verdict"], turn["num_prompt_tokens"], turn["response_ids"], turn["seconds"]) == (
+        "STOP",
+        3,
+        [8, 9],
+        0.5,
+    )
 
 
 def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
@@ -45,20 +98,31 @@ def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
         log.append(record(trial=trial))
     log.append(record("amc23", reward=0.0))
     assert RecordLog(tmp_path).entries == log.entries == read_entries(tmp_path)
-    assert log.done == {("aime24", "7", 1), ("aime24", "7", 2), ("amc23", "7", 1)}, "the same pid in two benchmarks"
-    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == [1.0, 1.0, 0.0]
+    assert log.done == {("aime24", "7", 1), ("aime24", "7", 2), ("amc23", "7", 1)}, (
+        "the same pid in two benchmarks"
+    )
+    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_failed_rollout_is_not_done_and_the_last_line_counts(tmp_path: Path) -> None:
     log = RecordLog(tmp_path)
     log.append(record(reward=None, error="generator: no answer"))
-    assert log.done == set() and RecordLog(tmp_path).entries[("aime24", "7", 1)].error == "generator: no answer"
+    assert (
+        log.done == set()
+        and RecordLog(tmp_path).entries[("aime24", "7", 1)].error == "generator: no answer"
+    )
     log.append(record())
     assert RecordLog(tmp_path).done == {("aime24", "7", 1)}
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, -1])
-def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path, num_bytes: int) -> None:
+def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(
+    tmp_path: Path, num_bytes: int
+) -> None:
     log = RecordLog(tmp_path)
     log.append(record(trial=1))
     whole = log.path.read_bytes()
@@ -76,7 +140,10 @@ def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(tmp_path: Path, n
 
 
 def test_the_same_config_is_the_same_and_folders_do_not_matter() -> None:
-    one, two = (config_pins(parse(["--run.dir", run, "--rollout.max_in_flight", number])) for run, number in (("a", "1"), ("b", "2")))  # type: ignore[arg-type]
+    one, two = (
+        config_pins(parse(["--run.dir", run, "--rollout.max_in_flight", number]))
+        for run, number in (("a", "1"), ("b", "2"))
+    )  # type: ignore[arg-type]
     check_same(Path("x"), one, two)
 
 
@@ -94,9 +161,19 @@ def test_what_differs_is_named(option: str, value: str, said: str) -> None:
     begun, now = config_pins(parse([])), config_pins(parse([f"--{option}", value]))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="runs/x was begun with other settings") as error:
         check_same(Path("runs/x"), begun, now)
-    assert said in str(error.value) or ("engines.gpt" in str(error.value) and option.startswith("engines"))
+    assert said in str(error.value) or (
+        "engines.gpt" in str(error.value) and option.startswith("engines")
+    )
 
 
 def test_of_many_differences_three_are_named() -> None:
-    with pytest.raises(UserError, match=r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent and 3 more; go back to them or choose"):
-        check_same(Path("x"), {"a": 1, "b": 1, "c": {"x": 1}}, {"a": 2, "b": 2, "d": {"y": 1}, "e": None, "f": 0})
+    with pytest.raises(
+        UserError,
+        match=r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent and 3 more; go back to them or "
+        r"choose",
+    ):
+        check_same(
+            Path("x"),
+            {"a": 1, "b": 1, "c": {"x": 1}},
+            {"a": 2, "b": 2, "d": {"y": 1}, "e": None, "f": 0},
+        )

@@ -17,18 +17,43 @@ TOOLS = ("Search", "Python_Coder")
 USAGE = {"prompt_tokens": 1000, "reply_tokens": 50, "cost": 0.25}
 
 
-def record(pid: int, trial: int, reward: float | None, error: str = "", benchmark: str = "aime24", seconds: float = 2.0) -> Entry:
+def record(
+    pid: int,
+    trial: int,
+    reward: float | None,
+    error: str = "",
+    benchmark: str = "aime24",
+    seconds: float = 2.0,
+) -> Entry:
     """Two turns; as it is read back from a line of the log."""
     action = {"justification": "", "context": "", "sub_goal": "1", "tool_name": "Search"}
     turns = [
         {"action": action, "is_error": False, "num_prompt_tokens": 10, "response_ids": [1, 2]},
         {"action": None, "is_error": True, "num_prompt_tokens": 20, "response_ids": [1, 2, 3, 4]},
     ]
-    head = {"benchmark": benchmark, "pid": str(pid), "trial": trial, "step": trial, "reward": reward, "error": error}
-    return Entry.of({**head, "scored_by": "math", "truncated": "", "seconds": seconds, "turns": turns, "usage": USAGE})
+    head = {
+        "benchmark": benchmark,
+        "pid": str(pid),
+        "trial": trial,
+        "step": trial,
+        "reward": reward,
+        "error": error,
+    }
+    return Entry.of(
+        {
+            **head,
+            "scored_by": "math",
+            "truncated": "",
+            "seconds": seconds,
+            "turns": turns,
+            "usage": USAGE,
+        }
+    )
 
 
-TWO_TRIALS = [record(pid, trial, float(pid < right)) for trial, right in ((1, 1), (2, 2)) for pid in range(4)]
+TWO_TRIALS = [
+    record(pid, trial, float(pid < right)) for trial, right in ((1, 1), (2, 2)) for pid in range(4)
+]
 """4 questions: 1 right in the first trial, 2 in the second."""
 
 
@@ -39,9 +64,15 @@ def test_accuracy_and_spread_by_hand() -> None:
     assert score.spread == pytest.approx(math.sqrt(2) / 8)
     assert (score.low, score.high) == wilson(0.375, 4)
     assert (score.num_failed, score.seconds_mean, score.scored_by) == (0, 2.0, {"math": 8})
-    assert (score.tokens_mean, score.frozen_tokens_mean, score.cost) == (36, 1050, 2.0), "10 + 2 + 20 + 4; 8 rollouts of 0.25"
+    assert (score.tokens_mean, score.frozen_tokens_mean, score.cost) == (36, 1050, 2.0), (
+        "10 + 2 + 20 + 4; 8 rollouts of 0.25"
+    )
     assert (score.stats.prompt_len_mean, score.stats.response_len_mean) == (15, 3)
-    assert (score.stats.turns_mean, score.stats.malformed_share, score.stats.tool_shares["Search"]) == (2.0, 0.5, 0.5)
+    assert (
+        score.stats.turns_mean,
+        score.stats.malformed_share,
+        score.stats.tool_shares["Search"],
+    ) == (2.0, 0.5, 0.5)
 
 
 def test_one_trial_has_no_spread() -> None:
@@ -52,7 +83,12 @@ def test_one_trial_has_no_spread() -> None:
 @pytest.mark.parametrize(
     ("num_right", "num", "low", "high"),
     # Newcombe, Statistics in Medicine 17 (1998) 857, table I, method 3.
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
 )
 def test_wilson_as_published(num_right: int, num: int, low: float, high: float) -> None:
     assert wilson(num_right / num, num) == pytest.approx((low, high), abs=5e-5)
@@ -69,7 +105,12 @@ def test_wilson_holds_the_share_and_stays_within_0_and_1(num: int, share: float)
 def test_failed_rollouts_are_counted_apart_and_do_not_lower_the_accuracy() -> None:
     failed = record(0, 1, None, error="generator: no answer", seconds=500.0)
     (score,) = summarise([failed, record(1, 1, 1.0), record(2, 1, 0.0)], TOOLS)
-    assert (score.accuracy, score.num_questions, score.num_failed, score.seconds_mean) == (0.5, 2, 1, 2.0)
+    assert (score.accuracy, score.num_questions, score.num_failed, score.seconds_mean) == (
+        0.5,
+        2,
+        1,
+        2.0,
+    )
     assert " 1" in table([score], {}).splitlines()[2], "the table says so"
 
 
@@ -81,9 +122,16 @@ def test_a_benchmark_of_failures_has_no_accuracy() -> None:
 
 
 def test_benchmarks_with_the_same_pids_do_not_mix() -> None:
-    records = [record(0, 1, 1.0), record(0, 1, 0.0, benchmark="amc23"), record(1, 1, 0.0, benchmark="amc23")]
+    records = [
+        record(0, 1, 1.0),
+        record(0, 1, 0.0, benchmark="amc23"),
+        record(1, 1, 0.0, benchmark="amc23"),
+    ]
     scores = summarise(records, TOOLS)
-    assert [(score.benchmark, score.num_questions, score.accuracy) for score in scores] == [("aime24", 1, 1.0), ("amc23", 2, 0.0)]
+    assert [(score.benchmark, score.num_questions, score.accuracy) for score in scores] == [
+        ("aime24", 1, 1.0),
+        ("amc23", 2, 0.0),
+    ]
     assert as_json(scores)["accuracy"] == 0.5, "each benchmark counts alike"
 
 
@@ -93,7 +141,9 @@ def test_the_paper_s_numbers_stand_beside_ours() -> None:
     assert "paper: 7B Flow-GRPO" in lines[0]
     assert lines[2].split()[-3:] == ["16.7", "40.0", "12.3"]
     assert lines[3].split()[-3:] == ["47.4", "61.5", "-"]
-    assert lines[4].split() == ["mean", "50.0", "32.0", "50.8", "-"], "the mean of some benchmarks is not that of all"
+    assert lines[4].split() == ["mean", "50.0", "32.0", "50.8", "-"], (
+        "the mean of some benchmarks is not that of all"
+    )
     assert len(BENCHMARKS) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
 
 
@@ -101,5 +151,10 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     from flowtrain.evals.picture import plot
 
     scores = summarise([*TWO_TRIALS, record(0, 1, None, error="x", benchmark="amc23")], TOOLS)
-    out = plot({"ours": scores, "other": scores[:1]}, PAPER | {"nothing": {}}, "tiny", tmp_path / "eval.png")
+    out = plot(
+        {"ours": scores, "other": scores[:1]},
+        PAPER | {"nothing": {}},
+        "tiny",
+        tmp_path / "eval.png",
+    )
     assert out.read_bytes().startswith(b"\x89PNG")

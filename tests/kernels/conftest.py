@@ -1,4 +1,6 @@
-"""The implementations under test. Triton's kernels run in its interpreter where there is no GPU (see tests/conftest.py)."""
+"""The implementations under test. Triton's kernels run in its interpreter where there is no GPU
+(see tests/conftest.py).
+"""
 
 from __future__ import annotations
 

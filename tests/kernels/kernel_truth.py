@@ -1,4 +1,6 @@
-"""What the kernel tests share: random batches, the losses as plain formulas in fp64 for autograd, and the device of an implementation."""
+"""What the kernel tests share: random batches, the losses as plain formulas in fp64 for autograd,
+and the device of an implementation.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,30 @@ def on_device(batch: Batch, impl: str) -> Batch:
 
 
 def bf16_rounding(impl: str) -> float:
-    """Largest relative error of one rounding to bf16: half an ulp, or a whole one in Triton's interpreter, which cuts bits off."""
+    """Largest relative error of one rounding to bf16: half an ulp, or a whole one in Triton's
+    interpreter, which cuts bits off.
+    """
     return 2**-7 if impl == "triton" and device_of(impl) == "cpu" else 2**-8
 
 
-def random_batch(num_tokens: int = 20, vocab: int = 17, temperature: float | Tensor = 1.0, spread: float = 0.5, seed: int = 1) -> Batch:
-    """Logits and tokens whose ratios lie on both sides of every clip. Some weights are 0, some negative, and some targets are -1."""
+def random_batch(
+    num_tokens: int = 20,
+    vocab: int = 17,
+    temperature: float | Tensor = 1.0,
+    spread: float = 0.5,
+    seed: int = 1,
+) -> Batch:
+    """Logits and tokens whose ratios lie on both sides of every clip. Some weights are 0, some
+    negative, and some targets are -1.
+    """
     rng = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(num_tokens, vocab, generator=rng)
     targets = torch.randint(vocab, (num_tokens,), generator=rng)
-    logp = (logits / torch.as_tensor(temperature).reshape(-1, 1)).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logp = (
+        (logits / torch.as_tensor(temperature).reshape(-1, 1))
+        .log_softmax(-1)
+        .gather(1, targets[:, None])[:, 0]
+    )
     noise = torch.randn(5, num_tokens, generator=rng)
     weight = noise[3].clone()
     weight[::5] = 0
@@ -54,7 +70,9 @@ def random_batch(num_tokens: int = 20, vocab: int = 17, temperature: float | Ten
         "old_logprob_T": old,
         "ref_logprob_T": logp + spread * noise[2],
         "sampler_logprob_T": old + spread * noise[4],
-        "cu_seqlens_S1": torch.tensor([0, num_tokens // 3, num_tokens // 3, num_tokens // 2, num_tokens]),
+        "cu_seqlens_S1": torch.tensor(
+            [0, num_tokens // 3, num_tokens // 3, num_tokens // 2, num_tokens]
+        ),
     }
 
 
@@ -77,7 +95,9 @@ def plain_rows(
     softcap: float | None = None,
     subsets: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse), computed in the dtype of the logits. `subsets`: the ids that log-probs are taken over, row by row."""
+    """(logp, entropy, lse), computed in the dtype of the logits. `subsets`: the ids that log-probs
+    are taken over, row by row.
+    """
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     z = logits / torch.as_tensor(temperature, dtype=logits.dtype).reshape(-1, 1)
@@ -86,15 +106,26 @@ def plain_rows(
     logp = logp_all.gather(1, targets[:, None])[:, 0]
     if subsets:
         rows = zip(z, targets.tolist(), subsets, strict=True)
-        total = torch.stack([(row[sorted({*ids, y})] if ids else row).logsumexp(-1) for row, y, ids in rows])
+        total = torch.stack(
+            [(row[sorted({*ids, y})] if ids else row).logsumexp(-1) for row, y, ids in rows]
+        )
         logp = z.gather(1, targets[:, None])[:, 0] - total
     return logp, entropy, z.logsumexp(-1)
 
 
 def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> Tensor:
-    """sum_T w L over counted tokens: the formula of each loss as its paper has it; `batch` holds counted tokens and `sequence_T` alone."""
+    """sum_T w L over counted tokens: the formula of each loss as its paper has it; `batch` holds
+    counted tokens and `sequence_T` alone.
+    """
     advantage, weight, old, ref, sampler = (
-        batch[name].to(logp.dtype) for name in ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
+        batch[name].to(logp.dtype)
+        for name in (
+            "advantage_T",
+            "weight_T",
+            "old_logprob_T",
+            "ref_logprob_T",
+            "sampler_logprob_T",
+        )
     )
     behind = torch.exp(old - sampler)
     if spec.mis is not None:
@@ -113,9 +144,13 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> T
                 rows = (batch["sequence_T"] == sequence) & (weight != 0)
                 mean = torch.where(rows, (logp - old)[rows].mean().detach(), mean)
             ratio = torch.exp(mean) * torch.exp(logp - logp.detach())
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage)
+        loss = -torch.minimum(
+            ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage
+        )
         if spec.dual_clip is not None:
-            loss = torch.where(advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss)
+            loss = torch.where(
+                advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss
+            )
     u = ref - logp
     kl = {"k1": -u, "k2": u**2 / 2, "k3": torch.exp(u) - 1 - u}[spec.kl]
     return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
@@ -126,7 +161,9 @@ def counted_tokens(batch: Batch) -> Batch:
     rows, bounds = counted(batch), batch["cu_seqlens_S1"]
     sequence = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
     return {
-        name: value[rows] for name, value in {**batch, "sequence_T": sequence}.items() if name not in ("logits_TV", "cu_seqlens_S1", "kept")
+        name: value[rows]
+        for name, value in {**batch, "sequence_T": sequence}.items()
+        if name not in ("logits_TV", "cu_seqlens_S1", "kept")
     }
 
 
@@ -138,25 +175,37 @@ def truth(
     softcap: float | None = None,
     subsets: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient (fp64) of the plain formula by autograd; the softmax is in `dtype`, of which bf16 is what plain torch would do."""
+    """Loss and gradient (fp64) of the plain formula by autograd; the softmax is in `dtype`, of
+    which bf16 is what plain torch would do.
+    """
     logits = batch["logits_TV"].detach().to(dtype, copy=True).requires_grad_()
     rows, tokens = counted(batch), counted_tokens(batch)
     if isinstance(temperature, Tensor):
         temperature = temperature[rows]
     if subsets is not None:
-        subsets = [ids for ids, is_counted in zip(subsets, rows.tolist(), strict=True) if is_counted]
-    logp, entropy, _ = plain_rows(logits[rows], tokens["target_ids_T"], temperature, softcap, subsets)
+        subsets = [
+            ids for ids, is_counted in zip(subsets, rows.tolist(), strict=True) if is_counted
+        ]
+    logp, entropy, _ = plain_rows(
+        logits[rows], tokens["target_ids_T"], temperature, softcap, subsets
+    )
     loss = plain_loss(spec, logp.double(), entropy.double(), tokens)
     loss.backward()
     assert logits.grad is not None
     return loss.detach(), logits.grad.double()
 
 
-def ours(spec: Any, batch: Batch, impl: str, *, inplace: bool = False, scale: float = 1.0, **options: Any) -> tuple[PolicyLoss, Tensor]:
+def ours(
+    spec: Any, batch: Batch, impl: str, *, inplace: bool = False, scale: float = 1.0, **options: Any
+) -> tuple[PolicyLoss, Tensor]:
     """What `policy_loss` returns, and the gradient of `scale` times its loss, on the CPU."""
     moved = on_device({**batch, **options}, impl)
     logits = moved["logits_TV"].detach().clone().requires_grad_()
     out = policy_loss(**{**moved, "logits_TV": logits}, spec=spec, inplace=inplace, impl=impl)
     (out.loss * scale).backward()
-    assert out.loss.dtype == torch.float32 and logits.grad is not None and logits.grad.dtype == logits.dtype
+    assert (
+        out.loss.dtype == torch.float32
+        and logits.grad is not None
+        and logits.grad.dtype == logits.dtype
+    )
     return out, logits.grad.cpu()

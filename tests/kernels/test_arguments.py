@@ -1,4 +1,6 @@
-"""What does not fit is refused with the argument's name, what it must be and what it is; and nothing that is passed is changed."""
+"""What does not fit is refused with the argument's name, what it must be and what it is; and
+nothing that is passed is changed.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,18 @@ META = torch.device("meta")
 
 
 def kept(ids: Any = (0, 1, 2, 3, 2), offsets: Any = (0, 2, 4, 4, 5), **options: Any) -> KeptSet:
-    return KeptSet(torch.tensor(ids, **{"dtype": torch.int64, **options}), torch.tensor(offsets, **options))
+    return KeptSet(
+        torch.tensor(ids, **{"dtype": torch.int64, **options}), torch.tensor(offsets, **options)
+    )
 
 
 LOGITS = {
-    "logits-1d": ({"logits_TV": torch.zeros(NUM)}, "logits_TV", "float32, bfloat16, float16 or float64 [T, V]", "(4,)"),
+    "logits-1d": (
+        {"logits_TV": torch.zeros(NUM)},
+        "logits_TV",
+        "float32, bfloat16, float16 or float64 [T, V]",
+        "(4,)",
+    ),
     "logits-float64": (
         {"logits_TV": torch.zeros(NUM, VOCAB, dtype=torch.float64), "impl": "triton"},
         "impl='triton'",
@@ -74,41 +83,156 @@ LOGITS = {
         "int64",
     ),
     "no-vocabulary": ({"logits_TV": torch.zeros(NUM, 0)}, "logits_TV", "V > 0", "(4, 0)"),
-    "logits-transposed": ({"logits_TV": torch.zeros(VOCAB, NUM).T}, "logits_TV", "stride 1", "(1, 4)"),
-    "logits-strided": ({"logits_TV": torch.zeros(NUM, 2 * VOCAB)[:, ::2]}, "logits_TV", "stride 1", "(12, 2)"),
-    "logits-elsewhere": ({"logits_TV": torch.zeros(NUM, VOCAB, device=META)}, "target_ids_T", "on meta", "got cpu"),
-    "targets-int32": ({"target_ids_T": torch.zeros(NUM, dtype=torch.int32)}, "target_ids_T", "int64 [4]", "int32"),
-    "targets-short": ({"target_ids_T": torch.zeros(3, dtype=torch.int64)}, "target_ids_T", "int64 [4]", "(3,)"),
-    "targets-2d": ({"target_ids_T": torch.zeros(NUM, 1, dtype=torch.int64)}, "target_ids_T", "int64 [4]", "(4, 1)"),
-    "targets-elsewhere": ({"target_ids_T": torch.zeros(NUM, dtype=torch.int64, device=META)}, "target_ids_T", "on cpu", "meta"),
-    "target-above": ({"target_ids_T": torch.tensor([0, 1, VOCAB, 2])}, "target_ids_T", "below V=6", "got 6"),
+    "logits-transposed": (
+        {"logits_TV": torch.zeros(VOCAB, NUM).T},
+        "logits_TV",
+        "stride 1",
+        "(1, 4)",
+    ),
+    "logits-strided": (
+        {"logits_TV": torch.zeros(NUM, 2 * VOCAB)[:, ::2]},
+        "logits_TV",
+        "stride 1",
+        "(12, 2)",
+    ),
+    "logits-elsewhere": (
+        {"logits_TV": torch.zeros(NUM, VOCAB, device=META)},
+        "target_ids_T",
+        "on meta",
+        "got cpu",
+    ),
+    "targets-int32": (
+        {"target_ids_T": torch.zeros(NUM, dtype=torch.int32)},
+        "target_ids_T",
+        "int64 [4]",
+        "int32",
+    ),
+    "targets-short": (
+        {"target_ids_T": torch.zeros(3, dtype=torch.int64)},
+        "target_ids_T",
+        "int64 [4]",
+        "(3,)",
+    ),
+    "targets-2d": (
+        {"target_ids_T": torch.zeros(NUM, 1, dtype=torch.int64)},
+        "target_ids_T",
+        "int64 [4]",
+        "(4, 1)",
+    ),
+    "targets-elsewhere": (
+        {"target_ids_T": torch.zeros(NUM, dtype=torch.int64, device=META)},
+        "target_ids_T",
+        "on cpu",
+        "meta",
+    ),
+    "target-above": (
+        {"target_ids_T": torch.tensor([0, 1, VOCAB, 2])},
+        "target_ids_T",
+        "below V=6",
+        "got 6",
+    ),
     "temperature-0": ({"temperature": 0.0}, "temperature", "above 0", "=0.0"),
     "temperature-negative": ({"temperature": -1.5}, "temperature", "above 0", "=-1.5"),
     "temperature-nan": ({"temperature": math.nan}, "temperature", "above 0", "=nan"),
     "temperature-inf": ({"temperature": math.inf}, "temperature", "finite", "=inf"),
-    "temperatures-float64": ({"temperature": torch.ones(NUM, dtype=torch.float64)}, "temperature", "float32 [4]", "float64"),
+    "temperatures-float64": (
+        {"temperature": torch.ones(NUM, dtype=torch.float64)},
+        "temperature",
+        "float32 [4]",
+        "float64",
+    ),
     "temperatures-0d": ({"temperature": torch.tensor(1.0)}, "temperature", "float32 [4]", "()"),
     "temperatures-short": ({"temperature": torch.ones(3)}, "temperature", "float32 [4]", "(3,)"),
-    "temperatures-0": ({"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])}, "temperature", "above 0", "got 0.0"),
-    "temperatures-negative": ({"temperature": torch.tensor([1.0, 2.0, 1.0, -2.5])}, "temperature", "above 0", "got -2.5"),
-    "temperatures-nan": ({"temperature": torch.tensor([1.0, math.nan, 1.0, 1.0])}, "temperature", "above 0", "got nan"),
-    "temperatures-elsewhere": ({"temperature": torch.ones(NUM, device=META)}, "temperature", "on cpu", "got meta"),
+    "temperatures-0": (
+        {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])},
+        "temperature",
+        "above 0",
+        "got 0.0",
+    ),
+    "temperatures-negative": (
+        {"temperature": torch.tensor([1.0, 2.0, 1.0, -2.5])},
+        "temperature",
+        "above 0",
+        "got -2.5",
+    ),
+    "temperatures-nan": (
+        {"temperature": torch.tensor([1.0, math.nan, 1.0, 1.0])},
+        "temperature",
+        "above 0",
+        "got nan",
+    ),
+    "temperatures-elsewhere": (
+        {"temperature": torch.ones(NUM, device=META)},
+        "temperature",
+        "on cpu",
+        "got meta",
+    ),
     "softcap-0": ({"softcap": 0.0}, "softcap", "above 0", "=0.0"),
     "softcap-negative": ({"softcap": -30.0}, "softcap", "above 0", "=-30.0"),
     "softcap-inf": ({"softcap": math.inf}, "softcap", "finite", "=inf"),
     "softcap-nan": ({"softcap": math.nan}, "softcap", "above 0", "=nan"),
     "kept-int32": ({"kept": kept(dtype=torch.int32)}, "kept.token_ids_K", "int64 [n]", "int32"),
-    "kept-2d": ({"kept": KeptSet(torch.zeros(5, 1, dtype=torch.int64), kept().offsets_T1)}, "kept.token_ids_K", "int64 [n]", "(5, 1)"),
-    "kept-strided": ({"kept": KeptSet(torch.arange(5), torch.zeros(10, dtype=torch.int64)[::2])}, "kept.offsets_T1", "contiguous", "(5,)"),
-    "kept-offsets-float": ({"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.float())}, "kept.offsets_T1", "int64 [n]", "float32"),
+    "kept-2d": (
+        {"kept": KeptSet(torch.zeros(5, 1, dtype=torch.int64), kept().offsets_T1)},
+        "kept.token_ids_K",
+        "int64 [n]",
+        "(5, 1)",
+    ),
+    "kept-strided": (
+        {"kept": KeptSet(torch.arange(5), torch.zeros(10, dtype=torch.int64)[::2])},
+        "kept.offsets_T1",
+        "contiguous",
+        "(5,)",
+    ),
+    "kept-offsets-float": (
+        {"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.float())},
+        "kept.offsets_T1",
+        "int64 [n]",
+        "float32",
+    ),
     "kept-elsewhere": ({"kept": kept(device=META)}, "kept.token_ids_K", "on cpu", "got meta"),
-    "kept-offsets-elsewhere": ({"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.to(META))}, "kept.offsets_T1", "on cpu", "got meta"),
-    "kept-offsets-short": ({"kept": kept(offsets=(0, 2, 4, 5))}, "kept.offsets_T1", "T + 1 = 5", "got 4"),
-    "kept-offsets-descend": ({"kept": kept(offsets=(0, 4, 2, 4, 5))}, "kept.offsets_T1", "ascend from 0 to the 5", "[0, 4, 2, 4, 5]"),
-    "kept-offsets-from-1": ({"kept": kept(offsets=(1, 2, 4, 4, 5))}, "kept.offsets_T1", "ascend from 0 to the 5", "[1, 2, 4, 4, 5]"),
-    "kept-offsets-end": ({"kept": kept(offsets=(0, 2, 4, 4, 6))}, "kept.offsets_T1", "ascend from 0 to the 5", "[0, 2, 4, 4, 6]"),
-    "kept-id-above": ({"kept": kept(ids=(0, 1, 2, 6, 2))}, "kept.token_ids_K", "[0, V=6)", "0 to 6"),
-    "kept-id-negative": ({"kept": kept(ids=(0, 1, -1, 3, 2))}, "kept.token_ids_K", "[0, V=6)", "-1 to 3"),
+    "kept-offsets-elsewhere": (
+        {"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.to(META))},
+        "kept.offsets_T1",
+        "on cpu",
+        "got meta",
+    ),
+    "kept-offsets-short": (
+        {"kept": kept(offsets=(0, 2, 4, 5))},
+        "kept.offsets_T1",
+        "T + 1 = 5",
+        "got 4",
+    ),
+    "kept-offsets-descend": (
+        {"kept": kept(offsets=(0, 4, 2, 4, 5))},
+        "kept.offsets_T1",
+        "ascend from 0 to the 5",
+        "[0, 4, 2, 4, 5]",
+    ),
+    "kept-offsets-from-1": (
+        {"kept": kept(offsets=(1, 2, 4, 4, 5))},
+        "kept.offsets_T1",
+        "ascend from 0 to the 5",
+        "[1, 2, 4, 4, 5]",
+    ),
+    "kept-offsets-end": (
+        {"kept": kept(offsets=(0, 2, 4, 4, 6))},
+        "kept.offsets_T1",
+        "ascend from 0 to the 5",
+        "[0, 2, 4, 4, 6]",
+    ),
+    "kept-id-above": (
+        {"kept": kept(ids=(0, 1, 2, 6, 2))},
+        "kept.token_ids_K",
+        "[0, V=6)",
+        "0 to 6",
+    ),
+    "kept-id-negative": (
+        {"kept": kept(ids=(0, 1, -1, 3, 2))},
+        "kept.token_ids_K",
+        "[0, V=6)",
+        "-1 to 3",
+    ),
     "kept-id-twice": ({"kept": kept(ids=(0, 1, 3, 3, 2))}, "kept.token_ids_K", "must not", "twice"),
     "impl": ({"impl": "cuda"}, "impl", "'auto', 'triton', 'torch'", "='cuda'"),
 }
@@ -128,24 +252,84 @@ def bad_bounds(num: int) -> dict[str, tuple[dict[str, Tensor], str, str, str]]:
     name = "cu_seqlens_S1"
     return {
         "bounds-2d": ({name: torch.tensor([[0, num]])}, name, "int32 or int64 [S + 1]", "(1, 2)"),
-        "bounds-float": ({name: torch.tensor([0.0, num])}, name, "int32 or int64 [S + 1]", "float32"),
+        "bounds-float": (
+            {name: torch.tensor([0.0, num])},
+            name,
+            "int32 or int64 [S + 1]",
+            "float32",
+        ),
         "bounds-none": ({name: torch.zeros(0, dtype=torch.int64)}, name, "[S + 1]", "(0,)"),
-        "bounds-descend": ({name: torch.tensor([0, 3, 2, num])}, name, f"ascend from 0 to the {num}", f"[0, 3, 2, {num}]"),
-        "bounds-end": ({name: torch.tensor([0, num + 1])}, name, f"ascend from 0 to the {num}", f"[0, {num + 1}]"),
-        "bounds-short": ({name: torch.tensor([0, 1], dtype=torch.int32)}, name, f"ascend from 0 to the {num}", "[0, 1]"),
-        "bounds-from-1": ({name: torch.tensor([1, num])}, name, f"ascend from 0 to the {num}", f"[1, {num}]"),
-        "bounds-many": ({name: torch.zeros(20, dtype=torch.int64)}, name, f"ascend from 0 to the {num}", "[0, 0, 0, 0, …, 0]"),
-        "bounds-elsewhere": ({name: torch.tensor([0, num], device=META)}, name, "on cpu", "got meta"),
+        "bounds-descend": (
+            {name: torch.tensor([0, 3, 2, num])},
+            name,
+            f"ascend from 0 to the {num}",
+            f"[0, 3, 2, {num}]",
+        ),
+        "bounds-end": (
+            {name: torch.tensor([0, num + 1])},
+            name,
+            f"ascend from 0 to the {num}",
+            f"[0, {num + 1}]",
+        ),
+        "bounds-short": (
+            {name: torch.tensor([0, 1], dtype=torch.int32)},
+            name,
+            f"ascend from 0 to the {num}",
+            "[0, 1]",
+        ),
+        "bounds-from-1": (
+            {name: torch.tensor([1, num])},
+            name,
+            f"ascend from 0 to the {num}",
+            f"[1, {num}]",
+        ),
+        "bounds-many": (
+            {name: torch.zeros(20, dtype=torch.int64)},
+            name,
+            f"ascend from 0 to the {num}",
+            "[0, 0, 0, 0, …, 0]",
+        ),
+        "bounds-elsewhere": (
+            {name: torch.tensor([0, num], device=META)},
+            name,
+            "on cpu",
+            "got meta",
+        ),
     }
 
 
 MISSING = {
-    "no-old": ({"old_logprob_T": None, "spec": LossSpec()}, "old_logprob_T", "needs", "policy='clip'"),
-    "no-old-cispo": ({"old_logprob_T": None, "spec": LossSpec("cispo")}, "old_logprob_T", "needs", "policy='cispo'"),
+    "no-old": (
+        {"old_logprob_T": None, "spec": LossSpec()},
+        "old_logprob_T",
+        "needs",
+        "policy='clip'",
+    ),
+    "no-old-cispo": (
+        {"old_logprob_T": None, "spec": LossSpec("cispo")},
+        "old_logprob_T",
+        "needs",
+        "policy='cispo'",
+    ),
     "no-ref": ({"ref_logprob_T": None}, "ref_logprob_T", "needs", "kl_coef=0.1"),
-    "no-sampler": ({"sampler_logprob_T": None, "spec": LossSpec(tis=2.0)}, "sampler_logprob_T", "need", "tis=2.0"),
-    "no-sampler-mis": ({"sampler_logprob_T": None, "spec": LossSpec(mis=(0.5, 2.0))}, "sampler_logprob_T", "need", "mis=(0.5, 2.0)"),
-    "no-old-tis": ({"old_logprob_T": None, "spec": LossSpec("nll", tis=2.0)}, "old_logprob_T", "need", "tis=2.0"),
+    "no-sampler": (
+        {"sampler_logprob_T": None, "spec": LossSpec(tis=2.0)},
+        "sampler_logprob_T",
+        "need",
+        "tis=2.0",
+    ),
+    "no-sampler-mis": (
+        {"sampler_logprob_T": None, "spec": LossSpec(mis=(0.5, 2.0))},
+        "sampler_logprob_T",
+        "need",
+        "mis=(0.5, 2.0)",
+    ),
+    "no-old-tis": (
+        {"old_logprob_T": None, "spec": LossSpec("nll", tis=2.0)},
+        "old_logprob_T",
+        "need",
+        "tis=2.0",
+    ),
     "no-bounds": ({"cu_seqlens_S1": None}, "cu_seqlens_S1", "needs", "policy='gspo'"),
 }
 LOSS = {**LOGITS, **TOKENS, **bad_bounds(NUM), **MISSING}
@@ -163,14 +347,21 @@ def test_policy_loss_refuses_what_does_not_fit_before_it_writes_anything(case: s
     change, *needles = LOSS[case]
     batch = full_batch()
     logits = batch["logits_TV"].clone().requires_grad_()
-    refused(policy_loss, {**batch, "logits_TV": logits, "spec": SPEC, "inplace": True, **change}, tuple(needles))
+    refused(
+        policy_loss,
+        {**batch, "logits_TV": logits, "spec": SPEC, "inplace": True, **change},
+        tuple(needles),
+    )
     assert torch.equal(logits, batch["logits_TV"])
 
 
 @pytest.mark.parametrize("case", LOGITS)
 def test_logprobs_refuse_what_does_not_fit(case: str) -> None:
     change, *needles = LOGITS[case]
-    batch = {name: full_batch()[name] for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")}
+    batch = {
+        name: full_batch()[name]
+        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")
+    }
     refused(logprobs, {**batch, **change}, tuple(needles))
 
 
@@ -182,7 +373,12 @@ SCAN = {
     "gamma-nan": ({"gamma": math.nan}, "gamma", "[0, 1]", "=nan"),
     "mask-float": ({"mask_T": torch.ones(4)}, "mask_T", "bool [4]", "float32"),
     "mask-short": ({"mask_T": torch.ones(3, dtype=torch.bool)}, "mask_T", "bool [4]", "(3,)"),
-    "mask-elsewhere": ({"mask_T": torch.ones(4, dtype=torch.bool, device=META)}, "mask_T", "on cpu", "got meta"),
+    "mask-elsewhere": (
+        {"mask_T": torch.ones(4, dtype=torch.bool, device=META)},
+        "mask_T",
+        "on cpu",
+        "got meta",
+    ),
     "impl": ({"impl": "numpy"}, "impl", "'auto', 'triton', 'torch'", "='numpy'"),
     **bad_bounds(4),
 }
@@ -190,8 +386,18 @@ SCORE = {
     **{case: value for case, value in SCAN.items() if not case.startswith("x-")},
     "logprob-2d": ({"logprob_T": torch.zeros(4, 1)}, "logprob_T", "float32 [T]", "(4, 1)"),
     "old-short": ({"old_logprob_T": torch.zeros(3)}, "old_logprob_T", "float32 [4]", "(3,)"),
-    "old-elsewhere": ({"old_logprob_T": torch.zeros(4, device=META)}, "old_logprob_T", "on cpu", "got meta"),
-    "entropy-float16": ({"entropy_T": torch.zeros(4, dtype=torch.float16)}, "entropy_T", "float32 [4]", "float16"),
+    "old-elsewhere": (
+        {"old_logprob_T": torch.zeros(4, device=META)},
+        "old_logprob_T",
+        "on cpu",
+        "got meta",
+    ),
+    "entropy-float16": (
+        {"entropy_T": torch.zeros(4, dtype=torch.float16)},
+        "entropy_T",
+        "float32 [4]",
+        "float16",
+    ),
     "clip-0": ({"clip": 0.0}, "clip", "(0, 1)", "=0.0"),
     "clip-1": ({"clip": 1.0}, "clip", "(0, 1)", "=1.0"),
     "clip-nan": ({"clip": math.nan}, "clip", "(0, 1)", "=nan"),
@@ -205,7 +411,12 @@ POINTS = {
 }
 WEIGHTS = {
     **{case: value for case, value in bad_bounds(4).items() if case != "bounds-elsewhere"},
-    "averaging": ({"averaging": "mean"}, "averaging", "'token', 'sequence' or 'constant'", "='mean'"),
+    "averaging": (
+        {"averaging": "mean"},
+        "averaging",
+        "'token', 'sequence' or 'constant'",
+        "='mean'",
+    ),
     "length-missing": ({"averaging": "constant"}, "length", ">= 1", "None"),
     "length-0": ({"averaging": "constant", "length": 0}, "length", ">= 1", "=0"),
     "length-unused": ({"averaging": "token", "length": 7}, "length", "None for the others", "=7"),
@@ -213,10 +424,19 @@ WEIGHTS = {
 }
 BOUNDS = torch.tensor([0, 1, 4])
 OTHERS: dict[str, tuple[Callable[..., Any], Batch, dict[str, Any]]] = {
-    "scan": (discounted_reverse_scan, {"x_T": torch.ones(4), "cu_seqlens_S1": BOUNDS, "gamma": 0.5}, SCAN),
+    "scan": (
+        discounted_reverse_scan,
+        {"x_T": torch.ones(4), "cu_seqlens_S1": BOUNDS, "gamma": 0.5},
+        SCAN,
+    ),
     "score": (
         branching_score,
-        {"logprob_T": torch.ones(4), "old_logprob_T": torch.ones(4), "entropy_T": torch.ones(4), "cu_seqlens_S1": BOUNDS},
+        {
+            "logprob_T": torch.ones(4),
+            "old_logprob_T": torch.ones(4),
+            "entropy_T": torch.ones(4),
+            "cu_seqlens_S1": BOUNDS,
+        },
         SCORE,
     ),
     "points": (
@@ -228,11 +448,17 @@ OTHERS: dict[str, tuple[Callable[..., Any], Batch, dict[str, Any]]] = {
         },
         POINTS,
     ),
-    "weights": (token_weights, {"cu_seqlens_S1": BOUNDS, "num_tokens": 4, "averaging": "token"}, WEIGHTS),
+    "weights": (
+        token_weights,
+        {"cu_seqlens_S1": BOUNDS, "num_tokens": 4, "averaging": "token"},
+        WEIGHTS,
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, (_, _, cases) in OTHERS.items() for case in cases])
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, (_, _, cases) in OTHERS.items() for case in cases]
+)
 def test_the_other_functions_refuse_what_does_not_fit(name: str, case: str) -> None:
     function, right, cases = OTHERS[name]
     function(**right)
@@ -245,7 +471,11 @@ def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch
     batch = full_batch()
     needles = ("impl='triton'", "on a GPU", "got cpu", "TRITON_INTERPRET=1")
     refused(policy_loss, {**batch, "spec": SPEC, "impl": "triton"}, needles)
-    refused(logprobs, {"logits_TV": batch["logits_TV"], "target_ids_T": batch["target_ids_T"], "impl": "triton"}, needles)
+    refused(
+        logprobs,
+        {"logits_TV": batch["logits_TV"], "target_ids_T": batch["target_ids_T"], "impl": "triton"},
+        needles,
+    )
     for name in ("scan", "score"):
         function, right, _ = OTHERS[name]
         refused(function, {**right, "impl": "triton"}, needles)
@@ -258,10 +488,14 @@ def test_auto_is_triton_on_a_gpu_and_torch_on_the_cpu() -> None:
     assert arguments.resolve_impl("auto", torch.device("cpu")) == "torch"
 
 
-def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Reading a value of a GPU waits for it."""
     monkeypatch.delenv("FLOWKERNELS_DEBUG", raising=False)
-    assert arguments.checks_values(torch.device("cpu")) and not arguments.checks_values(torch.device("cuda"))
+    assert arguments.checks_values(torch.device("cpu")) and not arguments.checks_values(
+        torch.device("cuda")
+    )
     monkeypatch.setenv("FLOWKERNELS_DEBUG", "1")
     assert arguments.checks_values(torch.device("cuda"))
 
@@ -277,32 +511,57 @@ def on_device(value: Any, impl: str) -> Any:
 def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
     batch = {name: on_device(value, impl) for name, value in full_batch().items()}
     batch["logits_TV"].requires_grad_()
-    tensors = [x for x in batch.values() if isinstance(x, Tensor)] + [batch["kept"].token_ids_K, batch["kept"].offsets_T1]
+    tensors = [x for x in batch.values() if isinstance(x, Tensor)] + [
+        batch["kept"].token_ids_K,
+        batch["kept"].offsets_T1,
+    ]
     before = [x.detach().clone() for x in tensors]
     out = policy_loss(**batch, spec=spec, impl=impl)
     (out.loss * 2).backward()
-    rows = {name: batch[name] for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")}
+    rows = {
+        name: batch[name]
+        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")
+    }
     logprobs(**rows, differentiable=True, impl=impl).logprob_T.sum().backward()
     mask_T = batch["target_ids_T"] >= 0
-    score = branching_score(out.logprob_T, batch["old_logprob_T"], out.entropy_T, batch["cu_seqlens_S1"], mask_T=mask_T, impl=impl)
+    score = branching_score(
+        out.logprob_T,
+        batch["old_logprob_T"],
+        out.entropy_T,
+        batch["cu_seqlens_S1"],
+        mask_T=mask_T,
+        impl=impl,
+    )
     kept_score = [x.clone() for x in (score.score_T, score.omega_T, score.is_candidate_T)]
     branch_points(score, batch["cu_seqlens_S1"], num_points=2, mask_T=mask_T, allowed_T=mask_T)
     assert all(torch.equal(x.detach(), was) for x, was in zip(tensors, before, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip((score.score_T, score.omega_T, score.is_candidate_T), kept_score, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(
+            (score.score_T, score.omega_T, score.is_candidate_T), kept_score, strict=True
+        )
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_an_empty_batch_works(impl: str) -> None:
-    empty = {name: on_device(x[:0] if isinstance(x, Tensor) else x, impl) for name, x in full_batch().items()}
+    empty = {
+        name: on_device(x[:0] if isinstance(x, Tensor) else x, impl)
+        for name, x in full_batch().items()
+    }
     none = on_device(torch.zeros(1, dtype=torch.int64), impl)
     empty |= {"cu_seqlens_S1": none, "kept": KeptSet(none[:0], none)}
     for spec in (SPEC, FUSED):
         assert policy_loss(**empty, spec=spec, impl=impl).loss == 0
-    assert logprobs(empty["logits_TV"], empty["target_ids_T"], kept=empty["kept"], impl=impl).logprob_T.shape == (0,)
+    assert logprobs(
+        empty["logits_TV"], empty["target_ids_T"], kept=empty["kept"], impl=impl
+    ).logprob_T.shape == (0,)
 
 
 def guarded(batch: Batch) -> Tensor:
-    """Puts the logits into the middle of a larger tensor, of 7s, so that a write beyond them can be seen."""
+    """Puts the logits into the middle of a larger tensor, of 7s, so that a write beyond them can be
+    seen.
+    """
     around = torch.full((NUM + 2, VOCAB + 10), 7.0, device=batch["logits_TV"].device)
     around[1:-1, :VOCAB] = batch["logits_TV"]
     batch["logits_TV"] = around[1:-1, :VOCAB].requires_grad_()

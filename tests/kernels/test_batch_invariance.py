@@ -1,4 +1,6 @@
-"""A row's results must not depend on what else is in the batch: neither through the sums over the vocabulary nor through the products."""
+"""A row's results must not depend on what else is in the batch: neither through the sums over the
+vocabulary nor through the products.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,35 @@ def batch_of_rows(num_tokens: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 def results(batch: Batch, row: list[int], spec: Any, impl: str, **options: Any) -> Results:
     """logp, entropy and the gradient of the hidden states, of these rows alone and in this order."""
-    of_rows = {name: value[row] if name.endswith("_T") or name == "hidden_TD" else value for name, value in batch.items()}
+    of_rows = {
+        name: value[row] if name.endswith("_T") or name == "hidden_TD" else value
+        for name, value in batch.items()
+    }
     moved = on_device(of_rows, impl)
     few = {name: moved[name] for name in (*HEAD, "target_ids_T")}
     scores = linear_logprobs(**few, batch_invariant=True, impl=impl, **options)
     hidden = moved["hidden_TD"].requires_grad_()
-    out = linear_policy_loss(**{**moved, "hidden_TD": hidden}, spec=spec, batch_invariant=True, impl=impl, **options)
+    out = linear_policy_loss(
+        **{**moved, "hidden_TD": hidden}, spec=spec, batch_invariant=True, impl=impl, **options
+    )
     out.loss.backward()
     assert hidden.grad is not None
-    return out.logprob_T, out.entropy_T, scores.logprob_T, scores.entropy_T, scores.lse_T, hidden.grad
+    return (
+        out.logprob_T,
+        out.entropy_T,
+        scores.logprob_T,
+        scores.entropy_T,
+        scores.lse_T,
+        hidden.grad,
+    )
 
 
 @pytest.mark.parametrize("fp32_logits", [False, True], ids=["logits", "fp32-logits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["clip", "k3-entropy", "own"])
-def test_a_row_gets_the_same_bits_in_any_company(name: str, dtype: torch.dtype, fp32_logits: bool, num_threads: int) -> None:
+def test_a_row_gets_the_same_bits_in_any_company(
+    name: str, dtype: torch.dtype, fp32_logits: bool, num_threads: int
+) -> None:
     """Alone, among 7, among 100, and in any order."""
     spec = LossSpec(clip_high=0.3, entropy_coef=0.1) if name == "k3-entropy" else SPECS[name]
     batch = batch_of_rows(NUM_TOKENS, dtype)
@@ -62,11 +78,18 @@ def test_the_same_bits_from_the_kernels(impl: str) -> None:
     options = {"impl": impl, "memory_budget": 16 * VOCAB * 4}
     among_all = results(batch, list(range(20)), SPECS["clip"], **options)
     for row in ([1], [19], [5, 4, 3], list(range(19, -1, -1))):
-        assert all(torch.equal(x, y[row]) for x, y in zip(results(batch, row, SPECS["clip"], **options), among_all, strict=True))
+        assert all(
+            torch.equal(x, y[row])
+            for x, y in zip(results(batch, row, SPECS["clip"], **options), among_all, strict=True)
+        )
 
 
-@pytest.mark.parametrize(("budget", "size"), [(None, 256), (16 * VOCAB * 4, 16), (47 * VOCAB * 4, 32), (10**9, 256)])
-def test_all_products_for_rows_have_one_size(budget: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("budget", "size"), [(None, 256), (16 * VOCAB * 4, 16), (47 * VOCAB * 4, 32), (10**9, 256)]
+)
+def test_all_products_for_rows_have_one_size(
+    budget: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the number of rows, of rows with a gradient and of the last chunk."""
     seen, product = set(), head._product
 
@@ -76,7 +99,13 @@ def test_all_products_for_rows_have_one_size(budget: int | None, size: int, monk
 
     monkeypatch.setattr(head, "_product", counted)
     for num_tokens in (1, 17, NUM_TOKENS):
-        results(batch_of_rows(num_tokens) | {"bias_V": None}, list(range(num_tokens)), SPECS["clip"], "torch", memory_budget=budget)
+        results(
+            batch_of_rows(num_tokens) | {"bias_V": None},
+            list(range(num_tokens)),
+            SPECS["clip"],
+            "torch",
+            memory_budget=budget,
+        )
     assert seen == {size}
 
 
@@ -85,15 +114,26 @@ def test_the_results_are_those_of_the_default() -> None:
     batch, leaves = batch_of_rows(50), []
     for is_invariant in (False, True):
         leaf = {name: batch[name].clone().requires_grad_() for name in HEAD}
-        linear_policy_loss(**{**batch, **leaf}, spec=SPECS["clip"], batch_invariant=is_invariant).loss.backward()
+        linear_policy_loss(
+            **{**batch, **leaf}, spec=SPECS["clip"], batch_invariant=is_invariant
+        ).loss.backward()
         leaves.append({name: tensor.grad for name, tensor in leaf.items()})
     torch.testing.assert_close(leaves[1], leaves[0], rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_invariant_is_refused() -> None:
-    batch = {name: value for name, value in batch_of_rows(5).items() if name in (*HEAD, "target_ids_T")}
-    with pytest.raises(ValueError, match=r"memory_budget=32063 bytes must hold at least 16 rows .* batch_invariant, which take 32064"):
+    batch = {
+        name: value for name, value in batch_of_rows(5).items() if name in (*HEAD, "target_ids_T")
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"memory_budget=32063 bytes must hold at least 16 rows .* batch_invariant, which "
+        r"take 32064",
+    ):
         linear_logprobs(**batch, batch_invariant=True, memory_budget=16 * VOCAB * 4 - 1)
     wide = {name: value.double() if name in HEAD else value for name, value in batch.items()}
-    with pytest.raises(ValueError, match="batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"):
+    with pytest.raises(
+        ValueError,
+        match="batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64",
+    ):
         linear_logprobs(**wide, batch_invariant=True)

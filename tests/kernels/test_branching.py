@@ -9,7 +9,13 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
-from flowkernels import BranchingScore, branch_points, branching_score, branching_triton, discounted_reverse_scan
+from flowkernels import (
+    BranchingScore,
+    branch_points,
+    branching_score,
+    branching_triton,
+    discounted_reverse_scan,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -47,7 +53,9 @@ def plain_scan(x: list[float], bounds: list[int], gamma: float, mask: list[bool]
     return sums
 
 
-def plain_omega(log_ratios: list[float], bounds: list[int], gamma: float, clip: float, mask: list[bool]) -> list[float]:
+def plain_omega(
+    log_ratios: list[float], bounds: list[int], gamma: float, clip: float, mask: list[bool]
+) -> list[float]:
     sums = plain_scan(log_ratios, bounds, gamma, mask)
     return [min(max(math.exp(min(max(s, -20), 20)), 1 - clip), 1 + clip) for s in sums]
 
@@ -55,7 +63,9 @@ def plain_omega(log_ratios: list[float], bounds: list[int], gamma: float, clip: 
 def plain_score(
     omegas: list[float], entropies: list[float], bounds: list[int], mask: list[bool]
 ) -> tuple[list[float], list[bool], list[bool]]:
-    """(score, candidate, whether it is plain which of the two it is: no z-score within rounding of 0)."""
+    """(score, candidate, whether it is plain which of the two it is: no z-score within rounding of
+    0).
+    """
     scores, candidates, is_plain = [0.0] * len(mask), [False] * len(mask), [True] * len(mask)
     for begin, end in pairwise(bounds):
         tokens = [i for i in range(begin, end) if mask[i]]
@@ -72,11 +82,15 @@ def plain_score(
     return scores, candidates, is_plain
 
 
-def scan(x: list[float], lengths: list[int], gamma: float, impl: str, mask: list[bool] | None = None) -> Tensor:
+def scan(
+    x: list[float], lengths: list[int], gamma: float, impl: str, mask: list[bool] | None = None
+) -> Tensor:
     device = device_of(impl)
     mask_T = None if mask is None else torch.tensor(mask, dtype=torch.bool, device=device)
     cu_seqlens = torch.tensor(bounds_of(lengths), device=device)
-    scanned = discounted_reverse_scan(torch.tensor(x, device=device), cu_seqlens, gamma=gamma, mask_T=mask_T, impl=impl)
+    scanned = discounted_reverse_scan(
+        torch.tensor(x, device=device), cu_seqlens, gamma=gamma, mask_T=mask_T, impl=impl
+    )
     assert scanned.dtype == torch.float32 and scanned.shape == (len(x),)
     return scanned.cpu()
 
@@ -92,16 +106,30 @@ def score(
     dtype: torch.dtype = torch.int64,
 ) -> BranchingScore:
     device = device_of(impl)
-    ratio_T, entropy_T = torch.tensor(log_ratios, device=device), torch.tensor(entropies, device=device)
+    ratio_T, entropy_T = (
+        torch.tensor(log_ratios, device=device),
+        torch.tensor(entropies, device=device),
+    )
     mask_T = None if mask is None else torch.tensor(mask, dtype=torch.bool, device=device)
     cu_seqlens = torch.tensor(bounds_of(lengths), device=device, dtype=dtype)
-    out = branching_score(ratio_T, torch.zeros_like(ratio_T), entropy_T, cu_seqlens, mask_T=mask_T, gamma=gamma, clip=clip, impl=impl)
+    out = branching_score(
+        ratio_T,
+        torch.zeros_like(ratio_T),
+        entropy_T,
+        cu_seqlens,
+        mask_T=mask_T,
+        gamma=gamma,
+        clip=clip,
+        impl=impl,
+    )
     return BranchingScore(out.score_T.cpu(), out.omega_T.cpu(), out.is_candidate_T.cpu())
 
 
 def normals(num: int, scale: float = 1.0, seed: int = 0) -> list[float]:
     """Numbers that fp32 holds exactly."""
-    values: list[float] = (scale * torch.randn(num, generator=torch.Generator().manual_seed(seed))).tolist()
+    values: list[float] = (
+        scale * torch.randn(num, generator=torch.Generator().manual_seed(seed))
+    ).tolist()
     return values
 
 
@@ -110,21 +138,31 @@ def random_mask(num: int) -> list[bool]:
     return [rng.random() < 0.7 for _ in range(num)]
 
 
-def assert_scan_is_right(scanned: Tensor, x: list[float], lengths: list[int], gamma: float, impl: str, mask: list[bool]) -> None:
-    """Within the rounding of the method: torch sums in fp64 and rounds once, Triton adds in a tree of fp32 with a rounded gamma."""
+def assert_scan_is_right(
+    scanned: Tensor, x: list[float], lengths: list[int], gamma: float, impl: str, mask: list[bool]
+) -> None:
+    """Within the rounding of the method: torch sums in fp64 and rounds once, Triton adds in a tree
+    of fp32 with a rounded gamma.
+    """
     bounds = bounds_of(lengths)
     true_T = torch.tensor(plain_scan(x, bounds, gamma, mask), dtype=torch.float64)
     if impl == "torch":
         bound_T = 1.001 * UNIT * true_T.abs() + 1e-12
     else:
         sizes = plain_scan([abs(v) for v in x], bounds, gamma, mask)
-        drifts = [0.0] * (len(x) + 1)  # sum_k k gamma^k |x_{i+k}|: what the rounding of gamma to fp32 changes, per unit
+        drifts = [0.0] * (
+            len(x) + 1
+        )  # sum_k k gamma^k |x_{i+k}|: what the rounding of gamma to fp32 changes, per unit
         for begin, end in pairwise(bounds):
             drifts[end] = 0.0
             for i in reversed(range(begin, end)):
                 drifts[i] = gamma * (drifts[i + 1] + sizes[i + 1]) if i + 1 < end else 0.0
         roundings = 2 * 9 + 2 * (max(lengths, default=0) / 512 + 1)
-        bound_T = UNIT * torch.tensor([roundings * s + 2 * d for s, d in zip(sizes, drifts, strict=False)]) + 1e-30
+        bound_T = (
+            UNIT
+            * torch.tensor([roundings * s + 2 * d for s, d in zip(sizes, drifts, strict=False)])
+            + 1e-30
+        )
     error_T = (scanned.double() - true_T).abs()
     assert (error_T <= bound_T).all(), f"worst: {(error_T / bound_T).max():.2f} times the bound"
 
@@ -132,25 +170,34 @@ def assert_scan_is_right(scanned: Tensor, x: list[float], lengths: list[int], ga
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_scan_matches_the_plain_loop_whatever_masked_positions_hold(impl: str, layout: str, gamma: float) -> None:
+def test_scan_matches_the_plain_loop_whatever_masked_positions_hold(
+    impl: str, layout: str, gamma: float
+) -> None:
     lengths = LAYOUTS[layout]
     x = normals(sum(lengths))
     mask = random_mask(len(x))
-    hidden = [v if m else random.Random(i).choice([NAN, math.inf, -math.inf, 1e30]) for i, (v, m) in enumerate(zip(x, mask, strict=True))]
+    hidden = [
+        v if m else random.Random(i).choice([NAN, math.inf, -math.inf, 1e30])
+        for i, (v, m) in enumerate(zip(x, mask, strict=True))
+    ]
     assert_scan_is_right(scan(x, lengths, gamma, impl), x, lengths, gamma, impl, [True] * len(x))
     assert_scan_is_right(scan(hidden, lengths, gamma, impl, mask), x, lengths, gamma, impl, mask)
 
 
 @pytest.mark.parametrize("gamma", [0.989, 1.0])
 @pytest.mark.parametrize(("impl", "length"), [("torch", 200_000), ("triton", 20_000)])
-def test_scan_of_a_long_sequence_stays_within_rounding(impl: str, length: int, gamma: float) -> None:
+def test_scan_of_a_long_sequence_stays_within_rounding(
+    impl: str, length: int, gamma: float
+) -> None:
     x = normals(length)
     assert_scan_is_right(scan(x, [length], gamma, impl), x, [length], gamma, impl, [True] * length)
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_scan_of_a_value_that_is_not_finite_shows_it_up_to_there_and_nowhere_else(impl: str, value: float) -> None:
+def test_scan_of_a_value_that_is_not_finite_shows_it_up_to_there_and_nowhere_else(
+    impl: str, value: float
+) -> None:
     lengths, spot = [5, 700, 5], 5 + 600  # in the second block of the second sequence
     x = normals(sum(lengths))
     clean = scan(x, lengths, 0.5, impl)
@@ -170,10 +217,22 @@ def test_scan_is_linear_exactly_where_no_rounding_is_needed(impl: str, data: st.
     """Small integers and a gamma of 0, 1/2 or 1 fit into fp32 whatever the order of the sums."""
     lengths = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=3))
     numbers = st.lists(st.integers(-8, 8), min_size=sum(lengths), max_size=sum(lengths))
-    x, y, mask = data.draw(numbers), data.draw(numbers), data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
-    a, b, gamma = data.draw(st.integers(-3, 3)), data.draw(st.integers(-3, 3)), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-    mixed = scan([float(a * u + b * v) for u, v in zip(x, y, strict=True)], lengths, gamma, impl, mask)
-    x_scan, y_scan = (scan([float(v) for v in values], lengths, gamma, impl, mask) for values in (x, y))
+    x, y, mask = (
+        data.draw(numbers),
+        data.draw(numbers),
+        data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))),
+    )
+    a, b, gamma = (
+        data.draw(st.integers(-3, 3)),
+        data.draw(st.integers(-3, 3)),
+        data.draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
+    mixed = scan(
+        [float(a * u + b * v) for u, v in zip(x, y, strict=True)], lengths, gamma, impl, mask
+    )
+    x_scan, y_scan = (
+        scan([float(v) for v in values], lengths, gamma, impl, mask) for values in (x, y)
+    )
     assert torch.equal(mixed, a * x_scan + b * y_scan)
     assert x_scan.tolist() == plain_scan(x, bounds_of(lengths), gamma, mask)
 
@@ -184,17 +243,27 @@ def test_scan_is_linear_exactly_where_no_rounding_is_needed(impl: str, data: st.
     lengths=st.lists(st.integers(0, 5) | st.sampled_from([512, 600]), min_size=2, max_size=3),
     noise=st.sampled_from([NAN, math.inf, 1e30, 0.0]),
 )
-def test_a_sequence_does_not_see_its_neighbours(impl: str, lengths: list[int], noise: float) -> None:
-    """Bit for bit, whatever they hold: scan, Omega, score and candidates of each sequence are those it has alone."""
+def test_a_sequence_does_not_see_its_neighbours(
+    impl: str, lengths: list[int], noise: float
+) -> None:
+    """Bit for bit, whatever they hold: scan, Omega, score and candidates of each sequence are those
+    it has alone.
+    """
     x, entropies = normals(sum(lengths), 0.3), normals(sum(lengths), seed=1)
     for begin, end in pairwise(bounds_of(lengths)):
         others = [v if begin <= i < end else noise for i, v in enumerate(x)]
         noisy_entropies = [v if begin <= i < end else noise for i, v in enumerate(entropies)]
-        packed, alone = score(others, noisy_entropies, lengths, impl), score(x[begin:end], entropies[begin:end], [end - begin], impl)
+        packed, alone = (
+            score(others, noisy_entropies, lengths, impl),
+            score(x[begin:end], entropies[begin:end], [end - begin], impl),
+        )
         assert torch.equal(packed.score_T[begin:end], alone.score_T)
         assert torch.equal(packed.omega_T[begin:end], alone.omega_T)
         assert torch.equal(packed.is_candidate_T[begin:end], alone.is_candidate_T)
-        assert torch.equal(scan(others, lengths, 0.989, impl)[begin:end], scan(x[begin:end], [end - begin], 0.989, impl))
+        assert torch.equal(
+            scan(others, lengths, 0.989, impl)[begin:end],
+            scan(x[begin:end], [end - begin], 0.989, impl),
+        )
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
@@ -206,7 +275,10 @@ def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -
     bounds, num = bounds_of(lengths), sum(lengths)
     mask = random_mask(num)
     log_ratios, entropies = normals(num, 0.1), [abs(v) for v in normals(num, seed=2)]
-    hidden = ([v if m else NAN for v, m in zip(values, mask, strict=True)] for values in (log_ratios, entropies))
+    hidden = (
+        [v if m else NAN for v, m in zip(values, mask, strict=True)]
+        for values in (log_ratios, entropies)
+    )
     out = score(*hidden, lengths, impl, mask, gamma, clip)
     omegas = plain_omega(log_ratios, bounds, gamma, clip, mask)
     torch.testing.assert_close(out.omega_T, torch.tensor(omegas), rtol=2e-5, atol=0)
@@ -219,8 +291,12 @@ def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_score_takes_the_standard_deviation_of_the_population_and_a_candidate_needs_both_z_scores(impl: str) -> None:
-    """Worked by hand: H is 1 +- 1 and Omega 1 +- 0.1, so every z-score is +-1 but for the 1e-6; that of a sample would be 0.87."""
+def test_score_takes_the_standard_deviation_of_the_population_and_a_candidate_needs_both_z_scores(
+    impl: str,
+) -> None:
+    """Worked by hand: H is 1 +- 1 and Omega 1 +- 0.1, so every z-score is +-1 but for the 1e-6;
+    that of a sample would be 0.87.
+    """
     high, low = math.log(1.1), math.log(0.9)
     out = score([high, low, high, low], [2.0, 0.0, 0.0, 2.0], [4], impl, gamma=0.0)
     torch.testing.assert_close(out.omega_T, torch.tensor([1.1, 0.9, 1.1, 0.9]))
@@ -229,10 +305,16 @@ def test_score_takes_the_standard_deviation_of_the_population_and_a_candidate_ne
 
 
 @pytest.mark.parametrize("base", [0.0, 0.14, -0.14])
-@pytest.mark.parametrize(("spread", "is_flat"), [(0.0, True), (1e-7, True), (2e-5, False), (1e-4, False)])
+@pytest.mark.parametrize(
+    ("spread", "is_flat"), [(0.0, True), (1e-7, True), (2e-5, False), (1e-4, False)]
+)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_score_is_that_of_the_entropy_where_omega_is_flat(impl: str, spread: float, is_flat: bool, base: float) -> None:
-    """The spread is the standard deviation of Omega about exp(base): E[x^2] - E[x]^2 in fp32 could not tell these apart."""
+def test_score_is_that_of_the_entropy_where_omega_is_flat(
+    impl: str, spread: float, is_flat: bool, base: float
+) -> None:
+    """The spread is the standard deviation of Omega about exp(base): E[x^2] - E[x]^2 in fp32 could
+    not tell these apart.
+    """
     num = 600
     mask = random_mask(num)
     signs = [2 * m - 1 for m in random_mask(num + 7)[7:]]
@@ -241,7 +323,12 @@ def test_score_is_that_of_the_entropy_where_omega_is_flat(impl: str, spread: flo
     out = score(log_ratios, entropies, [num], impl, mask, gamma=0.0)
     mean = fmean(h for h, m in zip(entropies, mask, strict=True) if m)
     deviation = pstdev([h for h, m in zip(entropies, mask, strict=True) if m])
-    z_entropy = torch.tensor([(h - mean) / (deviation + 1e-6) if m else 0.0 for h, m in zip(entropies, mask, strict=True)])
+    z_entropy = torch.tensor(
+        [
+            (h - mean) / (deviation + 1e-6) if m else 0.0
+            for h, m in zip(entropies, mask, strict=True)
+        ]
+    )
     if is_flat:
         torch.testing.assert_close(out.score_T, z_entropy, rtol=1e-5, atol=1e-5)
         assert torch.equal(out.is_candidate_T, z_entropy > 0)
@@ -250,15 +337,21 @@ def test_score_is_that_of_the_entropy_where_omega_is_flat(impl: str, spread: flo
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_an_omega_that_is_clipped_everywhere_is_flat_however_many_blocks_there_are(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, so that many of them are soon scanned: the mean of equal numbers is that number."""
+def test_an_omega_that_is_clipped_everywhere_is_flat_however_many_blocks_there_are(
+    impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks, so that many of them are soon scanned: the mean of equal numbers is that
+    number.
+    """
     monkeypatch.setattr(branching_triton, "LAUNCH", {"BLOCK": 16, "num_warps": 1})
     num = 16 * 200
     entropies = normals(num)
     out = score([0.0] * (num - 1) + [5.0], entropies, [num], impl, clip=0.986)
     assert out.omega_T.unique().numel() == 1
     mean, deviation = fmean(entropies), pstdev(entropies)
-    torch.testing.assert_close(out.score_T, torch.tensor([(h - mean) / deviation for h in entropies]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        out.score_T, torch.tensor([(h - mean) / deviation for h in entropies]), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("num", [1, 7, 1000])
@@ -272,7 +365,9 @@ def test_a_constant_entropy_has_no_candidates(impl: str, num: int) -> None:
 
 @pytest.mark.parametrize("where", ["ratio", "entropy"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_nan_of_a_generated_token_leaves_its_sequence_without_candidates_and_is_seen(impl: str, where: str) -> None:
+def test_a_nan_of_a_generated_token_leaves_its_sequence_without_candidates_and_is_seen(
+    impl: str, where: str
+) -> None:
     lengths = [40, 600, 40]
     log_ratios, entropies = normals(680, 0.05), normals(680, seed=1)
     clean = score(log_ratios, entropies, lengths, impl)
@@ -280,8 +375,12 @@ def test_a_nan_of_a_generated_token_leaves_its_sequence_without_candidates_and_i
     out = score(log_ratios, entropies, lengths, impl)
     others = torch.tensor([*range(40), *range(640, 680)])
     assert out.score_T[40:640].isnan().all() and not out.is_candidate_T[40:640].any()
-    assert where != "ratio" or (out.omega_T[40:601].isnan().all() and not out.omega_T[601:].isnan().any())
-    assert clean.is_candidate_T[others].any() and torch.equal(out.score_T[others], clean.score_T[others])
+    assert where != "ratio" or (
+        out.omega_T[40:601].isnan().all() and not out.omega_T[601:].isnan().any()
+    )
+    assert clean.is_candidate_T[others].any() and torch.equal(
+        out.score_T[others], clean.score_T[others]
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -289,15 +388,20 @@ def test_bounds_of_any_integer_dtype_and_stride_are_the_same_bounds(impl: str) -
     lengths = [3, 0, 5, 2]
     x, entropies = normals(10), normals(10, seed=1)
     expected = score(x, entropies, lengths, impl)
-    assert torch.equal(score(x, entropies, lengths, impl, dtype=torch.int32).score_T, expected.score_T)
+    assert torch.equal(
+        score(x, entropies, lengths, impl, dtype=torch.int32).score_T, expected.score_T
+    )
     device = device_of(impl)
-    # Every other entry; those between them are in range, so that reading them by mistake harms nothing but the result.
+    # Every other entry; those between them are in range, so that reading them by mistake harms
+    # nothing but the result.
     strided = torch.tensor([0, 1, 3, 3, 3, 4, 8, 8, 10], device=device)[::2]
     assert strided.tolist() == bounds_of(lengths)
     x_T, entropy_T = torch.tensor(x, device=device), torch.tensor(entropies, device=device)
     scanned = discounted_reverse_scan(x_T, strided, gamma=0.5, impl=impl)
     assert torch.equal(scanned.cpu(), scan(x, lengths, 0.5, impl))
-    assert torch.equal(branching_score(x_T, 0 * x_T, entropy_T, strided, impl=impl).score_T.cpu(), expected.score_T)
+    assert torch.equal(
+        branching_score(x_T, 0 * x_T, entropy_T, strided, impl=impl).score_T.cpu(), expected.score_T
+    )
     apart = torch.stack([x_T, entropy_T], dim=1)
     cu_seqlens = torch.tensor(bounds_of(lengths), device=device)
     columns = branching_score(apart[:, 0], 0 * apart[:, 0], apart[:, 1], cu_seqlens, impl=impl)
@@ -305,7 +409,13 @@ def test_bounds_of_any_integer_dtype_and_stride_are_the_same_bounds(impl: str) -
 
 
 def plain_points(
-    scores: list[float], candidates: list[bool], bounds: list[int], num: int, spacing: int, mask: list[bool], allowed: list[bool]
+    scores: list[float],
+    candidates: list[bool],
+    bounds: list[int],
+    num: int,
+    spacing: int,
+    mask: list[bool],
+    allowed: list[bool],
 ) -> list[list[int]]:
     points = []
     for begin, end in pairwise(bounds):
@@ -313,8 +423,16 @@ def plain_points(
         for _ in range(num):
             best = None
             for i in range(begin, end):
-                is_near = any(abs(sum(mask[: i + 1]) - sum(mask[: c + 1])) < spacing for c in chosen)
-                if candidates[i] and allowed[i] and not is_near and i not in chosen and (best is None or scores[i] > scores[best]):
+                is_near = any(
+                    abs(sum(mask[: i + 1]) - sum(mask[: c + 1])) < spacing for c in chosen
+                )
+                if (
+                    candidates[i]
+                    and allowed[i]
+                    and not is_near
+                    and i not in chosen
+                    and (best is None or scores[i] > scores[best])
+                ):
                     best = i
             if best is None:
                 break
@@ -326,15 +444,23 @@ def plain_points(
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
-    """Few scores, so that there are ties; without a mask or an allowance all tokens are generated and allowed."""
+    """Few scores, so that there are ties; without a mask or an allowance all tokens are generated
+    and allowed.
+    """
     lengths = data.draw(st.lists(st.integers(0, 9), max_size=4))
     num = sum(lengths)
     flags = st.lists(st.booleans(), min_size=num, max_size=num)
     scores = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, -1.0]), min_size=num, max_size=num))
-    mask, allowed, flagged = data.draw(st.none() | flags), data.draw(st.none() | flags), data.draw(flags)
+    mask, allowed, flagged = (
+        data.draw(st.none() | flags),
+        data.draw(st.none() | flags),
+        data.draw(flags),
+    )
     candidates = [c and (mask is None or mask[i]) for i, c in enumerate(flagged)]
     num_points, spacing = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
-    given_ = BranchingScore(torch.tensor(scores), torch.ones(num), torch.tensor(candidates, dtype=torch.bool))
+    given_ = BranchingScore(
+        torch.tensor(scores), torch.ones(num), torch.tensor(candidates, dtype=torch.bool)
+    )
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     points = branch_points(
         given_,
@@ -346,21 +472,40 @@ def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
     )
     assert points.dtype == torch.int64 and points.shape == (len(lengths), num_points)
     everything = [True] * num
-    expected = plain_points(scores, candidates, bounds_of(lengths), num_points, spacing, mask or everything, allowed or everything)
+    expected = plain_points(
+        scores,
+        candidates,
+        bounds_of(lengths),
+        num_points,
+        spacing,
+        mask or everything,
+        allowed or everything,
+    )
     assert points.tolist() == expected
 
 
-@pytest.mark.parametrize(("spacing", "expected"), [(0, [3, 1, 4, -1]), (1, [3, 1, 4, -1]), (2, [3, 1, -1, -1]), (3, [3, -1, -1, -1])])
-def test_points_are_apart_in_generated_tokens_and_no_token_comes_twice(spacing: int, expected: list[int]) -> None:
-    """Token 2 is tool text: 1 and 3 are one generated token apart, 0 is the best of all but no candidate, and 5 is not allowed."""
+@pytest.mark.parametrize(
+    ("spacing", "expected"),
+    [(0, [3, 1, 4, -1]), (1, [3, 1, 4, -1]), (2, [3, 1, -1, -1]), (3, [3, -1, -1, -1])],
+)
+def test_points_are_apart_in_generated_tokens_and_no_token_comes_twice(
+    spacing: int, expected: list[int]
+) -> None:
+    """Token 2 is tool text: 1 and 3 are one generated token apart, 0 is the best of all but no
+    candidate, and 5 is not allowed.
+    """
     scores = BranchingScore(
-        torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]), torch.ones(6), torch.tensor([False, True, False, True, True, True])
+        torch.tensor([9.0, 2.0, 9.0, 3.0, 2.0, 8.0]),
+        torch.ones(6),
+        torch.tensor([False, True, False, True, True, True]),
     )
     mask = torch.tensor([True, True, False, True, True, True])
     allowed = torch.tensor([True] * 5 + [False])
     if spacing == 2:
         mask = torch.ones(6, dtype=torch.bool)  # all generated: two apart
-    points = branch_points(scores, torch.tensor([0, 6]), num_points=4, spacing=spacing, mask_T=mask, allowed_T=allowed)
+    points = branch_points(
+        scores, torch.tensor([0, 6]), num_points=4, spacing=spacing, mask_T=mask, allowed_T=allowed
+    )
     assert points.tolist() == [expected]
 
 
@@ -370,8 +515,15 @@ def test_points_of_a_score_are_generated_candidates_best_first(impl: str) -> Non
     mask = random_mask(num)
     log_ratios, entropies = normals(num, 0.1), normals(num, seed=4)
     out = score(log_ratios, entropies, lengths, impl, mask, gamma=0.989)
-    scores, candidates, _ = plain_score(plain_omega(log_ratios, bounds_of(lengths), 0.989, 0.2, mask), entropies, bounds_of(lengths), mask)
+    scores, candidates, _ = plain_score(
+        plain_omega(log_ratios, bounds_of(lengths), 0.989, 0.2, mask),
+        entropies,
+        bounds_of(lengths),
+        mask,
+    )
     cu_seqlens, mask_T = torch.tensor(bounds_of(lengths)), torch.tensor(mask)
     points = branch_points(out, cu_seqlens, num_points=3, spacing=5, mask_T=mask_T)
-    assert points.tolist() == plain_points(scores, candidates, bounds_of(lengths), 3, 5, mask, [True] * num)
+    assert points.tolist() == plain_points(
+        scores, candidates, bounds_of(lengths), 3, 5, mask, [True] * num
+    )
     assert points[1].tolist() == [-1, -1, -1] and (points[0] >= 0).any()

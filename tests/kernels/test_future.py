@@ -1,4 +1,6 @@
-"""Future-aware advantages against the sum over the future, written out; and against autograd through the loss they change."""
+"""Future-aware advantages against the sum over the future, written out; and against autograd
+through the loss they change.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SPEC = LossSpec(clip_high=0.28, dual_clip=3.0)
 
 
 def advantages_by_hand(tokens: Tokens, spec: LossSpec, future: FutureRatio) -> Tensor:
-    """A (1 + b A_fut), 0 for sequences that are left out: loops over every token and all after it, in fp64."""
+    """A (1 + b A_fut), 0 for sequences that are left out: loops over every token and all after it,
+    in fp64.
+    """
     assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
     d = (tokens.logprob_T.double() - tokens.old_logprob_T.double()).tolist()
     base, weight = tokens.advantage_T.double().tolist(), tokens.weight_T.tolist()
@@ -26,9 +30,17 @@ def advantages_by_hand(tokens: Tokens, spec: LossSpec, future: FutureRatio) -> T
     found = [0.0] * len(d)
     for begin, end in pairwise(tokens.cu_seqlens_S1.tolist()):
         bounded = [t for t in range(begin, end) if weight[t] != 0 and base[t] < 0 and d[t] > limit]
-        stays = spec.dual_clip is None or future.max_dual_clipped is None or len(bounded) <= future.max_dual_clipped
+        stays = (
+            spec.dual_clip is None
+            or future.max_dual_clipped is None
+            or len(bounded) <= future.max_dual_clipped
+        )
         for t in range(begin, end):
-            total = sum(2 ** (-(k - t) / future.half_life) * d[k] for k in range(t, end) if weight[k] != 0 and d[k] <= limit)
+            total = sum(
+                2 ** (-(k - t) / future.half_life) * d[k]
+                for k in range(t, end)
+                if weight[k] != 0 and d[k] <= limit
+            )
             factor = min(max(math.exp(min(max(total, -20), 20)), future.low), future.high)
             if base[t] < 0 and d[t] > math.log(6):
                 factor = min(max(factor, 0.8), 1.0)
@@ -38,7 +50,14 @@ def advantages_by_hand(tokens: Tokens, spec: LossSpec, future: FutureRatio) -> T
 
 def tokens_of(batch: Batch, logprob_T: Tensor) -> Tokens:
     weight_T = torch.where(batch["target_ids_T"] >= 0, batch["weight_T"], 0.0)
-    return Tokens(logprob_T, logprob_T, batch["advantage_T"], weight_T, batch["old_logprob_T"], cu_seqlens_S1=batch["cu_seqlens_S1"])
+    return Tokens(
+        logprob_T,
+        logprob_T,
+        batch["advantage_T"],
+        weight_T,
+        batch["old_logprob_T"],
+        cu_seqlens_S1=batch["cu_seqlens_S1"],
+    )
 
 
 def logprobs_of(logits_TV: Tensor, batch: Batch) -> Tensor:
@@ -55,7 +74,9 @@ FUTURES = {
 @pytest.mark.parametrize("spread", [0.3, 1.5])
 @pytest.mark.parametrize("name", FUTURES)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_loss_and_gradient_are_those_with_the_advantages_written_out(impl: str, name: str, spread: float) -> None:
+def test_loss_and_gradient_are_those_with_the_advantages_written_out(
+    impl: str, name: str, spread: float
+) -> None:
     batch, future = random_batch(num_tokens=40, spread=spread, seed=3), FUTURES[name]
     logits = batch["logits_TV"].double().requires_grad_()
     tokens = tokens_of(batch, logprobs_of(logits, batch))
@@ -66,12 +87,18 @@ def test_loss_and_gradient_are_those_with_the_advantages_written_out(impl: str, 
     truth = (tokens.weight_T.double() * token).sum()
     truth.backward()
 
-    moved: dict[str, Any] = {k: v for k, v in on_device(batch, impl).items() if k not in ("ref_logprob_T", "sampler_logprob_T")}
+    moved: dict[str, Any] = {
+        k: v
+        for k, v in on_device(batch, impl).items()
+        if k not in ("ref_logprob_T", "sampler_logprob_T")
+    }
     moved["logits_TV"] = moved["logits_TV"].detach().requires_grad_()
     out = policy_loss(**moved, spec=future_aware(SPEC, future, impl), impl=impl)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-5)
-    torch.testing.assert_close(moved["logits_TV"].grad.cpu().double(), logits.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        moved["logits_TV"].grad.cpu().double(), logits.grad, rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -79,8 +106,17 @@ def test_equal_policies_leave_a_constant_factor(impl: str) -> None:
     """No ratio, no future: A_fut is 1 everywhere, and the loss that of twice the advantage."""
     batch = on_device(random_batch(), impl)
     batch["old_logprob_T"] = logprobs_of(batch["logits_TV"], batch)
-    common = {k: v for k, v in batch.items() if k not in ("ref_logprob_T", "sampler_logprob_T", "advantage_T")}
-    future = policy_loss(**common, advantage_T=batch["advantage_T"], spec=future_aware(SPEC, FutureRatio(), impl), impl=impl)
+    common = {
+        k: v
+        for k, v in batch.items()
+        if k not in ("ref_logprob_T", "sampler_logprob_T", "advantage_T")
+    }
+    future = policy_loss(
+        **common,
+        advantage_T=batch["advantage_T"],
+        spec=future_aware(SPEC, FutureRatio(), impl),
+        impl=impl,
+    )
     twice = policy_loss(**common, advantage_T=2 * batch["advantage_T"], spec=SPEC, impl=impl)
     assert future.loss.item() == pytest.approx(twice.loss.item(), rel=1e-5)
 
@@ -90,26 +126,40 @@ def test_a_ratio_of_the_past_changes_nothing() -> None:
     old, logprob = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.2, -1.3, -0.95])
     ones, bounds = torch.ones(3), torch.tensor([0, 3])
     future = FutureRatio(half_life=1.0, low=0.0, high=9.0)
-    got = future_ratio(Tokens(logprob, ones, ones, ones, old, cu_seqlens_S1=bounds), ones, future, None).tolist()
+    got = future_ratio(
+        Tokens(logprob, ones, ones, ones, old, cu_seqlens_S1=bounds), ones, future, None
+    ).tolist()
     d = [0.8, -0.3, 0.05]
     wanted = [math.exp(d[0] + d[1] / 2 + d[2] / 4), math.exp(d[1] + d[2] / 2), math.exp(d[2])]
     assert got == pytest.approx(wanted, rel=1e-5)
     masked = Tokens(logprob, ones, ones, torch.tensor([1.0, 0.0, 1.0]), old, cu_seqlens_S1=bounds)
-    assert future_ratio(masked, ones, future, None)[0].item() == pytest.approx(math.exp(d[0] + d[2] / 4), rel=1e-5), "positions count"
+    assert future_ratio(masked, ones, future, None)[0].item() == pytest.approx(
+        math.exp(d[0] + d[2] / 4), rel=1e-5
+    ), "positions count"
     split = Tokens(logprob, ones, ones, ones, old, cu_seqlens_S1=torch.tensor([0, 1, 3]))
-    assert future_ratio(split, ones, future, None)[0].item() == pytest.approx(math.exp(d[0]), rel=1e-5)
+    assert future_ratio(split, ones, future, None)[0].item() == pytest.approx(
+        math.exp(d[0]), rel=1e-5
+    )
 
 
 def test_the_head_takes_it_too() -> None:
     batch = random_batch(num_tokens=30, vocab=24)
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(30, 8, generator=rng), torch.randn(24, 8, generator=rng)
-    given = {k: v for k, v in batch.items() if k not in ("logits_TV", "ref_logprob_T", "sampler_logprob_T")}
+    given = {
+        k: v
+        for k, v in batch.items()
+        if k not in ("logits_TV", "ref_logprob_T", "sampler_logprob_T")
+    }
     spec = future_aware(SPEC, FutureRatio(low=0.5, high=2.0))
     results = []
     for through_head in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        out = linear_policy_loss(*leaves, **given, spec=spec) if through_head else policy_loss(leaves[0] @ leaves[1].T, **given, spec=spec)
+        out = (
+            linear_policy_loss(*leaves, **given, spec=spec)
+            if through_head
+            else policy_loss(leaves[0] @ leaves[1].T, **given, spec=spec)
+        )
         out.loss.backward()
         results.append([out.loss.detach(), *(leaf.grad for leaf in leaves)])
     for ours, plain in zip(*results, strict=True):
@@ -145,6 +195,10 @@ def test_what_does_not_fit_is_named(make: Any, message: str) -> None:
 def test_missing_tensors_are_named() -> None:
     batch = random_batch()
     for missing in ("old_logprob_T", "cu_seqlens_S1"):
-        given = {k: v for k, v in batch.items() if k not in (missing, "ref_logprob_T", "sampler_logprob_T")}
+        given = {
+            k: v
+            for k, v in batch.items()
+            if k not in (missing, "ref_logprob_T", "sampler_logprob_T")
+        }
         with pytest.raises(ValueError, match="need old_logprob_T and cu_seqlens_S1"):
             policy_loss(**given, spec=future_aware(SPEC, FutureRatio()))

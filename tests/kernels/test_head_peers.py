@@ -1,4 +1,6 @@
-"""The bench's calls of other projects' heads: the same log-probs, loss and gradients as plain torch, where they run without a GPU."""
+"""The bench's calls of other projects' heads: the same log-probs, loss and gradients as plain
+torch, where they run without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ LENGTH = 512
 
 
 def gradients(loss: Callable[[Tensor, Tensor], Tensor], batch: HeadBatch) -> tuple[Tensor, ...]:
-    hidden, weight = batch.hidden_TD.detach().requires_grad_(), batch.weight_VD.detach().requires_grad_()
+    hidden, weight = (
+        batch.hidden_TD.detach().requires_grad_(),
+        batch.weight_VD.detach().requires_grad_(),
+    )
     value = loss(hidden, weight)
     return value.detach(), *torch.autograd.grad(value, [hidden, weight])
 
@@ -28,26 +33,45 @@ def test_a_peer_computes_the_loss_of_the_bench(peer: str) -> None:
 
     def of_peer(hidden: Tensor, weight: Tensor) -> Tensor:
         if peer == "liger_grpo":
-            return head_peers.liger_grpo(hidden, weight, targets, tokens[0], tokens[2], LENGTH, (CLIP_LOW, CLIP_HIGH))
+            return head_peers.liger_grpo(
+                hidden, weight, targets, tokens[0], tokens[2], LENGTH, (CLIP_LOW, CLIP_HIGH)
+            )
         return clipped(head_peers.LOGPROBS[peer](hidden, weight, targets), *tokens)
 
-    expected = gradients(lambda h, w: clipped((h @ w.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0], *tokens), batch)
+    expected = gradients(
+        lambda h, w: clipped(
+            (h @ w.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0], *tokens
+        ),
+        batch,
+    )
     torch.testing.assert_close(gradients(of_peer, batch), expected, rtol=1e-4, atol=1e-6)
     assert expected[1].abs().max() > 1e-4
 
 
-def test_peers_that_cannot_run_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_that_cannot_run_are_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert set(head_peers.MODULES) < set(PEERS)
     monkeypatch.setitem(head_peers.MODULES, "cce", "no_such_package")
     assert losses._peers("torch,cce,verl", "cpu") == ["torch"]
     assert losses._gets_through("path", "torch", lambda: None)
     assert not losses._gets_through("path", "cce", lambda: torch.ones(2) @ torch.ones(3))
     out = capsys.readouterr().out
-    assert "left out: cce: no_such_package cannot be imported: No module named 'no_such_package'" in out
-    assert "left out: verl: its kernels need a GPU" in out and "left out of path: cce: RuntimeError: " in out
+    assert (
+        "left out: cce: no_such_package cannot be imported: No module named 'no_such_package'"
+        in out
+    )
+    assert (
+        "left out: verl: its kernels need a GPU" in out
+        and "left out of path: cce: RuntimeError: " in out
+    )
 
 
 def test_heads_are_pairs() -> None:
-    assert [losses._head(text) for text in losses.QWEN.split(",")] == [(896, 151936), (1536, 151936), (3584, 152064)]
+    assert [losses._head(text) for text in losses.QWEN.split(",")] == [
+        (896, 151936),
+        (1536, 151936),
+        (3584, 152064),
+    ]
     with pytest.raises(SystemExit, match="--heads: '896' must be DxV, as 896x151936"):
         losses._head("896")

@@ -1,4 +1,6 @@
-"""Log-probabilities over the ids that top-k / top-p left the sampler, as CSR rows, against softmaxes over these subsets in fp64."""
+"""Log-probabilities over the ids that top-k / top-p left the sampler, as CSR rows, against
+softmaxes over these subsets in fp64.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,24 @@ SPECS = {
 
 
 def some_sets(batch: Batch, vocab: int = VOCAB, seed: int = 7) -> list[list[int]]:
-    """Of every kind: none, the target alone, one other id, few, all; with the target and without. Ids come in any order."""
+    """Of every kind: none, the target alone, one other id, few, all; with the target and without.
+    Ids come in any order.
+    """
     rng = torch.Generator().manual_seed(seed)
     subsets: list[list[int]] = []
     for row, target in enumerate(batch["target_ids_T"].tolist()):
         others = [i for i in torch.randperm(vocab, generator=rng).tolist() if i != target]
         at = others[: row % 5 + 2]
-        subsets.append([[], [target % vocab], others[:1], [*at, target % vocab], at, [*at[:1], target % vocab, *at[1:]]][row % 6])
+        subsets.append(
+            [
+                [],
+                [target % vocab],
+                others[:1],
+                [*at, target % vocab],
+                at,
+                [*at[:1], target % vocab, *at[1:]],
+            ][row % 6]
+        )
     subsets[-1] = list(range(vocab - 1, -1, -1))
     return subsets
 
@@ -51,21 +64,29 @@ def is_kept(subsets: list[list[int]], targets: Tensor, vocab: int = VOCAB) -> Te
     return mask
 
 
-def check_scores(logits: Tensor, targets: Tensor, subsets: list[list[int]], impl: str, **options: Any) -> None:
+def check_scores(
+    logits: Tensor, targets: Tensor, subsets: list[list[int]], impl: str, **options: Any
+) -> None:
     """Log-probs over the subset; entropy and lse over all."""
-    arguments = on_device({"logits_TV": logits, "target_ids_T": targets, "kept": kept_set(subsets), **options}, impl)
+    arguments = on_device(
+        {"logits_TV": logits, "target_ids_T": targets, "kept": kept_set(subsets), **options}, impl
+    )
     out = logprobs(**arguments, impl=impl)
     rows = targets >= 0
     truth_T = plain_rows(logits.double(), targets.clamp(min=0), subsets=subsets, **options)
     for ours_T, true_T in zip((out.logprob_T, out.entropy_T, out.lse_T), truth_T, strict=True):
-        torch.testing.assert_close(ours_T.cpu().double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6)
+        torch.testing.assert_close(
+            ours_T.cpu().double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6
+        )
 
 
 def test_a_worked_example(impl: str) -> None:
     """p = (1, 2, 3, 4) / 10: of {1, 3}, then 3 (which joins {0}), then all."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().expand(3, 4).contiguous()
     kept = KeptSet(torch.tensor([3, 1, 0]), torch.tensor([0, 2, 3, 3]))
-    arguments = on_device({"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "kept": kept}, impl)
+    arguments = on_device(
+        {"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "kept": kept}, impl
+    )
     out = logprobs(**arguments, impl=impl)
     torch.testing.assert_close(out.logprob_T.cpu().exp(), torch.tensor([2 / 6, 4 / 5, 3 / 10]))
     entropy = -sum(p * math.log(p) for p in (0.1, 0.2, 0.3, 0.4))
@@ -74,9 +95,18 @@ def test_a_worked_example(impl: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.3, None), (2.0, 1.5)])
-def test_log_probs_are_over_the_subset(temperature: float, softcap: float | None, dtype: torch.dtype, impl: str) -> None:
+def test_log_probs_are_over_the_subset(
+    temperature: float, softcap: float | None, dtype: torch.dtype, impl: str
+) -> None:
     batch, subsets = a_batch()
-    check_scores(batch["logits_TV"].to(dtype), batch["target_ids_T"], subsets, impl, temperature=temperature, softcap=softcap)
+    check_scores(
+        batch["logits_TV"].to(dtype),
+        batch["target_ids_T"],
+        subsets,
+        impl,
+        temperature=temperature,
+        softcap=softcap,
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -86,7 +116,9 @@ def test_losses_and_gradients_match_fp64_autograd(name: str, impl: str, inplace:
     true_loss, true_gradient = truth(SPECS[name], batch, subsets=subsets)
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5)
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
-    assert (true_gradient - truth(SPECS[name], batch)[1]).abs().max() > 0.01, "the sets are to make a difference"
+    assert (true_gradient - truth(SPECS[name], batch)[1]).abs().max() > 0.01, (
+        "the sets are to make a difference"
+    )
 
 
 @pytest.mark.parametrize("name", ["clip", "nll-entropy"])
@@ -99,7 +131,9 @@ def test_with_temperature_and_softcap(name: str, impl: str, inplace: bool) -> No
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_gradient_stays_on_the_set_unless_the_entropy_is_trained(name: str, impl: str, inplace: bool) -> None:
+def test_the_gradient_stays_on_the_set_unless_the_entropy_is_trained(
+    name: str, impl: str, inplace: bool
+) -> None:
     batch, subsets = a_batch()
     _, gradient = ours(SPECS[name], batch, impl, inplace=inplace, kept=kept_set(subsets))
     rows = counted(batch)
@@ -123,10 +157,17 @@ def test_a_row_without_ids_was_not_truncated(impl: str, inplace: bool) -> None:
 def test_a_target_that_is_not_in_its_set_is_counted_in(impl: str, inplace: bool) -> None:
     batch, subsets = a_batch()
     targets = batch["target_ids_T"].tolist()
-    without = [[i for i in ids if i != target] for ids, target in zip(subsets, targets, strict=True)]
-    among = [[*ids, target] if ids and target >= 0 else ids for ids, target in zip(without, targets, strict=True)]
+    without = [
+        [i for i in ids if i != target] for ids, target in zip(subsets, targets, strict=True)
+    ]
+    among = [
+        [*ids, target] if ids and target >= 0 else ids
+        for ids, target in zip(without, targets, strict=True)
+    ]
     out, gradient = ours(SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(without))
-    named, same_gradient = ours(SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(among))
+    named, same_gradient = ours(
+        SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(among)
+    )
     assert sum(map(len, among)) > sum(map(len, without)) + 5
     torch.testing.assert_close(out.logprob_T, named.logprob_T, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, same_gradient, rtol=1e-5, atol=1e-6)
@@ -165,7 +206,14 @@ def test_differentiable_log_probs(impl: str) -> None:
     (upstream[0] * logp + upstream[1] * entropy)[rows].sum().backward()
     moved = on_device({**batch, "upstream": upstream, "kept": kept_set(subsets)}, impl)
     leaf = moved["logits_TV"].clone().requires_grad_()
-    out = logprobs(leaf, moved["target_ids_T"], temperature=0.8, kept=moved["kept"], differentiable=True, impl=impl)
+    out = logprobs(
+        leaf,
+        moved["target_ids_T"],
+        temperature=0.8,
+        kept=moved["kept"],
+        differentiable=True,
+        impl=impl,
+    )
     (moved["upstream"] * torch.stack([out.logprob_T, out.entropy_T])).sum().backward()
     assert leaf.grad is not None and exact.grad is not None
     torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, rtol=1e-4, atol=2e-6)
@@ -174,9 +222,14 @@ def test_differentiable_log_probs(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["clip", "nll-entropy", "gspo-entropy"])
 def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
-    """Up to 2048 ids are taken at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the beginning and the end of the CSR."""
+    """Up to 2048 ids are taken at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
+    beginning and the end of the CSR.
+    """
     vocab, batch = 5000, random_batch(6, 5000)
-    batch |= {"logits_TV": batch["logits_TV"].to(dtype), "weight_T": torch.tensor([1.0, -0.5, 2.0, 1.0, 0.7, 1.5])}
+    batch |= {
+        "logits_TV": batch["logits_TV"].to(dtype),
+        "weight_T": torch.tensor([1.0, -0.5, 2.0, 1.0, 0.7, 1.5]),
+    }
     batch["target_ids_T"] = batch["target_ids_T"].clamp(min=0)
     rng = torch.Generator().manual_seed(3)
     sizes = [4500, 2047, 0, 2048, 3, 2049]
@@ -186,31 +239,55 @@ def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, imp
     check_scores(batch["logits_TV"], batch["target_ids_T"], subsets, impl)
     _, gradient = ours(SPECS[name], batch, impl, inplace=True, kept=kept_set(subsets))
     true_gradient = truth(SPECS[name], batch, subsets=subsets)[1]
-    tolerance = {"rtol": 2e-4, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 2e-4, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 1e-6}
+    )
     torch.testing.assert_close(gradient.double(), true_gradient, **tolerance)
 
 
 def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
     """Of the kernels."""
     batch, subsets = a_batch()
-    together, gradient = ours(SPECS["nll-entropy"], batch, "triton", inplace=inplace, kept=kept_set(subsets))
+    together, gradient = ours(
+        SPECS["nll-entropy"], batch, "triton", inplace=inplace, kept=kept_set(subsets)
+    )
     for row in (1, 4, 5, 9, NUM_TOKENS - 1):
-        few = {name: value[row : row + 1] for name, value in batch.items()} | {"cu_seqlens_S1": torch.tensor([0, 1])}
-        alone, row_gradient = ours(SPECS["nll-entropy"], few, "triton", inplace=inplace, kept=kept_set(subsets[row : row + 1]))
-        assert torch.equal(row_gradient[0], gradient[row]) and torch.equal(alone.logprob_T[0], together.logprob_T[row])
+        few = {name: value[row : row + 1] for name, value in batch.items()} | {
+            "cu_seqlens_S1": torch.tensor([0, 1])
+        }
+        alone, row_gradient = ours(
+            SPECS["nll-entropy"],
+            few,
+            "triton",
+            inplace=inplace,
+            kept=kept_set(subsets[row : row + 1]),
+        )
+        assert torch.equal(row_gradient[0], gradient[row]) and torch.equal(
+            alone.logprob_T[0], together.logprob_T[row]
+        )
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_chunks_of_rows_have_their_own_sets(name: str, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_rows_have_their_own_sets(
+    name: str, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the reference, which takes a few rows at a time: three here, all 16 otherwise."""
     batch, subsets = a_batch()
     whole, gradient = ours(SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets))
     monkeypatch.setattr("flowkernels.rows.CHUNK_ELEMENTS", 3 * VOCAB + 1)
-    parts, same_gradient = ours(SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets))
-    assert torch.equal(parts.logprob_T, whole.logprob_T) and torch.equal(same_gradient, gradient) and (gradient != 0).any()
+    parts, same_gradient = ours(
+        SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets)
+    )
+    assert (
+        torch.equal(parts.logprob_T, whole.logprob_T)
+        and torch.equal(same_gradient, gradient)
+        and (gradient != 0).any()
+    )
 
 
-def check_any_sets(sets: list[tuple[int, set[int]]], entropy_coef: float, inplace: bool, impl: str) -> None:
+def check_any_sets(
+    sets: list[tuple[int, set[int]]], entropy_coef: float, inplace: bool, impl: str
+) -> None:
     vocab = 11
     targets, subsets = torch.tensor([target for target, _ in sets]), [list(ids) for _, ids in sets]
     rng = torch.Generator().manual_seed(len(sets))
@@ -219,7 +296,9 @@ def check_any_sets(sets: list[tuple[int, set[int]]], entropy_coef: float, inplac
     spec = LossSpec("nll", entropy_coef=entropy_coef)
     check_scores(batch["logits_TV"], targets, subsets, impl)
     _, gradient = ours(spec, batch, impl, inplace=inplace, kept=kept_set(subsets))
-    torch.testing.assert_close(gradient.double(), truth(spec, batch, subsets=subsets)[1], rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        gradient.double(), truth(spec, batch, subsets=subsets)[1], rtol=1e-4, atol=2e-6
+    )
 
 
 SETS = st.lists(st.tuples(st.integers(-1, 10), st.sets(st.integers(0, 10))), min_size=1, max_size=6)
@@ -243,4 +322,6 @@ def test_the_sets_are_left_as_they_are(impl: str, inplace: bool) -> None:
     ids, offsets = moved["kept"].token_ids_K.clone(), moved["kept"].offsets_T1.clone()
     moved["logits_TV"] = moved["logits_TV"].clone().requires_grad_()
     policy_loss(**moved, spec=SPECS["clip"], inplace=inplace, impl=impl).loss.backward()
-    assert torch.equal(moved["kept"].token_ids_K, ids) and torch.equal(moved["kept"].offsets_T1, offsets)
+    assert torch.equal(moved["kept"].token_ids_K, ids) and torch.equal(
+        moved["kept"].offsets_T1, offsets
+    )

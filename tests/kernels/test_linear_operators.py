@@ -1,4 +1,6 @@
-"""The operators of linear losses as PyTorch sees them: schemas, torch.compile, checkpointing, autocast, accumulation of gradients."""
+"""The operators of linear losses as PyTorch sees them: schemas, torch.compile, checkpointing,
+autocast, accumulation of gradients.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ SUBSETS = [[1, 2], [], [3], [0, 5, 7], [], [], [4]]
 def small_batch(num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float32) -> Batch:
     """Advantages are negative, so that losses are positive."""
     batch = head_batch(num_tokens, DIM, VOCAB, dtype=dtype)
-    return batch | {"advantage_T": -batch["advantage_T"].abs() - 0.1, "weight_T": batch["weight_T"].abs()}
+    return batch | {
+        "advantage_T": -batch["advantage_T"].abs() - 0.1,
+        "weight_T": batch["weight_T"].abs(),
+    }
 
 
 def run(function: Callable[..., Tensor], batch: Batch) -> tuple[Tensor, Gradients]:
@@ -45,7 +50,9 @@ def loss_of(batch: Batch, spec: Any, **options: Any) -> Tensor:
     return out.loss
 
 
-def operator_arguments(name: str, has_bias: bool, has_kept: bool, needs: list[bool], dtype: torch.dtype) -> tuple[Any, ...]:
+def operator_arguments(
+    name: str, has_bias: bool, has_kept: bool, needs: list[bool], dtype: torch.dtype
+) -> tuple[Any, ...]:
     """Of a call, as the public functions make it; `policy` is in the name of the case."""
     batch = small_batch(dtype=dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
@@ -62,34 +69,67 @@ def operator_arguments(name: str, has_bias: bool, has_kept: bool, needs: list[bo
     if name == "linear_scores":
         return (*head, targets, *of_rows, *options)
     if name == "linear_gradient":
-        return (*(x if x is None else x.detach() for x in head), targets, *of_rows, torch.randn(2, NUM_TOKENS), needs, *options)
+        return (
+            *(x if x is None else x.detach() for x in head),
+            targets,
+            *of_rows,
+            torch.randn(2, NUM_TOKENS),
+            needs,
+            *options,
+        )
     old, ref = batch["old_logprob_T"], batch["ref_logprob_T"] if has_kept else None
     spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_kept else "clip"]
     bounds = batch["cu_seqlens_S1"] if spec.policy == "gspo" else None
-    return (*head, targets, batch["advantage_T"], batch["weight_T"], old, ref, bounds, *of_rows, spec.encoded, needs, has_kept, *options)
+    return (
+        *head,
+        targets,
+        batch["advantage_T"],
+        batch["weight_T"],
+        old,
+        ref,
+        bounds,
+        *of_rows,
+        spec.encoded,
+        needs,
+        has_kept,
+        *options,
+    )
 
 
-NEEDS = {"all": [True, True, True], "frozen-head": [True, False, False], "weight": [False, True, False], "none": [False, False, False]}
+NEEDS = {
+    "all": [True, True, True],
+    "frozen-head": [True, False, False],
+    "weight": [False, True, False],
+    "none": [False, False, False],
+}
 
 
 @pytest.mark.parametrize("needs", NEEDS)
-@pytest.mark.parametrize(("has_bias", "has_kept"), [(True, True), (False, False)], ids=["much", "little"])
+@pytest.mark.parametrize(
+    ("has_bias", "has_kept"), [(True, True), (False, False)], ids=["much", "little"]
+)
 @pytest.mark.parametrize("name", [*OPERATORS, "linear_policy_loss_gspo"])
 def test_operator_passes_opcheck(name: str, has_bias: bool, has_kept: bool, needs: str) -> None:
-    """Schema, autograd registration, shapes and types of the fake kernel, and AOT dispatch with dynamic shapes."""
+    """Schema, autograd registration, shapes and types of the fake kernel, and AOT dispatch with
+    dynamic shapes.
+    """
     flags = NEEDS[needs] if has_bias else [*NEEDS[needs][:2], False]
     dtypes = [torch.float32, torch.bfloat16, torch.float64] if needs == "all" else [torch.float32]
     operator = getattr(torch.ops.flowkernels, name.removesuffix("_gspo")).default
     for dtype in dtypes:
         arguments = operator_arguments(name, has_bias, has_kept, flags, dtype)
         if "policy_loss" in name:
-            assert operator(*arguments)[0] > 0  # opcheck then sends a gradient of 1, which leaves the operator's other outputs alone
+            assert (
+                operator(*arguments)[0] > 0
+            )  # opcheck then sends a gradient of 1, which leaves the operator's other outputs alone
         torch.library.opcheck(operator, arguments)
 
 
 def test_every_linear_operator_is_checked() -> None:
     registered = {
-        name.removeprefix("flowkernels::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("flowkernels::linear_")
+        name.removeprefix("flowkernels::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("flowkernels::linear_")
     }
     assert registered == set(OPERATORS)
 
@@ -97,7 +137,9 @@ def test_every_linear_operator_is_checked() -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("has_kept", [False, True], ids=["all-ids", "kept"])
 def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_kept: bool) -> None:
-    """The gradients come with it: in the backward graph they are scaled, and nothing of ours is left to do."""
+    """The gradients come with it: in the backward graph they are scaled, and nothing of ours is
+    left to do.
+    """
     batch, graphs = small_batch(), Graphs()
     options = {"kept": kept_set(SUBSETS), "temperature": 0.8} if has_kept else {}
 
@@ -115,8 +157,12 @@ def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_kept: boo
 def test_the_default_backend_aot_eager_gives_the_same() -> None:
     torch._dynamo.reset()
     batch = small_batch()
-    compiled = torch.compile(lambda batch: -0.5 * loss_of(batch, SPECS["all"]), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(compiled, batch), run(lambda batch: -0.5 * loss_of(batch, SPECS["all"]), batch))
+    compiled = torch.compile(
+        lambda batch: -0.5 * loss_of(batch, SPECS["all"]), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(
+        run(compiled, batch), run(lambda batch: -0.5 * loss_of(batch, SPECS["all"]), batch)
+    )
 
 
 def own(tokens: Tokens) -> TokenLoss:
@@ -132,7 +178,9 @@ def test_a_compiled_loss_of_ones_own_is_a_node_each_way() -> None:
 
 def scores_of(batch: Batch) -> Tensor:
     few = {name: batch[name] for name in (*HEAD, "target_ids_T")}
-    out = linear_logprobs(**few, memory_budget=3 * ROW, temperature=0.7, differentiable=True, impl="torch")
+    out = linear_logprobs(
+        **few, memory_budget=3 * ROW, temperature=0.7, differentiable=True, impl="torch"
+    )
     return (out.logprob_T * batch["advantage_T"] + out.entropy_T).sum()
 
 
@@ -157,7 +205,9 @@ def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
         loss = compiled(moved)
         loss.backward()
         expected = run(lambda batch: loss_of(batch, spec, memory_budget=None), batch)
-        torch.testing.assert_close((loss.detach(), {key: leaf.grad for key, leaf in leaves.items()}), expected)
+        torch.testing.assert_close(
+            (loss.detach(), {key: leaf.grad for key, leaf in leaves.items()}), expected
+        )
     assert len(graphs.forward) == 1
 
 
@@ -181,7 +231,9 @@ def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
     """In one graph, and over two backward passes."""
     spec, batches = SPECS.get(name, own), [small_batch(), small_batch(9)]
     batches[1]["weight_VD"] = batches[0]["weight_VD"]
-    first, second = (run(lambda batch: loss_of(batch, spec), batch)[1]["weight_VD"] for batch in batches)
+    first, second = (
+        run(lambda batch: loss_of(batch, spec), batch)[1]["weight_VD"] for batch in batches
+    )
     for in_one_graph in (True, False):
         weight = batches[0]["weight_VD"].clone().requires_grad_()
         one, two = (loss_of(batch | {"weight_VD": weight}, spec) for batch in batches)
@@ -194,7 +246,9 @@ def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
 @pytest.mark.parametrize("fp32_logits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["all", "own"])
-def test_autocast_leaves_the_arithmetic_as_the_operands_have_it(name: str, dtype: torch.dtype, fp32_logits: bool) -> None:
+def test_autocast_leaves_the_arithmetic_as_the_operands_have_it(
+    name: str, dtype: torch.dtype, fp32_logits: bool
+) -> None:
     """Of fp32 heads as of bf16 ones, and fp32 logits stay fp32: autocast is for what is outside."""
     spec, batch = SPECS.get(name, own), small_batch(dtype=dtype)
 

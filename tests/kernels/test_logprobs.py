@@ -23,37 +23,60 @@ def scores_of(logits: Tensor, targets: Tensor, impl: str, **options: Any) -> lis
 
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.3, None), (4.0, 2.0)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_match_fp64(temperature: float, softcap: float | None, dtype: torch.dtype, impl: str) -> None:
+def test_scores_match_fp64(
+    temperature: float, softcap: float | None, dtype: torch.dtype, impl: str
+) -> None:
     batch = random_batch()
     logits, targets = batch["logits_TV"].to(dtype), batch["target_ids_T"]
     rows = targets >= 0
     assert 0 < rows.sum() < len(rows)
     truth = plain_rows(logits.double(), targets.clamp(min=0), temperature, softcap)
     logits[~rows] = math.nan
-    for ours_T, true_T in zip(scores_of(logits, targets, impl, temperature=temperature, softcap=softcap), truth, strict=True):
+    for ours_T, true_T in zip(
+        scores_of(logits, targets, impl, temperature=temperature, softcap=softcap),
+        truth,
+        strict=True,
+    ):
         assert ours_T.dtype == torch.float32
-        torch.testing.assert_close(ours_T.double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6)
+        torch.testing.assert_close(
+            ours_T.double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6
+        )
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)], ids=["both", "logp", "entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_match_fp64_autograd(parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str) -> None:
-    """For any gradient that comes from above; rows with a negative target get none, whatever they hold."""
+def test_gradients_match_fp64_autograd(
+    parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str
+) -> None:
+    """For any gradient that comes from above; rows with a negative target get none, whatever they
+    hold.
+    """
     batch, temperature = random_batch(12), torch.linspace(0.4, 2.0, 12)
-    logits, targets, rows = batch["logits_TV"].to(dtype), batch["target_ids_T"], batch["target_ids_T"] >= 0
-    upstream = torch.randn(2, 12, generator=torch.Generator().manual_seed(5)) * torch.tensor(parts)[:, None]
+    logits, targets, rows = (
+        batch["logits_TV"].to(dtype),
+        batch["target_ids_T"],
+        batch["target_ids_T"] >= 0,
+    )
+    upstream = (
+        torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
+        * torch.tensor(parts)[:, None]
+    )
     exact = logits.double().requires_grad_()
     logp, entropy, _ = plain_rows(exact[rows], targets[rows], temperature[rows], softcap)
     (upstream[0, rows] * logp + upstream[1, rows] * entropy).sum().backward()
     logits[~rows] = math.nan
-    moved = on_device({"logits_TV": logits, "target_ids_T": targets, "temperature": temperature}, impl)
+    moved = on_device(
+        {"logits_TV": logits, "target_ids_T": targets, "temperature": temperature}, impl
+    )
     leaf = moved["logits_TV"].requires_grad_()
     out = logprobs(**moved, softcap=softcap, differentiable=True, impl=impl)
     both = torch.stack([out.logprob_T, out.entropy_T])[[i for i in (0, 1) if parts[i]]]
     both.backward(upstream[[i for i in (0, 1) if parts[i]]].to(both.device))
     assert leaf.grad is not None and exact.grad is not None and leaf.grad.dtype == dtype
-    tolerance = {"rtol": 1e-4, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    )
     torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, **tolerance)
     assert (leaf.grad.cpu()[~rows] == 0).all() and (exact.grad[rows] != 0).any()
 
@@ -64,16 +87,24 @@ def test_nothing_carries_a_gradient_unless_asked(impl: str) -> None:
     out = logprobs(logits, batch["target_ids_T"], impl=impl)
     assert not any(x.requires_grad for x in (out.logprob_T, out.entropy_T, out.lse_T))
     asked = logprobs(logits, batch["target_ids_T"], differentiable=True, impl=impl)
-    assert asked.logprob_T.requires_grad and asked.entropy_T.requires_grad and not asked.lse_T.requires_grad
+    assert (
+        asked.logprob_T.requires_grad
+        and asked.entropy_T.requires_grad
+        and not asked.lse_T.requires_grad
+    )
     with torch.no_grad():
-        assert not logprobs(logits, batch["target_ids_T"], differentiable=True, impl=impl).logprob_T.requires_grad
+        assert not logprobs(
+            logits, batch["target_ids_T"], differentiable=True, impl=impl
+        ).logprob_T.requires_grad
     loss = policy_loss(**batch, spec=LossSpec(entropy_coef=0.1), impl=impl)
     assert loss.loss.requires_grad and loss.loss.shape == ()
     assert not any(x.requires_grad for x in (loss.logprob_T, loss.entropy_T, *loss.stats.values()))
 
 
 def test_masked_ids_are_as_good_as_absent(impl: str) -> None:
-    """-inf logits, also as a whole block of the vocabulary; an id that is masked has log-probability -inf."""
+    """-inf logits, also as a whole block of the vocabulary; an id that is masked has
+    log-probability -inf.
+    """
     rng = torch.Generator().manual_seed(2)
     logits, targets = torch.randn(4, 20_000, generator=rng), torch.tensor([19_990, 3, 19_999, 7])
     kept = torch.cat([torch.arange(0, 40), torch.arange(19_980, 20_000)])
@@ -102,7 +133,9 @@ def test_what_is_no_distribution_gives_nan(value: float, impl: str) -> None:
     clean = scores_of(batch["logits_TV"], batch["target_ids_T"], impl)
     batch["logits_TV"][2, 9] = value
     batch["logits_TV"][4] = -math.inf
-    for ours_T, clean_T in zip(scores_of(batch["logits_TV"], batch["target_ids_T"], impl)[:2], clean[:2], strict=True):
+    for ours_T, clean_T in zip(
+        scores_of(batch["logits_TV"], batch["target_ids_T"], impl)[:2], clean[:2], strict=True
+    ):
         assert ours_T[[2, 4]].isnan().all()
         assert torch.equal(ours_T[[0, 1, 3]], clean_T[[0, 1, 3]])
 
@@ -112,7 +145,9 @@ def test_kernels_are_deterministic_and_rows_do_not_see_each_other(dtype: torch.d
     batch = random_batch(6, vocab=9000)
     logits, targets = batch["logits_TV"].to(dtype), batch["target_ids_T"].clamp(min=0)
     first = scores_of(logits, targets, "triton")
-    assert all(torch.equal(a, b) for a, b in zip(first, scores_of(logits, targets, "triton"), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, scores_of(logits, targets, "triton"), strict=True)
+    )
     for i in range(6):
         alone = scores_of(logits[i : i + 1], targets[i : i + 1], "triton")
         assert all(torch.equal(a[i : i + 1], b) for a, b in zip(first, alone, strict=True))
@@ -125,15 +160,24 @@ def test_rows_of_a_larger_buffer(impl: str) -> None:
     view = buffer[1::3, 30:47]
     view.copy_(batch["logits_TV"])
     out = logprobs(view, batch["target_ids_T"].to(view.device), impl=impl)
-    assert torch.equal(out.logprob_T.cpu(), expected[0]) and torch.equal(out.lse_T.cpu(), expected[2]) and (expected[0] != 0).any()
+    assert (
+        torch.equal(out.logprob_T.cpu(), expected[0])
+        and torch.equal(out.lse_T.cpu(), expected[2])
+        and (expected[0] != 0).any()
+    )
 
 
 @pytest.mark.parametrize("vocab", [257, 40_001])
 def test_a_row_alone_is_summed_as_among_others(vocab: int, num_threads: int) -> None:
     """To the bit; torch would spread the sum over a single long row over its threads."""
-    logits, targets = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    logits, targets = (
+        torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)),
+        torch.arange(5),
+    )
     among_all = logprobs(logits, targets, impl="torch")
     for row in range(5):
         alone = logprobs(logits[row : row + 1], targets[row : row + 1], impl="torch")
-        assert torch.equal(alone.logprob_T[0], among_all.logprob_T[row]) and torch.equal(alone.lse_T[0], among_all.lse_T[row])
+        assert torch.equal(alone.logprob_T[0], among_all.logprob_T[row]) and torch.equal(
+            alone.lse_T[0], among_all.lse_T[row]
+        )
         assert torch.equal(alone.entropy_T[0], among_all.entropy_T[row])

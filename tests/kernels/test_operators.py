@@ -1,4 +1,6 @@
-"""The operators as PyTorch sees them: schemas, torch.compile, checkpointing, autocast, determinism, memory."""
+"""The operators as PyTorch sees them: schemas, torch.compile, checkpointing, autocast, determinism,
+memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import KeptSet, LossSpec, branch_points, branching_score, discounted_reverse_scan, logprobs, policy_loss
+from flowkernels import (
+    KeptSet,
+    LossSpec,
+    branch_points,
+    branching_score,
+    discounted_reverse_scan,
+    logprobs,
+    policy_loss,
+)
 from graphs import Graphs
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -18,10 +28,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 IMPLS = ("torch", "triton")
-OPERATORS = ("branching_score", "discounted_reverse_scan", "gradient", "policy_loss", "policy_loss_", "scale_", "scores")
+OPERATORS = (
+    "branching_score",
+    "discounted_reverse_scan",
+    "gradient",
+    "policy_loss",
+    "policy_loss_",
+    "scale_",
+    "scores",
+)
 SPECS = {
     "clip": LossSpec(clip_high=0.3),
-    "all": LossSpec(clip_low=0.1, clip_high=0.4, dual_clip=2.0, kl="k2", kl_coef=0.2, entropy_coef=0.1, tis=2.0),
+    "all": LossSpec(
+        clip_low=0.1, clip_high=0.4, dual_clip=2.0, kl="k2", kl_coef=0.2, entropy_coef=0.1, tis=2.0
+    ),
     "gspo": LossSpec("gspo", clip_low=0.9, clip_high=9.0),
 }
 VOCAB = 13
@@ -32,7 +52,9 @@ def device_of(impl: str) -> str:
     return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
 
 
-def random_batch(num: int, impl: str, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Batch:
+def random_batch(
+    num: int, impl: str, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+) -> Batch:
     """Advantages are negative, so that losses are positive."""
     rng = torch.Generator().manual_seed(num)
     logits = torch.randn(num, vocab, generator=rng)
@@ -52,8 +74,12 @@ def random_batch(num: int, impl: str, dtype: torch.dtype = torch.float32, vocab:
     return {name: value.to(device_of(impl)) for name, value in batch.items()}
 
 
-def loss_of(logits_TV: Tensor, batch: Batch, spec: LossSpec, impl: str, inplace: bool = False) -> Tensor:
-    return policy_loss(**{**batch, "logits_TV": logits_TV}, spec=spec, impl=impl, inplace=inplace).loss
+def loss_of(
+    logits_TV: Tensor, batch: Batch, spec: LossSpec, impl: str, inplace: bool = False
+) -> Tensor:
+    return policy_loss(
+        **{**batch, "logits_TV": logits_TV}, spec=spec, impl=impl, inplace=inplace
+    ).loss
 
 
 def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,17 +92,28 @@ def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps each call of an operator of ours: its arguments as they were before it ran, and what it gave back."""
+    """Keeps each call of an operator of ours: its arguments as they were before it ran, and what it
+    gave back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func.namespace != "flowkernels":
             return func(*args, **(kwargs or {}))
         name = func.name().split("::")[1]
-        kept = (args[0].detach().clone(), *(arg.detach() if isinstance(arg, Tensor) else arg for arg in args[1:]))
+        kept = (
+            args[0].detach().clone(),
+            *(arg.detach() if isinstance(arg, Tensor) else arg for arg in args[1:]),
+        )
         kept[0].requires_grad_(args[0].requires_grad and name in ("scores", "policy_loss"))
         result = func(*args, **(kwargs or {}))
         self.calls.append((name, kept, result))
@@ -86,31 +123,56 @@ class Recorder(TorchDispatchMode):
 @cache
 def recorded(impl: str) -> list[tuple[str, tuple[Any, ...], Any]]:
     """Calls of every operator with little and with all there is, as the public functions make them."""
-    kept = KeptSet(*(torch.tensor(ids, device=device_of(impl)) for ids in ([1, 2, 3], [0, 2, 2, 3, 3, 3, 3])))
-    more = {"kept": kept, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 6, device=device_of(impl))}
-    cases: list[tuple[torch.dtype, LossSpec, Batch]] = [(torch.float32, SPECS["clip"], {}), (torch.bfloat16, SPECS["all"], more)]
+    kept = KeptSet(
+        *(torch.tensor(ids, device=device_of(impl)) for ids in ([1, 2, 3], [0, 2, 2, 3, 3, 3, 3]))
+    )
+    more = {
+        "kept": kept,
+        "softcap": 5.0,
+        "temperature": torch.linspace(0.5, 2, 6, device=device_of(impl)),
+    }
+    cases: list[tuple[torch.dtype, LossSpec, Batch]] = [
+        (torch.float32, SPECS["clip"], {}),
+        (torch.bfloat16, SPECS["all"], more),
+    ]
     with Recorder() as recorder:
-        for dtype, spec, extra in cases if impl == "triton" else [*cases, (torch.float64, SPECS["all"], {})]:
+        for dtype, spec, extra in (
+            cases if impl == "triton" else [*cases, (torch.float64, SPECS["all"], {})]
+        ):
             batch = random_batch(6, impl, dtype)
             leaf = batch["logits_TV"].clone().requires_grad_()
-            logprobs(leaf, batch["target_ids_T"], **extra, differentiable=True, impl=impl).logprob_T.sum().backward()
+            logprobs(
+                leaf, batch["target_ids_T"], **extra, differentiable=True, impl=impl
+            ).logprob_T.sum().backward()
             for inplace in (False, True):
                 leaf = batch["logits_TV"].clone().requires_grad_()
-                loss = policy_loss(**{**batch, "logits_TV": leaf}, **extra, spec=spec, inplace=inplace, impl=impl).loss
-                assert loss > 0  # opcheck then sends a gradient of 1, which leaves the operator's other outputs alone
+                loss = policy_loss(
+                    **{**batch, "logits_TV": leaf}, **extra, spec=spec, inplace=inplace, impl=impl
+                ).loss
+                assert (
+                    loss > 0
+                    # opcheck then sends a gradient of 1, which leaves the operator's other outputs
+                    # alone
+                )
                 loss.backward()
         x_T = batch["advantage_T"]
         is_token_T = x_T < -0.5
         for mask_T in (None, is_token_T):
-            discounted_reverse_scan(x_T, batch["cu_seqlens_S1"], gamma=0.9, mask_T=mask_T, impl=impl)
-            branching_score(x_T, 0.5 * x_T, x_T.abs(), batch["cu_seqlens_S1"], mask_T=mask_T, impl=impl)
+            discounted_reverse_scan(
+                x_T, batch["cu_seqlens_S1"], gamma=0.9, mask_T=mask_T, impl=impl
+            )
+            branching_score(
+                x_T, 0.5 * x_T, x_T.abs(), batch["cu_seqlens_S1"], mask_T=mask_T, impl=impl
+            )
     return recorder.calls
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_operator_passes_opcheck(impl: str, name: str) -> None:
-    """Schema, autograd registration, shapes of the fake kernel, and AOT dispatch with dynamic shapes."""
+    """Schema, autograd registration, shapes of the fake kernel, and AOT dispatch with dynamic
+    shapes.
+    """
     calls = [args for called, args, _ in recorded(impl) if called == name]
     assert calls
     for args in calls:
@@ -129,8 +191,16 @@ def test_operators_without_a_gradient_pass_opcheck(impl: str) -> None:
 
 
 def test_every_operator_is_checked() -> None:
-    registered = {name.removeprefix("flowkernels::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("flowkernels::")}
-    elsewhere = {"linear_gradient", "linear_policy_loss", "linear_scores"}  # see test_linear_operators.py
+    registered = {
+        name.removeprefix("flowkernels::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("flowkernels::")
+    }
+    elsewhere = {
+        "linear_gradient",
+        "linear_policy_loss",
+        "linear_scores",
+    }  # see test_linear_operators.py
     elsewhere |= {"diff_words", "digest_words", "scatter_words_"}  # see test_sparse_delta.py
     assert registered == {*OPERATORS, *elsewhere}
 
@@ -138,8 +208,12 @@ def test_every_operator_is_checked() -> None:
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_compiled_policy_loss_is_one_node_and_equal_to_eager(impl: str, name: str, inplace: bool) -> None:
-    """In-place is for eager mode; torch.compile plans memory itself. GSPO has its gradient in the backward graph."""
+def test_compiled_policy_loss_is_one_node_and_equal_to_eager(
+    impl: str, name: str, inplace: bool
+) -> None:
+    """In-place is for eager mode; torch.compile plans memory itself. GSPO has its gradient in the
+    backward graph.
+    """
     batch, graphs = random_batch(8, impl), Graphs()
 
     def function(x: Tensor) -> Tensor:
@@ -159,11 +233,20 @@ def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager(i
     batch, graphs = random_batch(8, impl), Graphs()
 
     def differentiable(x: Tensor) -> Tensor:
-        out = logprobs(1.5 * x, batch["target_ids_T"], temperature=0.7, differentiable=True, impl=impl)
+        out = logprobs(
+            1.5 * x, batch["target_ids_T"], temperature=0.7, differentiable=True, impl=impl
+        )
         return (out.logprob_T * batch["advantage_T"] + out.entropy_T).sum()
 
     def branch(logp_T: Tensor) -> tuple[Tensor, ...]:
-        out = branching_score(logp_T, batch["old_logprob_T"], batch["weight_T"], batch["cu_seqlens_S1"], gamma=0.9, impl=impl)
+        out = branching_score(
+            logp_T,
+            batch["old_logprob_T"],
+            batch["weight_T"],
+            batch["cu_seqlens_S1"],
+            gamma=0.9,
+            impl=impl,
+        )
         scanned_T = discounted_reverse_scan(logp_T, batch["cu_seqlens_S1"], gamma=0.9, impl=impl)
         points = branch_points(out, batch["cu_seqlens_S1"], num_points=2, spacing=2)
         return out.score_T, out.omega_T, out.is_candidate_T, scanned_T, points
@@ -172,7 +255,9 @@ def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager(i
     torch.testing.assert_close(compiled, gradient_of(differentiable, batch["logits_TV"]))
     assert (graphs.forward, graphs.backward) == ([["scores"]], [["gradient"]])
     graphs = Graphs()
-    for ours, expected in zip(graphs.compile(branch)(batch["ref_logprob_T"]), branch(batch["ref_logprob_T"]), strict=True):
+    for ours, expected in zip(
+        graphs.compile(branch)(batch["ref_logprob_T"]), branch(batch["ref_logprob_T"]), strict=True
+    ):
         torch.testing.assert_close(ours, expected)
     assert graphs.forward == [["branching_score", "discounted_reverse_scan"]]
 
@@ -180,7 +265,9 @@ def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager(i
 @pytest.mark.parametrize("name", SPECS)
 def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
     graphs = Graphs()
-    compiled = graphs.compile(lambda batch: loss_of(1.5 * batch["logits_TV"], batch, SPECS[name], "torch"))
+    compiled = graphs.compile(
+        lambda batch: loss_of(1.5 * batch["logits_TV"], batch, SPECS[name], "torch")
+    )
     for num in (8, 9, 3, 33):
         batch = random_batch(num, "torch")
         leaf = batch["logits_TV"].requires_grad_()
@@ -189,7 +276,9 @@ def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
                 torch._dynamo.mark_dynamic(tensor, 0)
         loss = compiled(batch)
         loss.backward()
-        expected, gradient = gradient_of(lambda x, batch=batch: loss_of(1.5 * x, batch, SPECS[name], "torch"), leaf)
+        expected, gradient = gradient_of(
+            lambda x, batch=batch: loss_of(1.5 * x, batch, SPECS[name], "torch"), leaf
+        )
         torch.testing.assert_close(loss.detach(), expected)
         torch.testing.assert_close(leaf.grad, gradient)
     assert len(graphs.forward) == 1
@@ -205,21 +294,34 @@ def test_compiling_goes_on_when_the_spec_changes_or_all_is_dynamic() -> None:
     compiled = graphs.compile(function)
     for high in (0.1, 0.2, 0.3):
         spec = LossSpec(clip_low=high / 2, clip_high=high, dual_clip=2 + high)
-        ours, expected = (gradient_of(lambda x, f=f, spec=spec: f(x, spec), batch["logits_TV"]) for f in (compiled, function))
+        ours, expected = (
+            gradient_of(lambda x, f=f, spec=spec: f(x, spec), batch["logits_TV"])
+            for f in (compiled, function)
+        )
         torch.testing.assert_close(ours, expected)
-    dynamic = gradient_of(lambda x: Graphs().compile(function, dynamic=True)(x, SPECS["all"]), batch["logits_TV"])
-    torch.testing.assert_close(dynamic, gradient_of(lambda x: function(x, SPECS["all"]), batch["logits_TV"]))
+    dynamic = gradient_of(
+        lambda x: Graphs().compile(function, dynamic=True)(x, SPECS["all"]), batch["logits_TV"]
+    )
+    torch.testing.assert_close(
+        dynamic, gradient_of(lambda x: function(x, SPECS["all"]), batch["logits_TV"])
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compiled_loss_of_no_tokens_is_zero(impl: str) -> None:
     batch = random_batch(0, impl)
-    loss, gradient = gradient_of(Graphs().compile(lambda x: loss_of(1.5 * x, batch, SPECS["all"], impl)), batch["logits_TV"])
+    loss, gradient = gradient_of(
+        Graphs().compile(lambda x: loss_of(1.5 * x, batch, SPECS["all"], impl)), batch["logits_TV"]
+    )
     assert loss == 0 and gradient.shape == (0, VOCAB)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
-def test_inductor_gives_the_loss_and_gradient_of_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
+def test_inductor_gives_the_loss_and_gradient_of_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     batch = random_batch(8, "torch")
@@ -228,7 +330,9 @@ def test_inductor_gives_the_loss_and_gradient_of_eager(tmp_path: Path, monkeypat
         return loss_of(1.5 * x, batch, SPECS["all"], "torch")
 
     compiled = torch.compile(function, fullgraph=True)
-    ours, expected = (gradient_of(lambda x, f=f: 3 * f(x), batch["logits_TV"]) for f in (compiled, function))
+    ours, expected = (
+        gradient_of(lambda x, f=f: 3 * f(x), batch["logits_TV"]) for f in (compiled, function)
+    )
     torch.testing.assert_close(ours, expected)
 
 
@@ -240,7 +344,9 @@ def test_kernels_are_compiled_once_for_all_numbers_of_tokens() -> None:
     sizes = []
     for num in (5, 6, 7, 33):
         batch = random_batch(num, "triton")
-        gradient_of(lambda x, batch=batch: loss_of(x, batch, SPECS["clip"], "triton"), batch["logits_TV"])
+        gradient_of(
+            lambda x, batch=batch: loss_of(x, batch, SPECS["clip"], "triton"), batch["logits_TV"]
+        )
         sizes.append(len(loss_kernel.device_caches[torch.cuda.current_device()][0]))
     assert sizes[0] >= 1 and len(set(sizes)) == 1
 
@@ -257,7 +363,9 @@ def test_without_grad_mode_there_is_no_gradient_buffer(impl: str, name: str) -> 
         assert not loss.requires_grad and loss == ours == expected
         sizes = [out.numel() for _, _, result in recorder.calls for out in result]
         assert len(recorder.calls) == 2 and VOCAB * 6 not in sizes
-        assert torch.equal(logits, batch["logits_TV"]), "without a gradient to write, in-place leaves the logits alone"
+        assert torch.equal(logits, batch["logits_TV"]), (
+            "without a gradient to write, in-place leaves the logits alone"
+        )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -275,9 +383,14 @@ def test_gradient_is_the_same_under_checkpointing(impl: str, name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_leaves_the_arithmetic_in_fp32(impl: str, name: str) -> None:
-    """bf16 logits of a linear layer: loss and gradient are those of the same logits without autocast."""
+    """bf16 logits of a linear layer: loss and gradient are those of the same logits without
+    autocast.
+    """
     batch = random_batch(6, impl, torch.bfloat16)
-    weight, x = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device_of(impl)) for shape in ((VOCAB, 4), (6, 4)))
+    weight, x = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device_of(impl))
+        for shape in ((VOCAB, 4), (6, 4))
+    )
 
     def autocast(weight: Tensor) -> Tensor:
         with torch.autocast(device_of(impl), torch.bfloat16):
@@ -288,9 +401,13 @@ def test_autocast_leaves_the_arithmetic_in_fp32(impl: str, name: str) -> None:
         return loss
 
     def plain(weight: Tensor) -> Tensor:
-        return loss_of(torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()), batch, SPECS[name], impl)
+        return loss_of(
+            torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()), batch, SPECS[name], impl
+        )
 
-    torch.testing.assert_close(gradient_of(autocast, weight), gradient_of(plain, weight), rtol=0, atol=0)
+    torch.testing.assert_close(
+        gradient_of(autocast, weight), gradient_of(plain, weight), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
@@ -302,7 +419,9 @@ def test_gradients_of_two_losses_add_up_in_one_leaf(impl: str, inplace: bool) ->
     second = gradient_of(lambda x: loss_of(x + shift, batch, SPECS["all"], impl), x)[1]
 
     def both(x: Tensor) -> Tensor:
-        return loss_of(1 * x, batch, SPECS["clip"], impl, inplace) - 2 * loss_of(x + shift, batch, SPECS["all"], impl, inplace)
+        return loss_of(1 * x, batch, SPECS["clip"], impl, inplace) - 2 * loss_of(
+            x + shift, batch, SPECS["all"], impl, inplace
+        )
 
     torch.testing.assert_close(gradient_of(both, x)[1], first - 2 * second)
     leaf = x.clone().requires_grad_()
@@ -333,9 +452,24 @@ def test_results_repeat_bit_for_bit_in_deterministic_mode(impl: str, name: str) 
         leaf = batch["logits_TV"].clone().requires_grad_()
         out = policy_loss(**{**batch, "logits_TV": leaf}, spec=SPECS[name], impl=impl)
         out.loss.backward()
-        score = branching_score(out.logprob_T, batch["old_logprob_T"], out.entropy_T, batch["cu_seqlens_S1"], mask_T=is_token_T, impl=impl)
+        score = branching_score(
+            out.logprob_T,
+            batch["old_logprob_T"],
+            out.entropy_T,
+            batch["cu_seqlens_S1"],
+            mask_T=is_token_T,
+            impl=impl,
+        )
         points = branch_points(score, batch["cu_seqlens_S1"], num_points=2, spacing=2)
-        return [out.loss.detach(), leaf.grad, *out.stats.values(), score.score_T, score.omega_T, score.is_candidate_T, points]
+        return [
+            out.loss.detach(),
+            leaf.grad,
+            *out.stats.values(),
+            score.score_T,
+            score.omega_T,
+            score.is_candidate_T,
+            points,
+        ]
 
     torch.use_deterministic_algorithms(True)
     try:
@@ -348,7 +482,9 @@ def test_results_repeat_bit_for_bit_in_deterministic_mode(impl: str, name: str) 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_in_place_hands_the_storage_of_the_logits_on_as_their_gradient(impl: str, name: str) -> None:
+def test_in_place_hands_the_storage_of_the_logits_on_as_their_gradient(
+    impl: str, name: str
+) -> None:
     batch, seen = random_batch(6, impl), []
     logits = batch["logits_TV"].requires_grad_() * 1
     storage = logits.data_ptr()
@@ -363,7 +499,9 @@ def peak_bytes(num: int, spec: LossSpec, inplace: bool) -> int:
     leaf = batch["logits_TV"].requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss_of(leaf, batch, spec, "torch", inplace).backward()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -1,4 +1,6 @@
-"""The policy loss and its gradient by the logits against autograd of plain formulas in fp64 (`kernel_truth`), in both implementations."""
+"""The policy loss and its gradient by the logits against autograd of plain formulas in fp64
+(`kernel_truth`), in both implementations.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss
-from kernel_truth import bf16_rounding, counted, device_of, on_device, ours, plain_rows, random_batch, truth
+from kernel_truth import (
+    bf16_rounding,
+    counted,
+    device_of,
+    on_device,
+    ours,
+    plain_rows,
+    random_batch,
+    truth,
+)
 from torch import Tensor
 
 SPECS = {
@@ -27,7 +38,16 @@ SPECS = {
     "mis": LossSpec(mis=(0.6, 1.5)),
     "mis-open": LossSpec(mis=(0.6, math.inf)),
     "released": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001),
-    "all": LossSpec(clip_low=0.1, clip_high=0.4, dual_clip=1.5, kl="k2", kl_coef=0.2, entropy_coef=0.1, tis=2.0, mis=(0.5, 2.5)),
+    "all": LossSpec(
+        clip_low=0.1,
+        clip_high=0.4,
+        dual_clip=1.5,
+        kl="k2",
+        kl_coef=0.2,
+        entropy_coef=0.1,
+        tis=2.0,
+        mis=(0.5, 2.5),
+    ),
     "gspo-all": LossSpec("gspo", kl="k3", kl_coef=0.2, entropy_coef=0.1, tis=2.0, mis=(0.5, 2.5)),
     "cispo-all": LossSpec("cispo", kl="k1", kl_coef=0.2, entropy_coef=0.1, tis=0.8, mis=(0.5, 2.5)),
     "nll-all": LossSpec("nll", kl="k1", kl_coef=0.2, entropy_coef=-0.1),
@@ -49,24 +69,38 @@ def test_loss_and_gradient_match_fp64_autograd(name: str, impl: str, inplace: bo
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
     rows = counted(batch)
-    logp, entropy, _ = plain_rows(batch["logits_TV"].double(), batch["target_ids_T"].clamp(min=0), temperatures())
+    logp, entropy, _ = plain_rows(
+        batch["logits_TV"].double(), batch["target_ids_T"].clamp(min=0), temperatures()
+    )
     if "mis" not in name and "all" not in name:  # rows that MIS drops are not read
-        torch.testing.assert_close(out.logprob_T.cpu().double(), torch.where(rows, logp, 0.0), rtol=1e-6, atol=4e-6)
-        torch.testing.assert_close(out.entropy_T.cpu().double(), torch.where(rows, entropy, 0.0), rtol=1e-6, atol=4e-6)
+        torch.testing.assert_close(
+            out.logprob_T.cpu().double(), torch.where(rows, logp, 0.0), rtol=1e-6, atol=4e-6
+        )
+        torch.testing.assert_close(
+            out.entropy_T.cpu().double(), torch.where(rows, entropy, 0.0), rtol=1e-6, atol=4e-6
+        )
 
 
-@pytest.mark.parametrize(("temperature", "softcap"), [(0.7, None), (2.5, None), (1.0, 1.5), (0.6, 4.0)])
+@pytest.mark.parametrize(
+    ("temperature", "softcap"), [(0.7, None), (2.5, None), (1.0, 1.5), (0.6, 4.0)]
+)
 @pytest.mark.parametrize("name", MAIN)
-def test_temperature_and_softcap(name: str, temperature: float, softcap: float | None, impl: str, inplace: bool) -> None:
+def test_temperature_and_softcap(
+    name: str, temperature: float, softcap: float | None, impl: str, inplace: bool
+) -> None:
     batch = random_batch(12, temperature=temperature)
-    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, temperature=temperature, softcap=softcap)
+    out, gradient = ours(
+        SPECS[name], batch, impl, inplace=inplace, temperature=temperature, softcap=softcap
+    )
     true_loss, true_gradient = truth(SPECS[name], batch, temperature, softcap=softcap)
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_the_gradient_is_scaled_by_what_follows_the_loss(name: str, impl: str, inplace: bool) -> None:
+def test_the_gradient_is_scaled_by_what_follows_the_loss(
+    name: str, impl: str, inplace: bool
+) -> None:
     batch = random_batch()
     out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, scale=-0.37)
     true_loss, true_gradient = truth(SPECS[name], batch)
@@ -91,16 +125,26 @@ def test_the_gradient_sums_to_zero_over_the_vocabulary(impl: str) -> None:
 
 @pytest.mark.parametrize("name", [*MAIN, "cispo", "tis"])
 def test_rows_left_out_are_not_read(name: str, impl: str, inplace: bool) -> None:
-    """Whatever they hold, their gradient, logp and entropy are 0; loss and statistics are those of the other rows alone."""
+    """Whatever they hold, their gradient, logp and entropy are 0; loss and statistics are those of
+    the other rows alone.
+    """
     batch = random_batch()
     rows = counted(batch)
-    assert (~rows & (batch["weight_T"] == 0)).sum() >= 3 and (~rows & (batch["target_ids_T"] < 0)).sum() >= 2
+    assert (~rows & (batch["weight_T"] == 0)).sum() >= 3 and (
+        ~rows & (batch["target_ids_T"] < 0)
+    ).sum() >= 2
     bounds = batch["cu_seqlens_S1"]
     few = {key: value[rows] for key, value in batch.items() if key != "cu_seqlens_S1"}
     few["cu_seqlens_S1"] = torch.tensor([int(rows[:bound].sum()) for bound in bounds])
     alone, alone_gradient = ours(SPECS[name], few, impl)
     for i, index in enumerate((~rows).nonzero()[:, 0].tolist()):
-        for key in ("logits_TV", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T", "advantage_T"):
+        for key in (
+            "logits_TV",
+            "old_logprob_T",
+            "ref_logprob_T",
+            "sampler_logprob_T",
+            "advantage_T",
+        ):
             batch[key][index] = (math.nan, math.inf, -math.inf, 1e30)[i % 4]
     out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
     assert out.loss.item() == pytest.approx(alone.loss.item(), rel=1e-6)
@@ -121,7 +165,11 @@ def test_a_negative_target_leaves_a_row_out_whatever_its_weight(impl: str, inpla
     by_weight, same_gradient = ours(SPECS["gspo"], batch, impl, inplace=inplace)
     assert by_target.loss.item() == by_weight.loss.item() != 0
     assert torch.equal(gradient, same_gradient)
-    assert by_target.stats["weight_sum"].item() == by_weight.stats["weight_sum"].item() == (batch["target_ids_T"] >= 0).sum()
+    assert (
+        by_target.stats["weight_sum"].item()
+        == by_weight.stats["weight_sum"].item()
+        == (batch["target_ids_T"] >= 0).sum()
+    )
 
 
 def test_a_reference_that_is_not_trained_on_may_be_nan(impl: str) -> None:
@@ -129,7 +177,9 @@ def test_a_reference_that_is_not_trained_on_may_be_nan(impl: str) -> None:
     expected, true_gradient = truth(LossSpec(), batch)
     batch["ref_logprob_T"] = torch.full((20,), math.nan)
     out, gradient = ours(LossSpec(), batch, impl)
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5) and out.stats["kl_sum"].isnan()
+    assert (
+        out.loss.item() == pytest.approx(expected.item(), rel=1e-5) and out.stats["kl_sum"].isnan()
+    )
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
 
@@ -139,7 +189,9 @@ def test_a_nan_logit_of_a_counted_row_gives_nan(impl: str, inplace: bool) -> Non
     for name in MAIN:
         nan_batch = {**batch, "logits_TV": batch["logits_TV"].clone()}
         nan_batch["logits_TV"][3, 12] = math.nan
-        out, gradient = ours(replace(SPECS[name], tis=None, mis=None), nan_batch, impl, inplace=inplace)
+        out, gradient = ours(
+            replace(SPECS[name], tis=None, mis=None), nan_batch, impl, inplace=inplace
+        )
         assert out.loss.isnan() and gradient[3].isnan().all(), name
         if name != "gspo-all":  # a sequence shares its ratio
             assert gradient[[0, 1, 2, 4, 5]].isfinite().all(), name
@@ -179,11 +231,16 @@ def test_bf16_logits_lose_less_than_plain_torch_does(name: str, impl: str) -> No
     plain_loss, plain_gradient = truth(SPECS[name], batch, 0.7, torch.bfloat16)
     out, gradient = ours(SPECS[name], batch, impl, temperature=0.7)
     # fp32 sums and ratios of a few dozen numbers.
-    assert (out.loss.cpu() - true_loss).abs() <= (plain_loss - true_loss).abs() + 1e-5 * true_loss.abs() + 1e-5
+    assert (out.loss.cpu() - true_loss).abs() <= (
+        plain_loss - true_loss
+    ).abs() + 1e-5 * true_loss.abs() + 1e-5
     # All arithmetic is fp32: what is lost is the rounding of the result to bf16 and nothing else.
     error, rounding = (gradient - true_gradient).abs(), bf16_rounding(impl)
     assert (error <= rounding * true_gradient.abs() + 1e-5).all()
-    assert error.max() <= (plain_gradient - true_gradient).abs().max() + rounding / 2 * true_gradient.abs().max()
+    assert (
+        error.max()
+        <= (plain_gradient - true_gradient).abs().max() + rounding / 2 * true_gradient.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", MAIN)
@@ -192,15 +249,22 @@ def test_fp16_logits_get_an_fp16_gradient(name: str, impl: str, inplace: bool) -
     batch["logits_TV"] = batch["logits_TV"].half()
     _, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
     assert gradient.dtype == torch.float16
-    torch.testing.assert_close(gradient.double(), truth(SPECS[name], batch)[1], rtol=2**-10, atol=1e-5)
+    torch.testing.assert_close(
+        gradient.double(), truth(SPECS[name], batch)[1], rtol=2**-10, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_fp64_logits_get_an_fp64_gradient(softcap: float | None, inplace: bool) -> None:
-    """To the last digits, which a softmax in fp32 would lose. (What is [T] is fp32, hence numbers of few digits.)"""
+    """To the last digits, which a softmax in fp32 would lose. (What is [T] is fp32, hence numbers
+    of few digits.)
+    """
     batch = random_batch()
     batch["logits_TV"] = batch["logits_TV"].double()
-    batch["advantage_T"], batch["weight_T"] = batch["advantage_T"].sign(), 2 * batch["weight_T"].sign()
+    batch["advantage_T"], batch["weight_T"] = (
+        batch["advantage_T"].sign(),
+        2 * batch["weight_T"].sign(),
+    )
     out, gradient = ours(SPECS["nll"], batch, "torch", inplace=inplace, softcap=softcap)
     true_loss, true_gradient = truth(SPECS["nll"], batch, softcap=softcap)
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-6)
@@ -216,7 +280,12 @@ def test_extreme_logits(name: str, size: float, impl: str, inplace: bool) -> Non
     targets = torch.tensor([2, 3, 0, 1])
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     batch = random_batch(4, 6)
-    batch |= {"logits_TV": logits, "target_ids_T": targets, "advantage_T": torch.tensor([1.0, -1.0, 2.0, 1.0]), "weight_T": torch.ones(4)}
+    batch |= {
+        "logits_TV": logits,
+        "target_ids_T": targets,
+        "advantage_T": torch.tensor([1.0, -1.0, 2.0, 1.0]),
+        "weight_T": torch.ones(4),
+    }
     batch |= {"old_logprob_T": logp + 0.05, "ref_logprob_T": logp + 0.05}
     out, gradient = ours(SPECS[name], batch, impl, inplace=inplace)
     assert out.loss.isfinite() and gradient.isfinite().all()
@@ -225,18 +294,27 @@ def test_extreme_logits(name: str, size: float, impl: str, inplace: bool) -> Non
         assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-3)
         torch.testing.assert_close(gradient.double(), true_gradient, rtol=2e-3, atol=1e-6)
     # The hit, the miss, the uniform row, and the row of three equal peaks.
-    true_logp, true_entropy = [0.0, -size, -math.log(6), -math.log(3)], [0.0, 0.0, math.log(6), math.log(3)]
+    true_logp, true_entropy = (
+        [0.0, -size, -math.log(6), -math.log(3)],
+        [0.0, 0.0, math.log(6), math.log(3)],
+    )
     torch.testing.assert_close(out.logprob_T.cpu(), torch.tensor(true_logp), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.entropy_T.cpu(), torch.tensor(true_entropy), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        out.entropy_T.cpu(), torch.tensor(true_entropy), rtol=1e-6, atol=1e-6
+    )
 
 
 def asymmetric(tokens: Tokens) -> TokenLoss:
-    """A loss of one's own, of a kind no spec has: (logp - old)^2, three times that where it is negative, A and 0.1 H^2 beside it."""
+    """A loss of one's own, of a kind no spec has: (logp - old)^2, three times that where it is
+    negative, A and 0.1 H^2 beside it.
+    """
     assert tokens.old_logprob_T is not None
     difference_T = tokens.logprob_T - tokens.old_logprob_T
     factor_T = torch.where(difference_T < 0, 3.0, 1.0)
     return TokenLoss(
-        loss_T=factor_T * difference_T**2 - tokens.advantage_T * tokens.logprob_T + 0.1 * tokens.entropy_T**2,
+        loss_T=factor_T * difference_T**2
+        - tokens.advantage_T * tokens.logprob_T
+        + 0.1 * tokens.entropy_T**2,
         dlogprob_T=2 * factor_T * difference_T - tokens.advantage_T,
         dentropy_T=0.2 * tokens.entropy_T,
         log_ratio_T=difference_T,
@@ -249,10 +327,14 @@ def test_a_loss_of_ones_own_matches_fp64_autograd(impl: str, inplace: bool) -> N
     batch = random_batch(temperature=0.8)
     rows = counted(batch)
     logits = batch["logits_TV"].double().requires_grad_()
-    old, advantage, weight = (batch[name][rows].double() for name in ("old_logprob_T", "advantage_T", "weight_T"))
+    old, advantage, weight = (
+        batch[name][rows].double() for name in ("old_logprob_T", "advantage_T", "weight_T")
+    )
     logp, entropy, _ = plain_rows(logits[rows], batch["target_ids_T"][rows], 0.8)
     difference = logp - old
-    square = torch.maximum(3 * difference * (-difference).clamp(min=0) * -1, difference * difference.clamp(min=0))
+    square = torch.maximum(
+        3 * difference * (-difference).clamp(min=0) * -1, difference * difference.clamp(min=0)
+    )
     loss = (weight * (square - advantage * logp + 0.1 * entropy * entropy)).sum()
     loss.backward()
     out, gradient = ours(asymmetric, batch, impl, inplace=inplace, temperature=0.8)
@@ -273,15 +355,20 @@ def test_a_loss_of_ones_own_without_an_entropy_term(impl: str, inplace: bool) ->
 
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("name", MAIN)
-def test_a_second_backward_pass_is_refused(name: str, retain_graph: bool, impl: str, inplace: bool) -> None:
+def test_a_second_backward_pass_is_refused(
+    name: str, retain_graph: bool, impl: str, inplace: bool
+) -> None:
     batch = on_device(random_batch(6), impl)
     logits = batch["logits_TV"].clone().requires_grad_()
-    out = policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[name], inplace=inplace, impl=impl)
+    out = policy_loss(
+        **{**batch, "logits_TV": logits}, spec=SPECS[name], inplace=inplace, impl=impl
+    )
     out.loss.backward(retain_graph=retain_graph)
     assert logits.grad is not None
     first = logits.grad.clone()
     if retain_graph and name == "gspo-all" and not inplace:
-        # Two passes over kept logits: a graph that the caller retained gives the same gradient again.
+        # Two passes over kept logits: a graph that the caller retained gives the same gradient
+        # again.
         out.loss.backward()
         assert torch.equal(logits.grad, 2 * first) and (first != 0).any()
         return
@@ -301,7 +388,9 @@ def test_without_a_gradient_the_loss_is_the_same(name: str, impl: str, inplace: 
         quiet = policy_loss(**batch, spec=SPECS[name], inplace=inplace, impl=impl)
     for out in (plain, quiet):
         assert not out.loss.requires_grad and torch.equal(out.loss, expected.loss.detach())
-        assert torch.equal(out.logprob_T, expected.logprob_T) and torch.equal(out.stats["kl_sum"], expected.stats["kl_sum"])
+        assert torch.equal(out.logprob_T, expected.logprob_T) and torch.equal(
+            out.stats["kl_sum"], expected.stats["kl_sum"]
+        )
     assert torch.equal(batch["logits_TV"].detach(), before)
 
 
@@ -309,28 +398,49 @@ def test_without_a_gradient_the_loss_is_the_same(name: str, impl: str, inplace: 
 def test_the_gradient_goes_on_to_what_made_the_logits(name: str, impl: str, inplace: bool) -> None:
     batch = on_device(random_batch(12), impl)
     rng = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(size, generator=rng).to(device_of(impl)).requires_grad_() for size in ((12, 5), (5, 17)))
+    hidden, weight = (
+        torch.randn(size, generator=rng).to(device_of(impl)).requires_grad_()
+        for size in ((12, 5), (5, 17))
+    )
     batch["logits_TV"] = hidden.detach() @ weight.detach()
     expected = truth(SPECS[name], {key: value.cpu() for key, value in batch.items()})[1]
-    policy_loss(**{**batch, "logits_TV": hidden @ weight}, spec=SPECS[name], inplace=inplace, impl=impl).loss.backward()
+    policy_loss(
+        **{**batch, "logits_TV": hidden @ weight}, spec=SPECS[name], inplace=inplace, impl=impl
+    ).loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    torch.testing.assert_close(hidden.grad.cpu(), expected.float() @ weight.detach().cpu().T, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(weight.grad.cpu(), hidden.detach().cpu().T @ expected.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        hidden.grad.cpu(), expected.float() @ weight.detach().cpu().T, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        weight.grad.cpu(), hidden.detach().cpu().T @ expected.float(), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", MAIN)
 def test_two_runs_agree_to_the_bit_and_rows_do_not_see_each_other(name: str, inplace: bool) -> None:
     """Of the kernels; each row of these batches is a sequence of its own."""
     batch = random_batch(6, vocab=300)
-    batch |= {"target_ids_T": batch["target_ids_T"].clamp(min=0), "weight_T": torch.ones(6), "cu_seqlens_S1": torch.arange(7)}
+    batch |= {
+        "target_ids_T": batch["target_ids_T"].clamp(min=0),
+        "weight_T": torch.ones(6),
+        "cu_seqlens_S1": torch.arange(7),
+    }
     first, gradient = ours(SPECS[name], batch, "triton", inplace=inplace)
     second, same_gradient = ours(SPECS[name], batch, "triton", inplace=inplace)
-    assert torch.equal(first.loss, second.loss) and torch.equal(gradient, same_gradient) and (gradient != 0).any()
+    assert (
+        torch.equal(first.loss, second.loss)
+        and torch.equal(gradient, same_gradient)
+        and (gradient != 0).any()
+    )
     assert all(torch.equal(value, second.stats[stat]) for stat, value in first.stats.items())
     for i in range(6):
-        row = {key: value[i : i + 1] for key, value in batch.items()} | {"cu_seqlens_S1": torch.arange(2)}
+        row = {key: value[i : i + 1] for key, value in batch.items()} | {
+            "cu_seqlens_S1": torch.arange(2)
+        }
         alone, row_gradient = ours(SPECS[name], row, "triton", inplace=inplace)
-        assert torch.equal(alone.logprob_T[0], first.logprob_T[i]) and torch.equal(alone.entropy_T[0], first.entropy_T[i])
+        assert torch.equal(alone.logprob_T[0], first.logprob_T[i]) and torch.equal(
+            alone.entropy_T[0], first.entropy_T[i]
+        )
         assert torch.equal(row_gradient[0], gradient[i])
 
 
@@ -338,16 +448,26 @@ def test_two_runs_agree_to_the_bit_and_rows_do_not_see_each_other(name: str, inp
 def test_rows_of_a_larger_buffer(name: str, impl: str, inplace: bool) -> None:
     """Every other row and a part of the columns; in place, nothing around them is touched."""
     batch = on_device(random_batch(10), impl)
-    temperature = torch.stack([temperatures(10), -temperatures(10)], dim=1).to(device_of(impl))[:, 0]
+    temperature = torch.stack([temperatures(10), -temperatures(10)], dim=1).to(device_of(impl))[
+        :, 0
+    ]
     _, expected = ours(SPECS[name], batch, impl, temperature=temperature)
     buffer = torch.full((20, 40), 7.0, device=device_of(impl))
     view = buffer[::2, 3:20]
     view.copy_(batch["logits_TV"])
     before = buffer.clone()
     view.requires_grad_()
-    out = policy_loss(**{**batch, "logits_TV": view}, spec=SPECS[name], temperature=temperature, inplace=inplace, impl=impl)
+    out = policy_loss(
+        **{**batch, "logits_TV": view},
+        spec=SPECS[name],
+        temperature=temperature,
+        inplace=inplace,
+        impl=impl,
+    )
     out.loss.backward()
-    assert view.grad is not None and torch.equal(view.grad.cpu(), expected) and (expected != 0).any()
+    assert (
+        view.grad is not None and torch.equal(view.grad.cpu(), expected) and (expected != 0).any()
+    )
     before[::2, 3:20] = buffer[::2, 3:20]
     assert torch.equal(buffer, before)
     if not inplace:

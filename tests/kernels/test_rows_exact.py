@@ -1,6 +1,8 @@
-"""Rows of real vocabularies against fp64, beside what plain torch gives in bf16; and sizes at which indices overflow.
+"""Rows of real vocabularies against fp64, beside what plain torch gives in bf16; and sizes at which
+indices overflow.
 
-The requirement is error <= 1 * (error of plain torch in bf16) + floor, on bf16 logits; on fp32 logits the floor alone.
+The requirement is error <= 1 * (error of plain torch in bf16) + floor, on bf16 logits; on fp32
+logits the floor alone.
 """
 
 from __future__ import annotations
@@ -10,16 +12,29 @@ import math
 import pytest
 import torch
 from flowkernels import LossSpec, logprobs, policy_loss, statistics
-from kernel_truth import Batch, bf16_rounding, counted, device_of, on_device, ours, plain_rows, random_batch, truth
+from kernel_truth import (
+    Batch,
+    bf16_rounding,
+    counted,
+    device_of,
+    on_device,
+    ours,
+    plain_rows,
+    random_batch,
+    truth,
+)
 from torch import Tensor
 
 VOCABS = [151_936, 152_064, 129_920, 32_003, 257]
-"""Qwen2.5 in two paddings, one that ends within a block of every dtype, one that is odd, and one below a block."""
+"""Qwen2.5 in two paddings, one that ends within a block of every dtype, one that is odd, and one
+below a block."""
 KINDS = ("wide", "negative", "one-hot hit", "one-hot missed", "uniform")
 
 
 def hard_rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(logits, targets): |z| up to 60, all below -100, one-hot rows that the target hits and misses, a uniform row."""
+    """(logits, targets): |z| up to 60, all below -100, one-hot rows that the target hits and
+    misses, a uniform row.
+    """
     rng = torch.Generator().manual_seed(vocab)
     logits = torch.empty(len(KINDS), vocab)
     logits[0].uniform_(-60, 60, generator=rng)
@@ -34,14 +49,20 @@ def hard_rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def score_floor(logits: Tensor, temperature: float) -> Tensor:
-    """[T] fp32 rounds each of x - max x, its quotient by the temperature and the logarithm by 6e-8, relatively; so much is lost of the
-    range of z (for the lse: of its size), and 1e-6 by the sums over V."""
+    """[T] fp32 rounds each of x - max x, its quotient by the temperature and the logarithm by 6e-8,
+    relatively; so much is lost of the range of z (for the lse: of its size), and 1e-6 by the sums
+    over V.
+    """
     span = (logits.amax(-1) - logits.amin(-1)).double()
     return 1e-6 + 2e-7 * torch.maximum(span, logits.abs().amax(-1).double()) / temperature
 
 
-def gradient_floor(logits: Tensor, targets: Tensor, temperature: float, a: Tensor, c: Tensor) -> Tensor:
-    """[T, V] p is off relatively by what log p is off absolutely: p (a + c (log p + H)) by that times p (|a| + |c| (|log p + H| + 1))."""
+def gradient_floor(
+    logits: Tensor, targets: Tensor, temperature: float, a: Tensor, c: Tensor
+) -> Tensor:
+    """[T, V] p is off relatively by what log p is off absolutely: p (a + c (log p + H)) by that
+    times p (|a| + |c| (|log p + H| + 1)).
+    """
     logp_all = (logits.double() / temperature).log_softmax(-1)
     p, entropy = logp_all.exp(), -(logp_all.exp() * logp_all).sum(-1, keepdim=True)
     size = p * (a.abs()[:, None] + c.abs()[:, None] * ((logp_all + entropy).abs() + 1))
@@ -52,7 +73,9 @@ def gradient_floor(logits: Tensor, targets: Tensor, temperature: float, a: Tenso
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_scores_and_gradients_of_hard_rows(vocab: int, dtype: torch.dtype, temperature: float, impl: str) -> None:
+def test_scores_and_gradients_of_hard_rows(
+    vocab: int, dtype: torch.dtype, temperature: float, impl: str
+) -> None:
     logits, targets = hard_rows(vocab, dtype)
     a, c = torch.tensor([1.0, -0.7, 1.3, 0.4, -1.1]), torch.tensor([0.5, -0.2, 0.1, -0.3, 0.6])
 
@@ -66,22 +89,36 @@ def test_scores_and_gradients_of_hard_rows(vocab: int, dtype: torch.dtype, tempe
     true_scores, true_gradient = plain(torch.float64)
     moved = on_device({"logits_TV": logits.clone(), "target_ids_T": targets, "a": a, "c": c}, impl)
     leaf = moved["logits_TV"].requires_grad_()
-    out = logprobs(leaf, moved["target_ids_T"], temperature=temperature, differentiable=True, impl=impl)
+    out = logprobs(
+        leaf, moved["target_ids_T"], temperature=temperature, differentiable=True, impl=impl
+    )
     (moved["a"] * out.logprob_T + moved["c"] * out.entropy_T).sum().backward()
     assert leaf.grad is not None
     baseline_scores, baseline_gradient = plain(torch.bfloat16)
     floor = score_floor(logits, temperature)
-    scores = zip(("logp", "entropy", "lse"), (out.logprob_T, out.entropy_T, out.lse_T), true_scores, baseline_scores, strict=True)
+    scores = zip(
+        ("logp", "entropy", "lse"),
+        (out.logprob_T, out.entropy_T, out.lse_T),
+        true_scores,
+        baseline_scores,
+        strict=True,
+    )
     for name, ours_T, true_T, baseline_T in scores:
         error = (ours_T.detach().cpu().double() - true_T).abs()
-        assert (error <= floor).all(), f"{name}: {dict(zip(KINDS, error.tolist(), strict=True))} above {floor.tolist()}"
+        assert (error <= floor).all(), (
+            f"{name}: {dict(zip(KINDS, error.tolist(), strict=True))} above {floor.tolist()}"
+        )
         assert dtype == torch.float32 or error.max() <= (baseline_T - true_T).abs().max(), name
     error = (leaf.grad.cpu().double() - true_gradient).abs()
     rounding = 0.0 if dtype == torch.float32 else bf16_rounding(impl)
     bound = gradient_floor(logits, targets, temperature, a, c) + rounding * true_gradient.abs()
     assert (error <= bound).all(), (error - bound).amax(-1)
     if dtype == torch.bfloat16:
-        assert error.max() <= (baseline_gradient - true_gradient).abs().max() + rounding * true_gradient.abs().max()
+        assert (
+            error.max()
+            <= (baseline_gradient - true_gradient).abs().max()
+            + rounding * true_gradient.abs().max()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,10 +132,15 @@ def test_fused_losses_of_hard_rows(vocab: int, dtype: torch.dtype, impl: str) ->
     true_loss, true_gradient = truth(spec, batch)
     out, gradient = ours(spec, batch, impl, inplace=True)
     floor = score_floor(batch["logits_TV"], 1.0)
-    assert (out.loss.cpu() - true_loss).abs() <= (batch["weight_T"].abs() * (batch["advantage_T"].abs() + 0.3) * floor).sum()
+    assert (out.loss.cpu() - true_loss).abs() <= (
+        batch["weight_T"].abs() * (batch["advantage_T"].abs() + 0.3) * floor
+    ).sum()
     a, c = batch["weight_T"] * batch["advantage_T"], 0.3 * batch["weight_T"]
     rounding = 0.0 if dtype == torch.float32 else bf16_rounding(impl)
-    bound = gradient_floor(batch["logits_TV"], batch["target_ids_T"], 1.0, a, c) + rounding * true_gradient.abs()
+    bound = (
+        gradient_floor(batch["logits_TV"], batch["target_ids_T"], 1.0, a, c)
+        + rounding * true_gradient.abs()
+    )
     error = (gradient - true_gradient).abs()
     assert (error <= bound).all(), (error - bound).amax(-1)
     if dtype == torch.bfloat16:
@@ -109,12 +151,23 @@ def test_fused_losses_of_hard_rows(vocab: int, dtype: torch.dtype, impl: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rows(dtype: torch.dtype, impl: str, inplace: bool) -> None:
     device = device_of(impl)
-    logits, targets = torch.zeros(0, 300, dtype=dtype, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    logits, targets = (
+        torch.zeros(0, 300, dtype=dtype, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
     out = logprobs(logits.requires_grad_(), targets, differentiable=True, impl=impl)
     assert out.logprob_T.shape == out.entropy_T.shape == out.lse_T.shape == (0,)
     assert torch.autograd.grad(out.logprob_T.sum(), logits)[0].shape == (0, 300)
     empty = torch.zeros(0, device=device)
-    loss = policy_loss(logits, targets, spec=LossSpec("nll"), advantage_T=empty, weight_T=empty, inplace=inplace, impl=impl)
+    loss = policy_loss(
+        logits,
+        targets,
+        spec=LossSpec("nll"),
+        advantage_T=empty,
+        weight_T=empty,
+        inplace=inplace,
+        impl=impl,
+    )
     loss.loss.backward()
     assert loss.loss.item() == 0 and logits.grad is not None and logits.grad.shape == (0, 300)
 
@@ -124,7 +177,9 @@ def many_tokens(vocab: int) -> Batch:
     num_tokens = 70_000
     batch = random_batch(num_tokens, vocab)
     is_counted = torch.arange(num_tokens) % 350 == 349
-    batch["weight_T"] = torch.where(is_counted, torch.randn(num_tokens, generator=torch.Generator().manual_seed(4)), 0.0)
+    batch["weight_T"] = torch.where(
+        is_counted, torch.randn(num_tokens, generator=torch.Generator().manual_seed(4)), 0.0
+    )
     batch["target_ids_T"] = batch["target_ids_T"].clamp(min=0)
     assert is_counted[-1] and is_counted.sum() == 200
     return batch
@@ -144,8 +199,9 @@ def test_more_tokens_than_16_bits_count(name: str, inplace: bool) -> None:
 
 
 def run_last_of(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpret one program alone, the last of so many. A program takes every `num_programs`-th row, and an ignored row costs the
-    interpreter 2 ms."""
+    """Interpret one program alone, the last of so many. A program takes every `num_programs`-th
+    row, and an ignored row costs the interpreter 2 ms.
+    """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
@@ -177,18 +233,25 @@ def test_statistics_of_more_tokens_than_16_bits_count() -> None:
     rng = torch.Generator().manual_seed(8)
     columns = torch.randn(6, 70_001, generator=rng)
     columns[5] = (columns[5] > 1).float()
-    weight, targets = torch.randn(70_001, generator=rng).clamp(min=0), torch.randint(-1, 3, (70_001,), generator=rng)
+    weight, targets = (
+        torch.randn(70_001, generator=rng).clamp(min=0),
+        torch.randint(-1, 3, (70_001,), generator=rng),
+    )
     weight[-1], targets[-1], columns[3, -1] = 1.0, 2, 9.0
     expected_loss, expected = statistics.reduce_torch(columns.double(), weight.double(), targets)
     device = device_of("triton")
     loss, stats = loss_triton.statistics(columns.to(device), weight.to(device), targets.to(device))
     torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(stats.cpu().double(), expected.double(), rtol=1e-4, atol=1e-3)
-    assert statistics.by_name(stats)["ratio_max"].item() == pytest.approx(math.exp(9.0)), "the last token counts"
+    assert statistics.by_name(stats)["ratio_max"].item() == pytest.approx(math.exp(9.0)), (
+        "the last token counts"
+    )
 
 
 def test_elements_beyond_32_bits(impl: str) -> None:
-    """Row 8 begins at element 2^31 of a buffer of 4.3 GB, of which only what is looked at is ever touched."""
+    """Row 8 begins at element 2^31 of a buffer of 4.3 GB, of which only what is looked at is ever
+    touched.
+    """
     vocab, stride = 151_936, 2**28
     device = device_of(impl)
     buffer = torch.empty(8 * stride + vocab, dtype=torch.bfloat16, device=device)
@@ -199,13 +262,23 @@ def test_elements_beyond_32_bits(impl: str) -> None:
     targets[0], targets[8] = 17, vocab - 1
     logp, entropy, lse = plain_rows(written.double(), targets[[0, 8]])
     out = logprobs(logits, targets.to(device), impl=impl)
-    for ours_T, true_T in zip((out.logprob_T, out.entropy_T, out.lse_T), (logp, entropy, lse), strict=True):
+    for ours_T, true_T in zip(
+        (out.logprob_T, out.entropy_T, out.lse_T), (logp, entropy, lse), strict=True
+    ):
         torch.testing.assert_close(ours_T.cpu()[[0, 8]].double(), true_T, rtol=0, atol=2e-5)
         assert (ours_T.cpu()[1:8] == 0).all()
     # In place, the gradient lands there too: a_j (p_j - [j = y]).
     logits.requires_grad_()
     ones = torch.ones(9, device=device)
-    policy_loss(logits, targets.to(device), spec=LossSpec("nll"), advantage_T=ones, weight_T=ones, inplace=True, impl=impl).loss.backward()
+    policy_loss(
+        logits,
+        targets.to(device),
+        spec=LossSpec("nll"),
+        advantage_T=ones,
+        weight_T=ones,
+        inplace=True,
+        impl=impl,
+    ).loss.backward()
     gradient = written.double().softmax(-1)
     gradient[[0, 1], targets[[0, 8]]] -= 1
     bound = (bf16_rounding(impl) + 1e-4) * gradient.abs() + 1e-9

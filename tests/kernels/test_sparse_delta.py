@@ -1,4 +1,6 @@
-"""Sparse deltas against numpy and plain integers: which words changed, what scattering them does, and the digest of both."""
+"""Sparse deltas against numpy and plain integers: which words changed, what scattering them does,
+and the digest of both.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,22 @@ SIZES = (0, 1, 65535, 65536, 65537, 200_000)
 DENSITIES = (0.0, 1e-5, 0.01, 0.3, 1.0)
 FIRSTS = (0, 1, 2**32 - 3, 5 * 2**40 + 16)
 LAST = 2**63 - 1
-SPECIALS = (0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7FC1, 0x7F81, 0xFFFF, 0x7FFF, 0x3F80)
+SPECIALS = (
+    0x0000,
+    0x8000,
+    0x0001,
+    0x8001,
+    0x007F,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0xFFC0,
+    0x7FC1,
+    0x7F81,
+    0xFFFF,
+    0x7FFF,
+    0x3F80,
+)
 """bf16: zeros, denormals, infinities, NaNs of several payloads, 1."""
 
 
@@ -46,11 +63,15 @@ def numpy_digest(words: Words, first: int) -> list[int]:
     r = ((x & u64(0xFFFFFFFF)) ^ u64(0x85EBCA6B)) * ((x >> u64(32)) ^ u64(0xC2B2AE35))
     r ^= r >> u64(32)
     squares = words.astype(u64) ** u64(2)
-    return [int(np.sum(squares * (c | u64(1)), dtype=u64)) for c in (r & u64(0xFFFFFFFF), r >> u64(32))]
+    return [
+        int(np.sum(squares * (c | u64(1)), dtype=u64)) for c in (r & u64(0xFFFFFFFF), r >> u64(32))
+    ]
 
 
 def random_change(num: int, density: float, seed: int = 0) -> tuple[Words, Words]:
-    """(old, new); a share of the words, rounded up, differs. A tenth of each are words that floats would compare wrongly."""
+    """(old, new); a share of the words, rounded up, differs. A tenth of each are words that floats
+    would compare wrongly.
+    """
     rng = np.random.default_rng(seed)
     old, new = (rng.integers(0, 2**16, num, dtype=np.uint16) for _ in range(2))
     for words in (old, new):
@@ -82,8 +103,14 @@ def minus(a: list[int], b: list[int]) -> list[int]:
 
 def assert_diff_is_right(diff: WordDiff, old: Words, new: Words, first: int) -> None:
     index = np.flatnonzero(old != new)
-    assert (diff.counts.dtype, diff.positions.dtype, diff.diffs.dtype) == (torch.int32, torch.int16, torch.int16)
-    assert diff.counts.tolist() == [int(np.sum(index // 65536 == block)) for block in range(-(-len(old) // 65536))]
+    assert (diff.counts.dtype, diff.positions.dtype, diff.diffs.dtype) == (
+        torch.int32,
+        torch.int16,
+        torch.int16,
+    )
+    assert diff.counts.tolist() == [
+        int(np.sum(index // 65536 == block)) for block in range(-(-len(old) // 65536))
+    ]
     np.testing.assert_array_equal(unsigned(diff.positions), (index % 65536).astype(np.uint16))
     np.testing.assert_array_equal(unsigned(diff.diffs), new[index] - old[index])
     assert digest(diff.digest_change) == minus(numpy_digest(new, first), numpy_digest(old, first))
@@ -98,8 +125,14 @@ def test_the_digest_of_numpy_is_that_of_plain_integers(words: list[int], first: 
 def test_the_digest_is_the_published_one(impl: str) -> None:
     """Numbers that the codec in another language must give, too."""
     words = np.arange(0, 65536, 7, dtype=np.uint16)
-    assert digest(digest_words(tensor(words, impl), impl=impl)) == [0xF41BA1A4813C939B, 0xC47213EB1AAE23CD]
-    assert digest(digest_words(tensor(words, impl), 2**40 + 5, impl=impl)) == [0x6F8B7F8E0660204F, 0xC938F87707A731E9]
+    assert digest(digest_words(tensor(words, impl), impl=impl)) == [
+        0xF41BA1A4813C939B,
+        0xC47213EB1AAE23CD,
+    ]
+    assert digest(digest_words(tensor(words, impl), 2**40 + 5, impl=impl)) == [
+        0x6F8B7F8E0660204F,
+        0xC938F87707A731E9,
+    ]
 
 
 @pytest.mark.parametrize("first", FIRSTS)
@@ -112,17 +145,25 @@ def test_the_digest_matches_numpy(impl: str, num: int, first: int) -> None:
 def test_the_digest_of_pieces_adds_up_and_knows_where_each_word_is(impl: str) -> None:
     words, _ = random_change(70_001, 0.0)
     whole = digest(digest_words(tensor(words, impl), 11, impl=impl))
-    parts = [digest(digest_words(tensor(words[a:b], impl), 11 + a, impl=impl)) for a, b in ((0, 5), (5, 65536), (65536, 70_001))]
+    parts = [
+        digest(digest_words(tensor(words[a:b], impl), 11 + a, impl=impl))
+        for a, b in ((0, 5), (5, 65536), (65536, 70_001))
+    ]
     assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == whole
     assert digest(digest_words(tensor(words, impl), 12, impl=impl)) != whole
     swapped = words.copy()
     swapped[[3, 40_000]] = words[[40_000, 3]]
-    assert words[3] != words[40_000] and digest(digest_words(tensor(swapped, impl), 11, impl=impl)) != whole
+    assert (
+        words[3] != words[40_000]
+        and digest(digest_words(tensor(swapped, impl), 11, impl=impl)) != whole
+    )
 
 
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("num", SIZES)
-def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(impl: str, num: int, density: float) -> None:
+def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(
+    impl: str, num: int, density: float
+) -> None:
     old, new = random_change(num, density, seed=num)
     first = 3 * 2**33 + num
     words = tensor(old, impl)
@@ -151,14 +192,22 @@ def test_any_words_at_any_place(data: st.DataObject) -> None:
         diff = diff_words(words, tensor(new, impl), first, impl=impl)
         assert_diff_is_right(diff, old, new, first)
         assert digest(diff.digest_change) == expected
-        assert digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, first, impl=impl)) == expected
+        assert (
+            digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, first, impl=impl))
+            == expected
+        )
         np.testing.assert_array_equal(unsigned(words), new)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_words_are_bits_and_not_numbers(impl: str, dtype: torch.dtype) -> None:
-    """Every special word to every other one: a NaN equals itself and no other payload, and +0 is not -0."""
-    old, new = (np.array(words, dtype=np.uint16) for words in zip(*((a, b) for a in SPECIALS for b in SPECIALS), strict=True))
+    """Every special word to every other one: a NaN equals itself and no other payload, and +0 is
+    not -0.
+    """
+    old, new = (
+        np.array(words, dtype=np.uint16)
+        for words in zip(*((a, b) for a in SPECIALS for b in SPECIALS), strict=True)
+    )
     diff = diff_words(tensor(old, impl, dtype), tensor(new, impl, dtype), impl=impl)
     assert len(diff.diffs) == len(SPECIALS) * (len(SPECIALS) - 1)
     assert_diff_is_right(diff, old, new, 0)
@@ -186,7 +235,9 @@ def test_a_piece_within_a_larger_tensor_is_all_that_is_read_and_written(impl: st
     diff = diff_words(weights[piece], target[piece], 257, impl=impl)
     assert_diff_is_right(diff, old[piece], new[piece], 257)
     scatter_words_(weights[piece], diff.counts, diff.positions, diff.diffs, 257, impl=impl)
-    np.testing.assert_array_equal(unsigned(weights), np.concatenate([old[:257], new[piece], old[65_900:]]))
+    np.testing.assert_array_equal(
+        unsigned(weights), np.concatenate([old[:257], new[piece], old[65_900:]])
+    )
 
 
 def test_a_parameter_is_patched_and_autograd_learns_of_it(impl: str) -> None:
@@ -207,7 +258,11 @@ def test_scattering_on_other_words_tells_by_its_digest_change(impl: str) -> None
     words = tensor(met, impl)
     made = scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl)
     np.testing.assert_array_equal(unsigned(words), met + (new - old))
-    assert digest(made) == minus(numpy_digest(met + (new - old), 0), numpy_digest(met, 0)) != digest(diff.digest_change)
+    assert (
+        digest(made)
+        == minus(numpy_digest(met + (new - old), 0), numpy_digest(met, 0))
+        != digest(diff.digest_change)
+    )
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.01, 0.3), (1.0, 1e-5)])
@@ -218,7 +273,9 @@ def test_one_delta_after_another_is_the_delta_of_both(impl: str, a: float, b: fl
     words, changes = tensor(old, impl), []
     for target in (middle, new):
         diff = diff_words(words, tensor(target, impl), impl=impl)
-        changes.append(digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl)))
+        changes.append(
+            digest(scatter_words_(words, diff.counts, diff.positions, diff.diffs, impl=impl))
+        )
     np.testing.assert_array_equal(unsigned(words), new)
     both = digest(diff_words(tensor(old, impl), tensor(new, impl), impl=impl).digest_change)
     assert [sum(values) % 2**64 for values in zip(*changes, strict=True)] == both
@@ -230,57 +287,137 @@ _W, _Z = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100, 2, dtype=torch
 _COUNTS, _SHORT = torch.tensor([2], dtype=torch.int32), torch.tensor([3, 7], dtype=torch.int16)
 
 
-def _scatter(counts: Tensor = _COUNTS, positions: Tensor = _SHORT, diffs: Tensor = _SHORT, words: Tensor = _W, **options: Any) -> Any:
-    return scatter_words_(words.clone() if words.is_contiguous() else words, counts, positions, diffs, **options)
+def _scatter(
+    counts: Tensor = _COUNTS,
+    positions: Tensor = _SHORT,
+    diffs: Tensor = _SHORT,
+    words: Tensor = _W,
+    **options: Any,
+) -> Any:
+    return scatter_words_(
+        words.clone() if words.is_contiguous() else words, counts, positions, diffs, **options
+    )
 
 
 def test_the_digest_of_scattered_words_is_that_of_the_piece_they_make_up() -> None:
     words, _ = random_change(70_001, 0.0)
     order = torch.from_numpy(np.random.default_rng(3).permutation(70_001))
     flat = torch.from_numpy(words.view(np.int16))
-    parts = [digest(digest_at(flat[at].view(1, -1), (at + 11).view(1, -1))) for at in order.split(30_000)]
-    assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == digest(digest_words(flat, 11))
+    parts = [
+        digest(digest_at(flat[at].view(1, -1), (at + 11).view(1, -1))) for at in order.split(30_000)
+    ]
+    assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == digest(
+        digest_words(flat, 11)
+    )
     for wrong in ((flat, order[:5]), (flat.int(), order), (flat, order.int())):
-        with pytest.raises(ValueError, match="words must be int16 and index int64 of the same shape and device, got"):
+        with pytest.raises(
+            ValueError,
+            match="words must be int16 and index int64 of the same shape and device, got",
+        ):
             digest_at(*wrong)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "old-strided": (lambda: diff_words(_Z[:, 0], _W), "old must be contiguous, got strides (2,)"),
     "new-strided": (lambda: diff_words(_W, _Z[:, 0]), "new must be contiguous, got strides (2,)"),
-    "old-bytes": (lambda: diff_words(_W.char(), _W), "old must have a dtype of an even number of bytes, got int8"),
-    "new-bool": (lambda: diff_words(_W, _W.bool()), "new must have a dtype of an even number of bytes, got bool"),
-    "new-dtype": (lambda: diff_words(_W, _W.half()), "new must be bfloat16 of 100 elements on cpu, as old, got float16"),
-    "new-size": (lambda: diff_words(_W, _W[:99]), "new must be bfloat16 of 100 elements on cpu, as old, got bfloat16 of 99"),
-    "new-device": (lambda: diff_words(_W, _W.to("meta")), "new must be bfloat16 of 100 elements on cpu, as old"),
+    "old-bytes": (
+        lambda: diff_words(_W.char(), _W),
+        "old must have a dtype of an even number of bytes, got int8",
+    ),
+    "new-bool": (
+        lambda: diff_words(_W, _W.bool()),
+        "new must have a dtype of an even number of bytes, got bool",
+    ),
+    "new-dtype": (
+        lambda: diff_words(_W, _W.half()),
+        "new must be bfloat16 of 100 elements on cpu, as old, got float16",
+    ),
+    "new-size": (
+        lambda: diff_words(_W, _W[:99]),
+        "new must be bfloat16 of 100 elements on cpu, as old, got bfloat16 of 99",
+    ),
+    "new-device": (
+        lambda: diff_words(_W, _W.to("meta")),
+        "new must be bfloat16 of 100 elements on cpu, as old",
+    ),
     "diff-first": (lambda: diff_words(_W, _W, -1), "first=-1 must be in [0, 2^63 - 100)"),
     "diff-impl": (lambda: diff_words(_W, _W, impl="cuda"), "impl='cuda' must be one of"),
     "digest-strided": (lambda: digest_words(_Z.t()), "words must be contiguous"),
-    "digest-bytes": (lambda: digest_words(_W.to(torch.float8_e4m3fn)), "words must have a dtype of an even number of bytes, got float8"),
+    "digest-bytes": (
+        lambda: digest_words(_W.to(torch.float8_e4m3fn)),
+        "words must have a dtype of an even number of bytes, got float8",
+    ),
     "digest-first": (lambda: digest_words(_W, LAST), f"first={LAST} must be in"),
     "digest-impl": (lambda: digest_words(_W, impl=""), "impl='' must be one of"),
     "scatter-strided": (lambda: _scatter(words=_Z[:, 0]), "words must be contiguous"),
-    "scatter-bytes": (lambda: _scatter(words=_W.char()), "words must have a dtype of an even number of bytes"),
+    "scatter-bytes": (
+        lambda: _scatter(words=_W.char()),
+        "words must have a dtype of an even number of bytes",
+    ),
     "scatter-first": (lambda: _scatter(first=2**63 - 100), f"first={2**63 - 100} must be in"),
     "scatter-impl": (lambda: _scatter(impl="numpy"), "impl='numpy' must be one of"),
-    "counts-dtype": (lambda: _scatter(counts=_COUNTS.long()), "counts must be contiguous int32 [1] on cpu, got int64 (1,)"),
-    "counts-blocks": (lambda: _scatter(counts=torch.zeros(2, dtype=torch.int32)), "counts must be contiguous int32 [1]"),
-    "counts-sum": (lambda: _scatter(counts=_COUNTS + 1), "counts must be >= 0 and sum to the 2 of positions, got a sum of 3"),
+    "counts-dtype": (
+        lambda: _scatter(counts=_COUNTS.long()),
+        "counts must be contiguous int32 [1] on cpu, got int64 (1,)",
+    ),
+    "counts-blocks": (
+        lambda: _scatter(counts=torch.zeros(2, dtype=torch.int32)),
+        "counts must be contiguous int32 [1]",
+    ),
+    "counts-sum": (
+        lambda: _scatter(counts=_COUNTS + 1),
+        "counts must be >= 0 and sum to the 2 of positions, got a sum of 3",
+    ),
     "counts-negative": (
-        lambda: _scatter(torch.tensor([3, -1], dtype=torch.int32), words=torch.zeros(65537, dtype=torch.int16)),
+        lambda: _scatter(
+            torch.tensor([3, -1], dtype=torch.int32), words=torch.zeros(65537, dtype=torch.int16)
+        ),
         "counts must be >= 0",
     ),
-    "positions-dtype": (lambda: _scatter(positions=_SHORT.int()), "positions must be contiguous int16 [2] on cpu, got int32 (2,)"),
-    "positions-strided": (lambda: _scatter(positions=_SHORT.repeat(2)[::2]), "positions must be contiguous int16 [2]"),
-    "positions-2d": (lambda: _scatter(positions=_SHORT[None]), "positions must be contiguous int16 [2] on cpu, got int16 (1, 2)"),
-    "positions-order": (lambda: _scatter(positions=_SHORT.flip(0)), "positions must ascend within each block"),
-    "positions-twice": (lambda: _scatter(positions=_SHORT[[0, 0]]), "positions must ascend within each block"),
-    "positions-end": (lambda: _scatter(positions=_SHORT + 93), "positions must be below the 100 words, got one for word 100"),
-    "positions-sign": (lambda: _scatter(positions=_SHORT * torch.tensor([1, -1])), "positions must be contiguous int16"),
-    "positions-high": (lambda: _scatter(positions=torch.tensor([3, -1], dtype=torch.int16)), "got one for word 65535"),
-    "diffs-dtype": (lambda: _scatter(diffs=_SHORT.view(torch.bfloat16)), "diffs must be contiguous int16 [2] on cpu, got bfloat16"),
-    "diffs-size": (lambda: _scatter(diffs=_SHORT[:1]), "diffs must be contiguous int16 [2] on cpu, got int16 (1,)"),
-    "diffs-device": (lambda: _scatter(diffs=_SHORT.to("meta")), "diffs must be contiguous int16 [2] on cpu, got int16 (2,) on meta"),
+    "positions-dtype": (
+        lambda: _scatter(positions=_SHORT.int()),
+        "positions must be contiguous int16 [2] on cpu, got int32 (2,)",
+    ),
+    "positions-strided": (
+        lambda: _scatter(positions=_SHORT.repeat(2)[::2]),
+        "positions must be contiguous int16 [2]",
+    ),
+    "positions-2d": (
+        lambda: _scatter(positions=_SHORT[None]),
+        "positions must be contiguous int16 [2] on cpu, got int16 (1, 2)",
+    ),
+    "positions-order": (
+        lambda: _scatter(positions=_SHORT.flip(0)),
+        "positions must ascend within each block",
+    ),
+    "positions-twice": (
+        lambda: _scatter(positions=_SHORT[[0, 0]]),
+        "positions must ascend within each block",
+    ),
+    "positions-end": (
+        lambda: _scatter(positions=_SHORT + 93),
+        "positions must be below the 100 words, got one for word 100",
+    ),
+    "positions-sign": (
+        lambda: _scatter(positions=_SHORT * torch.tensor([1, -1])),
+        "positions must be contiguous int16",
+    ),
+    "positions-high": (
+        lambda: _scatter(positions=torch.tensor([3, -1], dtype=torch.int16)),
+        "got one for word 65535",
+    ),
+    "diffs-dtype": (
+        lambda: _scatter(diffs=_SHORT.view(torch.bfloat16)),
+        "diffs must be contiguous int16 [2] on cpu, got bfloat16",
+    ),
+    "diffs-size": (
+        lambda: _scatter(diffs=_SHORT[:1]),
+        "diffs must be contiguous int16 [2] on cpu, got int16 (1,)",
+    ),
+    "diffs-device": (
+        lambda: _scatter(diffs=_SHORT.to("meta")),
+        "diffs must be contiguous int16 [2] on cpu, got int16 (2,) on meta",
+    ),
 }
 
 
@@ -291,18 +428,31 @@ def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("counts", [[2, 3], [9, 9], [5, -5], [-9, 9], [-(2**31), 2**31 - 1], [0, 0]])
-def test_without_checks_the_kernel_still_stays_within_its_tensors(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where nobody reads the values first: whatever the counts say, nothing outside of words, positions and diffs is
-    read or written."""
+@pytest.mark.parametrize(
+    "counts", [[2, 3], [9, 9], [5, -5], [-9, 9], [-(2**31), 2**31 - 1], [0, 0]]
+)
+def test_without_checks_the_kernel_still_stays_within_its_tensors(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where nobody reads the values first: whatever the counts say, nothing outside of
+    words, positions and diffs is read or written.
+    """
     monkeypatch.setattr(sparse_delta, "checks_values", lambda device: False)
     device = device_of("triton")
     held = torch.zeros(65536 + 400, dtype=torch.int16, device=device)
     words = held[200 : 200 + 65536 + 10]
     around = torch.arange(1, 16, dtype=torch.int16, device=device)
     positions, diffs = around[5:10], around[5:10].clone()
-    positions[3:] = torch.tensor([-2, -1])  # the last words of a block, and so past the end of the second one
-    made = scatter_words_(words, torch.tensor(counts, dtype=torch.int32, device=device), positions, diffs, impl="triton")
+    positions[3:] = torch.tensor(
+        [-2, -1]
+    )  # the last words of a block, and so past the end of the second one
+    made = scatter_words_(
+        words,
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        positions,
+        diffs,
+        impl="triton",
+    )
     assert not held[:200].any() and not held[200 + 65536 + 10 :].any()
     assert set(words.tolist()) <= {0, *diffs.tolist()}
     assert digest(made) == numpy_digest(unsigned(words), 0)
@@ -313,19 +463,25 @@ def test_without_checks_the_kernel_still_stays_within_its_tensors(counts: list[i
 
 @pytest.mark.parametrize("num", [1, 70_000])
 def test_operators_pass_opcheck(impl: str, num: int) -> None:
-    """Schema, what they mutate, shapes of the fake kernels (the number of changes is known at run time only), AOT dispatch."""
+    """Schema, what they mutate, shapes of the fake kernels (the number of changes is known at run
+    time only), AOT dispatch.
+    """
     old, new = (tensor(words, impl) for words in random_change(num, 0.01))
     diff = diff_words(old, new, impl=impl)
     ops = torch.ops.flowkernels
     torch.library.opcheck(ops.diff_words.default, (old, new, 3, impl))
-    torch.library.opcheck(ops.scatter_words_.default, (old, diff.counts, diff.positions, diff.diffs, 3, impl))
+    torch.library.opcheck(
+        ops.scatter_words_.default, (old, diff.counts, diff.positions, diff.diffs, 3, impl)
+    )
     torch.library.opcheck(ops.digest_words.default, (old, 3, impl))
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -15,13 +15,23 @@ from kernel_truth import Batch, counted, counted_tokens, on_device, plain_rows, 
 WAYS = [("torch", False), ("triton", False), ("torch", True), ("triton", True)]
 WAY_IDS = ["fused-torch", "fused-triton", "two-pass-torch", "two-pass-triton"]
 NAMES = {
-    *("num_tokens_sum", "weight_sum", "entropy_sum", "kl_sum", "ratio_sum", "ratio_max", "ratio_min"),
+    *(
+        "num_tokens_sum",
+        "weight_sum",
+        "entropy_sum",
+        "kl_sum",
+        "ratio_sum",
+        "ratio_max",
+        "ratio_min",
+    ),
     *("clipped_low_sum", "clipped_high_sum", "mismatch_sum", "ratio_histogram_sum"),
 }
 
 
 def statistics_of(spec: LossSpec, batch: Batch, impl: str, two_pass: bool) -> dict[str, Any]:
-    """On the host: numbers, and the histogram as a list. A function as the spec takes the two-pass way."""
+    """On the host: numbers, and the histogram as a list. A function as the spec takes the two-pass
+    way.
+    """
     some_spec = (lambda tokens: token_loss(spec, tokens)) if two_pass else spec
     moved = on_device(batch, impl)
     moved["logits_TV"] = moved["logits_TV"].clone().requires_grad_()
@@ -46,8 +56,12 @@ def test_statistics_match_direct_computation(kl_coef: float, impl: str, two_pass
     batch = random_batch(140, spread=0.4)
     stats = statistics_of(spec, batch, impl, two_pass)
     tokens = counted_tokens(batch)
-    logp, entropy, _ = plain_rows(batch["logits_TV"][counted(batch)].double(), tokens["target_ids_T"])
-    old, ref, advantage = (tokens[key].double() for key in ("old_logprob_T", "ref_logprob_T", "advantage_T"))
+    logp, entropy, _ = plain_rows(
+        batch["logits_TV"][counted(batch)].double(), tokens["target_ids_T"]
+    )
+    old, ref, advantage = (
+        tokens[key].double() for key in ("old_logprob_T", "ref_logprob_T", "advantage_T")
+    )
     ratio = (logp - old).exp()
     low = (advantage < 0) & (ratio < 0.8)
     high = ((advantage > 0) & (ratio > 1.3)) | ((advantage < 0) & (ratio > 2.0))
@@ -90,12 +104,17 @@ def test_gspo_counts_the_ratio_of_the_sequence(impl: str) -> None:
     sequence = tokens["sequence_T"]
     mean = torch.stack([log_ratio[sequence == s].mean() for s in sequence.tolist()])
     assert stats["mismatch_sum"] == pytest.approx(mean.abs().sum().item(), rel=1e-4)
-    assert stats["ratio_max"] == pytest.approx(mean.max().exp().item(), rel=1e-5) and len(mean.unique()) == 3
+    assert (
+        stats["ratio_max"] == pytest.approx(mean.max().exp().item(), rel=1e-5)
+        and len(mean.unique()) == 3
+    )
     assert stats["ratio_histogram_sum"] == plain_histogram(mean.exp().tolist())
 
 
 @pytest.mark.parametrize(("impl", "two_pass"), WAYS, ids=WAY_IDS)
-def test_the_kl_statistic_without_a_reference_is_that_to_the_old_policy(impl: str, two_pass: bool) -> None:
+def test_the_kl_statistic_without_a_reference_is_that_to_the_old_policy(
+    impl: str, two_pass: bool
+) -> None:
     batch = random_batch()
     stats = statistics_of(LossSpec(kl="k2"), {**batch, "ref_logprob_T": None}, impl, two_pass)
     tokens = counted_tokens(batch)
@@ -106,7 +125,9 @@ def test_the_kl_statistic_without_a_reference_is_that_to_the_old_policy(impl: st
 
 @pytest.mark.parametrize(("impl", "two_pass"), WAYS, ids=WAY_IDS)
 def test_small_policy_changes_have_a_kl_that_is_not_rounding(impl: str, two_pass: bool) -> None:
-    """k3 of a log-ratio of 4e-4 is 8e-8, about what exp(u) - 1 rounds by. (The log-ratio itself is known to 3e-7.)"""
+    """k3 of a log-ratio of 4e-4 is 8e-8, about what exp(u) - 1 rounds by. (The log-ratio itself is
+    known to 3e-7.)
+    """
     batch = random_batch(20)
     rows, u = counted(batch), torch.linspace(3e-4, 6e-4, 20)
     batch |= {"logits_TV": torch.zeros(20, 17), "target_ids_T": torch.where(rows, 0, -1)}
@@ -125,7 +146,9 @@ def test_ratios_at_the_ends_of_the_histogram(impl: str, two_pass: bool) -> None:
     batch["old_logprob_T"][:4] = torch.tensor([-60.0, 70.0, math.nan, -80.0])
     stats = statistics_of(LossSpec(), batch, impl, two_pass)
     assert stats["ratio_histogram_sum"] == [1, *[0] * 14, 2] and stats["num_tokens_sum"] == 4
-    assert all(math.isnan(stats[name]) for name in ("ratio_sum", "ratio_max", "ratio_min", "mismatch_sum"))
+    assert all(
+        math.isnan(stats[name]) for name in ("ratio_sum", "ratio_max", "ratio_min", "mismatch_sum")
+    )
 
 
 @pytest.mark.parametrize(("impl", "two_pass"), WAYS, ids=WAY_IDS)

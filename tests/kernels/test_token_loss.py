@@ -1,4 +1,6 @@
-"""Token losses against formulas written here case by case, and their derivatives against autograd and finite differences."""
+"""Token losses against formulas written here case by case, and their derivatives against autograd
+and finite differences.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,40 @@ SPECS = {
 
 
 def sequence_log_ratio(tokens: Tokens) -> Tensor:
-    """The mean of logp - old over each sequence's tokens with weight, sequence by sequence; 0 where there are none."""
+    """The mean of logp - old over each sequence's tokens with weight, sequence by sequence; 0 where
+    there are none.
+    """
     assert tokens.cu_seqlens_S1 is not None and tokens.old_logprob_T is not None
     bounds, mean = tokens.cu_seqlens_S1.tolist(), torch.zeros_like(tokens.logprob_T)
     for begin, end in itertools.pairwise(bounds):
-        numbers = [float(tokens.logprob_T[i] - tokens.old_logprob_T[i]) for i in range(begin, end) if tokens.weight_T[i] != 0]
+        numbers = [
+            float(tokens.logprob_T[i] - tokens.old_logprob_T[i])
+            for i in range(begin, end)
+            if tokens.weight_T[i] != 0
+        ]
         mean[begin:end] = sum(numbers) / len(numbers) if numbers else 0.0
     return mean
 
 
 def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) -> Tensor:
-    """The objective by its cases: for A > 0 the ratio pays up to 1 + high, for A < 0 it costs from 1 - low on and up to the dual bound."""
-    advantage, old, ref, limit = tokens.advantage_T, tokens.old_logprob_T, tokens.ref_logprob_T, spec.log_ratio_limit
+    """The objective by its cases: for A > 0 the ratio pays up to 1 + high, for A < 0 it costs from
+    1 - low on and up to the dual bound.
+    """
+    advantage, old, ref, limit = (
+        tokens.advantage_T,
+        tokens.old_logprob_T,
+        tokens.ref_logprob_T,
+        spec.log_ratio_limit,
+    )
     assert old is not None and ref is not None
     if spec.policy == "nll":
         loss = -advantage * logp
     elif spec.policy == "cispo":
-        loss = -torch.exp((logp - old).clamp(-limit, limit)).clamp(max=1 + spec.clip_high).detach() * advantage * logp
+        loss = (
+            -torch.exp((logp - old).clamp(-limit, limit)).clamp(max=1 + spec.clip_high).detach()
+            * advantage
+            * logp
+        )
     else:
         log_ratio = logp - old
         if spec.policy == "gspo":
@@ -67,7 +86,9 @@ def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) ->
 
 
 def random_tokens(num_tokens: int = 200, spread: float = 0.7) -> Tokens:
-    """fp64 tokens on both sides of every clip, in sequences of 1 to 5 of which some are empty; a quarter has no weight."""
+    """fp64 tokens on both sides of every clip, in sequences of 1 to 5 of which some are empty; a
+    quarter has no weight.
+    """
     rng = torch.Generator().manual_seed(0)
     logp = -3 * torch.rand(num_tokens, generator=rng, dtype=torch.float64)
     noise = torch.randn(4, num_tokens, generator=rng, dtype=torch.float64)
@@ -92,7 +113,10 @@ def few(**tensors: list[float]) -> Tokens:
 
 def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     """Loss and both derivatives against autograd of the plain formula."""
-    logp, entropy = tokens.logprob_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()
+    logp, entropy = (
+        tokens.logprob_T.clone().requires_grad_(),
+        tokens.entropy_T.clone().requires_grad_(),
+    )
     truth = plain_loss(spec, tokens, logp, entropy)
     dlogp, dentropy = torch.autograd.grad(truth.sum(), (logp, entropy), allow_unused=True)
     ours = token_loss(spec, tokens)
@@ -109,10 +133,16 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
     spec, tokens = SPECS[name], random_tokens()
     ours = compare(spec, tokens)
     assert tokens.old_logprob_T is not None
-    log_ratio = sequence_log_ratio(tokens) if spec.policy == "gspo" else tokens.logprob_T - tokens.old_logprob_T
+    log_ratio = (
+        sequence_log_ratio(tokens)
+        if spec.policy == "gspo"
+        else tokens.logprob_T - tokens.old_logprob_T
+    )
     torch.testing.assert_close(ours.log_ratio_T, log_ratio, rtol=0, atol=1e-15)
     if spec.policy != "nll" and name != "small-limit":
-        assert 20 < int(ours.is_clipped_T.sum()) < 180, "the case is to have clipped and free tokens"
+        assert 20 < int(ours.is_clipped_T.sum()) < 180, (
+            "the case is to have clipped and free tokens"
+        )
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -124,20 +154,36 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
     dual_clip=st.none() | st.floats(1.01, 10),
     coefs=st.tuples(st.floats(0, 2), st.floats(-2, 2)),
     numbers=st.lists(
-        st.tuples(st.floats(-9, 0), st.floats(-3, 3), st.floats(-9, 0), st.floats(-9, 0), st.sampled_from([0.0, 1.0])),
+        st.tuples(
+            st.floats(-9, 0),
+            st.floats(-3, 3),
+            st.floats(-9, 0),
+            st.floats(-9, 0),
+            st.sampled_from([0.0, 1.0]),
+        ),
         min_size=1,
         max_size=6,
     ),
     cut=st.integers(0, 6),
 )
-def test_any_loss_matches_the_plain_formula(policy: Any, kl: Any, coefs: Any, numbers: Any, cut: int, **options: Any) -> None:
-    spec = LossSpec(policy, kl=kl, kl_coef=coefs[0], entropy_coef=coefs[1], log_ratio_limit=6.0, **options)
+def test_any_loss_matches_the_plain_formula(
+    policy: Any, kl: Any, coefs: Any, numbers: Any, cut: int, **options: Any
+) -> None:
+    spec = LossSpec(
+        policy, kl=kl, kl_coef=coefs[0], entropy_coef=coefs[1], log_ratio_limit=6.0, **options
+    )
     logp, advantage, old, ref, weight = torch.tensor(numbers, dtype=torch.float64).T
     bounds = torch.tensor([0, min(cut, len(logp)), len(logp)])
     tokens = Tokens(logp, -logp, advantage, weight, old, ref, cu_seqlens_S1=bounds)
     # At a kink the derivative is a matter of taste (autograd and we may pick either side).
     ratio = torch.exp(sequence_log_ratio(tokens) if policy == "gspo" else logp - old)
-    for kink in (1 - spec.clip_low, 1 + spec.clip_high, spec.dual_clip or 0.0, math.exp(6.0), math.exp(-6.0)):
+    for kink in (
+        1 - spec.clip_low,
+        1 + spec.clip_high,
+        spec.dual_clip or 0.0,
+        math.exp(6.0),
+        math.exp(-6.0),
+    ):
         advantage = torch.where((ratio - kink).abs() < 1e-9, 0.0, advantage)
     compare(spec, replace(tokens, advantage_T=advantage))
 
@@ -148,7 +194,10 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logp: Tensor, entropy: Tensor, spec: LossSpec, tokens: Tokens) -> Tensor:
         out = token_loss(spec, replace(tokens, logprob_T=logp, entropy_T=entropy))
-        ctx.derivatives = out.dlogprob_T, torch.zeros_like(entropy) if out.dentropy_T is None else out.dentropy_T
+        ctx.derivatives = (
+            out.dlogprob_T,
+            torch.zeros_like(entropy) if out.dentropy_T is None else out.dentropy_T,
+        )
         return out.loss_T
 
     @staticmethod
@@ -156,18 +205,27 @@ class _Differentiated(torch.autograd.Function):
         return dloss * ctx.derivatives[0], dloss * ctx.derivatives[1], None, None
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.policy in ("clip", "nll")])
+@pytest.mark.parametrize(
+    "name", [name for name, spec in SPECS.items() if spec.policy in ("clip", "nll")]
+)
 def test_derivatives_match_finite_differences(name: str) -> None:
     """Of the losses whose derivative is that of their value; the others hold a ratio constant."""
     tokens = random_tokens(40)
     inputs = tokens.logprob_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, h: _Differentiated.apply(x, h, SPECS[name], tokens), inputs)
+    assert torch.autograd.gradcheck(
+        lambda x, h: _Differentiated.apply(x, h, SPECS[name], tokens), inputs
+    )
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.2])
 def test_gspo_tokens_have_the_gradient_of_their_sequence(dual_clip: float | None) -> None:
-    """Eq. 5 of the paper: exp(mean log-ratio) through a clip, one loss per sequence; its gradient by autograd."""
-    spec, tokens = LossSpec("gspo", clip_low=0.1, clip_high=0.15, dual_clip=dual_clip), random_tokens(60)
+    """Eq. 5 of the paper: exp(mean log-ratio) through a clip, one loss per sequence; its gradient
+    by autograd.
+    """
+    spec, tokens = (
+        LossSpec("gspo", clip_low=0.1, clip_high=0.15, dual_clip=dual_clip),
+        random_tokens(60),
+    )
     assert tokens.cu_seqlens_S1 is not None and tokens.old_logprob_T is not None
     bounds, advantage = tokens.cu_seqlens_S1.tolist(), tokens.advantage_T.clone()
     spans = [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
@@ -184,20 +242,35 @@ def test_gspo_tokens_have_the_gradient_of_their_sequence(dual_clip: float | None
         if dual_clip is not None and advantage[begin] < 0:
             loss = torch.minimum(loss, -dual_clip * advantage[begin])
         loss.backward()
-        torch.testing.assert_close(ours.loss_T[rows], loss.detach().expand(len(rows)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            ours.loss_T[rows], loss.detach().expand(len(rows)), rtol=1e-12, atol=1e-12
+        )
         assert logp.grad is not None
-        torch.testing.assert_close(ours.dlogprob_T[rows] / len(rows), logp.grad[rows], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            ours.dlogprob_T[rows] / len(rows), logp.grad[rows], rtol=1e-12, atol=1e-12
+        )
     num_clipped = int(ours.is_clipped_T.sum())
     assert 5 < num_clipped < 55 and len(spans) > 10
 
 
 def test_gspo_leaves_tokens_without_weight_out_of_the_mean() -> None:
     # Sequences: (0.1, 0.3, [huge]), none, ([NaN], 0.4), ([inf]).
-    tokens = few(logprob_T=[-1.0] * 6, old_logprob_T=[-1.1, -1.3, 99.0, math.nan, -1.4, -math.inf], weight_T=[1, 2, 0, 0, 1, 0])
-    out = token_loss(LossSpec("gspo"), replace(tokens, cu_seqlens_S1=torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32)))
-    torch.testing.assert_close(out.log_ratio_T, torch.tensor([0.2, 0.2, 0.2, 0.4, 0.4, 0.0]).double(), rtol=1e-6, atol=1e-6)
+    tokens = few(
+        logprob_T=[-1.0] * 6,
+        old_logprob_T=[-1.1, -1.3, 99.0, math.nan, -1.4, -math.inf],
+        weight_T=[1, 2, 0, 0, 1, 0],
+    )
+    out = token_loss(
+        LossSpec("gspo"),
+        replace(tokens, cu_seqlens_S1=torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32)),
+    )
+    torch.testing.assert_close(
+        out.log_ratio_T, torch.tensor([0.2, 0.2, 0.2, 0.4, 0.4, 0.0]).double(), rtol=1e-6, atol=1e-6
+    )
     # A = 1: the ratio e^0.2 = 1.2214 is above 1.2.
-    torch.testing.assert_close(out.loss_T, torch.tensor([-1.2] * 5 + [-1.0]).double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        out.loss_T, torch.tensor([-1.2] * 5 + [-1.0]).double(), rtol=1e-6, atol=1e-6
+    )
     assert out.is_clipped_T.tolist() == [True] * 5 + [False]
 
 
@@ -217,7 +290,9 @@ def test_gspo_leaves_tokens_without_weight_out_of_the_mean() -> None:
         (0.0, 9.0, 0.0, 0.0, False),  # no advantage: nothing was taken away
     ],
 )
-def test_worked_examples_of_the_clip(advantage: float, ratio: float, loss: float, dlogp: float, is_clipped: bool) -> None:
+def test_worked_examples_of_the_clip(
+    advantage: float, ratio: float, loss: float, dlogp: float, is_clipped: bool
+) -> None:
     tokens = few(logprob_T=[-1.0], advantage_T=[advantage], old_logprob_T=[-1.0 - math.log(ratio)])
     out = token_loss(LossSpec(clip_high=0.3, dual_clip=3.0), tokens)
     assert out.loss_T.item() == pytest.approx(loss, abs=1e-6)
@@ -228,10 +303,17 @@ def test_worked_examples_of_the_clip(advantage: float, ratio: float, loss: float
 
 @pytest.mark.parametrize(
     ("ratio", "weight", "is_bounded"),
-    [(1.0, 1.0, False), (1.25, 1.25, False), (1.5, 1.3, True), (0.1, 0.1, False)],  # bounded above only
+    [
+        (1.0, 1.0, False),
+        (1.25, 1.25, False),
+        (1.5, 1.3, True),
+        (0.1, 0.1, False),
+    ],  # bounded above only
 )
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_worked_examples_of_cispo(ratio: float, weight: float, is_bounded: bool, advantage: float) -> None:
+def test_worked_examples_of_cispo(
+    ratio: float, weight: float, is_bounded: bool, advantage: float
+) -> None:
     """With logp = -1.5: weight A 1.5, whose gradient never vanishes."""
     tokens = few(logprob_T=[-1.5], advantage_T=[advantage], old_logprob_T=[-1.5 - math.log(ratio)])
     out = token_loss(LossSpec("cispo", clip_low=0.2, clip_high=0.3), tokens)
@@ -241,7 +323,9 @@ def test_worked_examples_of_cispo(ratio: float, weight: float, is_bounded: bool,
 
 
 def test_without_dual_clip_a_bad_token_has_no_bound() -> None:
-    out = token_loss(LossSpec(), few(logprob_T=[-1.0], advantage_T=[-2.0], old_logprob_T=[-1.0 - math.log(50.0)]))
+    out = token_loss(
+        LossSpec(), few(logprob_T=[-1.0], advantage_T=[-2.0], old_logprob_T=[-1.0 - math.log(50.0)])
+    )
     assert out.loss_T.item() == pytest.approx(100.0, rel=1e-5) and not out.is_clipped_T.item()
 
 
@@ -251,7 +335,10 @@ def test_without_dual_clip_a_bad_token_has_no_bound() -> None:
     [("k1", -0.5, 1.0), ("k2", 0.125, -0.5), ("k3", 0.1487213, -0.6487213)],
 )
 def test_worked_examples_of_the_kl(kl: Any, value: float, derivative: float) -> None:
-    out = token_loss(LossSpec(kl=kl, kl_coef=2.0), few(logprob_T=[-1.5], advantage_T=[0.0], old_logprob_T=[-1.5], ref_logprob_T=[-1.0]))
+    out = token_loss(
+        LossSpec(kl=kl, kl_coef=2.0),
+        few(logprob_T=[-1.5], advantage_T=[0.0], old_logprob_T=[-1.5], ref_logprob_T=[-1.0]),
+    )
     assert out.kl_T.item() == pytest.approx(value)
     assert out.loss_T.item() == pytest.approx(2 * value)
     assert out.dlogprob_T.item() == pytest.approx(2 * derivative)
@@ -261,7 +348,9 @@ def test_the_kl_is_measured_without_being_trained() -> None:
     tokens = random_tokens(20)
     assert tokens.ref_logprob_T is not None and tokens.old_logprob_T is not None
     with_ref = token_loss(LossSpec(kl="k2"), tokens)
-    torch.testing.assert_close(with_ref.kl_T, (tokens.ref_logprob_T - tokens.logprob_T).square() / 2)
+    torch.testing.assert_close(
+        with_ref.kl_T, (tokens.ref_logprob_T - tokens.logprob_T).square() / 2
+    )
     without = token_loss(LossSpec(kl="k2"), replace(tokens, ref_logprob_T=None))
     u = tokens.old_logprob_T - tokens.logprob_T
     torch.testing.assert_close(without.kl_T, u.exp() - 1 - u)
@@ -271,10 +360,16 @@ def test_the_kl_is_measured_without_being_trained() -> None:
 @pytest.mark.parametrize("log_ratio", [25.0, -25.0, 500.0, math.inf])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("policy", ["clip", "gspo"])
-def test_huge_ratios_stay_finite_and_get_no_gradient(policy: Any, log_ratio: float, advantage: float) -> None:
+def test_huge_ratios_stay_finite_and_get_no_gradient(
+    policy: Any, log_ratio: float, advantage: float
+) -> None:
     other = [-1.0 - log_ratio]
-    tokens = few(logprob_T=[-1.0], advantage_T=[advantage], old_logprob_T=other, ref_logprob_T=other)
-    out = token_loss(LossSpec(policy, kl_coef=0.1), replace(tokens, cu_seqlens_S1=torch.tensor([0, 1])))
+    tokens = few(
+        logprob_T=[-1.0], advantage_T=[advantage], old_logprob_T=other, ref_logprob_T=other
+    )
+    out = token_loss(
+        LossSpec(policy, kl_coef=0.1), replace(tokens, cu_seqlens_S1=torch.tensor([0, 1]))
+    )
     assert out.log_ratio_T.item() == log_ratio, "the statistic is taken before the clamp"
     assert out.loss_T.isfinite().all() and out.kl_T.isfinite().all()
     assert out.dlogprob_T.item() == 0
@@ -284,10 +379,20 @@ def test_supervised_loss_needs_no_old_logprobs() -> None:
     tokens = few(logprob_T=[-1.5, -0.5], advantage_T=[1.0, 2.0])
     out = token_loss(LossSpec("nll"), tokens)
     assert out.loss_T.tolist() == [1.5, 1.0] and out.dlogprob_T.tolist() == [-1.0, -2.0]
-    assert out.log_ratio_T.tolist() == [0, 0] and out.kl_T.tolist() == [0, 0] and not out.is_clipped_T.any()
+    assert (
+        out.log_ratio_T.tolist() == [0, 0]
+        and out.kl_T.tolist() == [0, 0]
+        and not out.is_clipped_T.any()
+    )
     # With old log-probs the ratio is a statistic; it never clips.
-    moved = token_loss(LossSpec("nll"), replace(tokens, old_logprob_T=torch.tensor([-4.0, -0.5]).double()))
-    assert moved.loss_T.tolist() == [1.5, 1.0] and moved.log_ratio_T.tolist() == [2.5, 0] and not moved.is_clipped_T.any()
+    moved = token_loss(
+        LossSpec("nll"), replace(tokens, old_logprob_T=torch.tensor([-4.0, -0.5]).double())
+    )
+    assert (
+        moved.loss_T.tolist() == [1.5, 1.0]
+        and moved.log_ratio_T.tolist() == [2.5, 0]
+        and not moved.is_clipped_T.any()
+    )
 
 
 @pytest.mark.parametrize("name", ["all", "gspo-dual", "cispo"])
@@ -300,8 +405,14 @@ def test_no_tokens(name: str) -> None:
 def test_truncated_importance_sampling_scales_the_advantage() -> None:
     """pi_old / pi_sampler = 0.5, 1, 1.5 and 3, at most 2."""
     ratio = torch.tensor([0.5, 1.0, 1.5, 3.0])
-    old, advantage, weight = torch.full((4,), -2.0), torch.tensor([1.0, -1.0, 2.0, -2.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    corrected, same = correct_for_sampler(LossSpec(tis=2.0), advantage, weight, old, old - ratio.log())
+    old, advantage, weight = (
+        torch.full((4,), -2.0),
+        torch.tensor([1.0, -1.0, 2.0, -2.0]),
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    )
+    corrected, same = correct_for_sampler(
+        LossSpec(tis=2.0), advantage, weight, old, old - ratio.log()
+    )
     torch.testing.assert_close(corrected, torch.tensor([0.5, -1.0, 3.0, -4.0]))
     assert torch.equal(same, weight)
 
@@ -309,10 +420,16 @@ def test_truncated_importance_sampling_scales_the_advantage() -> None:
 def test_masked_importance_sampling_drops_tokens() -> None:
     ratio = torch.tensor([0.4, 0.6, 1.0, 1.9, 2.1, math.nan])
     old, ones = torch.full((6,), -2.0), torch.ones(6)
-    same, weight = correct_for_sampler(LossSpec(mis=(0.5, 2.0)), ones, 2 * ones, old, old - ratio.log())
-    assert weight.tolist() == [0, 2, 2, 2, 0, 2], "a NaN ratio stays, so that it shows up in the loss"
+    same, weight = correct_for_sampler(
+        LossSpec(mis=(0.5, 2.0)), ones, 2 * ones, old, old - ratio.log()
+    )
+    assert weight.tolist() == [0, 2, 2, 2, 0, 2], (
+        "a NaN ratio stays, so that it shows up in the loss"
+    )
     assert torch.equal(same, ones)
-    both, weight = correct_for_sampler(LossSpec(tis=1.5, mis=(0.5, 2.0)), ones, ones, old, old - ratio.log())
+    both, weight = correct_for_sampler(
+        LossSpec(tis=1.5, mis=(0.5, 2.0)), ones, ones, old, old - ratio.log()
+    )
     torch.testing.assert_close(both[:4], torch.tensor([0.4, 0.6, 1.0, 1.5]))
     assert both[5].isnan() and weight.tolist() == [0, 1, 1, 1, 0, 1]
 
@@ -326,7 +443,9 @@ def test_without_a_correction_nothing_is_needed_or_changed() -> None:
         with pytest.raises(ValueError, match="need sampler_logprob_T"):
             correct_for_sampler(spec, advantage, weight, advantage, None)
     # A sampler that is far off does not overflow.
-    huge, _ = correct_for_sampler(LossSpec(tis=math.inf), advantage, weight, torch.zeros(2), torch.tensor([-500.0, 500.0]))
+    huge, _ = correct_for_sampler(
+        LossSpec(tis=math.inf), advantage, weight, torch.zeros(2), torch.tensor([-500.0, 500.0])
+    )
     assert huge.isfinite().all() and huge[0] > 1e8 and huge[1] < 1e-8
 
 
@@ -356,7 +475,9 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values]
+)
 def test_a_spec_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}=") as refusal:
         LossSpec(**{field: value})
@@ -365,6 +486,21 @@ def test_a_spec_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
 
 def test_a_spec_accepts_its_limits() -> None:
     """And every field has a case above."""
-    LossSpec(clip_low=0.0, clip_high=0.0, dual_clip=1.01, kl_coef=0.0, log_ratio_limit=80.0, tis=1e-3, mis=(0.0, 1e-3))
-    LossSpec(clip_low=1.0, clip_high=1e9, entropy_coef=-1.0, log_ratio_limit=1e-3, tis=INF, mis=(0.5, INF))
+    LossSpec(
+        clip_low=0.0,
+        clip_high=0.0,
+        dual_clip=1.01,
+        kl_coef=0.0,
+        log_ratio_limit=80.0,
+        tis=1e-3,
+        mis=(0.0, 1e-3),
+    )
+    LossSpec(
+        clip_low=1.0,
+        clip_high=1e9,
+        entropy_coef=-1.0,
+        log_ratio_limit=1e-3,
+        tis=INF,
+        mis=(0.5, INF),
+    )
     assert set(REFUSED) == {field.name for field in fields(LossSpec) if field.init}

@@ -24,8 +24,12 @@ def test_token_mean() -> None:
 
 
 def test_sequence_mean() -> None:
-    """GRPO: the mean over four sequences of their token means; those without a token add nothing but count."""
-    assert token_weights(BOUNDS, 9, "sequence").tolist() == pytest.approx([1 / 12] * 3 + [1 / 4] + [1 / 20] * 5)
+    """GRPO: the mean over four sequences of their token means; those without a token add nothing
+    but count.
+    """
+    assert token_weights(BOUNDS, 9, "sequence").tolist() == pytest.approx(
+        [1 / 12] * 3 + [1 / 4] + [1 / 20] * 5
+    )
     weights = token_weights(BOUNDS, 9, "sequence", mask_T=MASK)
     eighth, sixteenth = 1 / 4 / 2, 1 / 4 / 4
     expected = [eighth, 0, eighth, 0, sixteenth, sixteenth, sixteenth, 0, sixteenth]
@@ -41,18 +45,29 @@ def test_constant() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(
-    sequences=st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=5), min_size=1, max_size=6),
+    sequences=st.lists(
+        st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=5), min_size=1, max_size=6
+    ),
     length=st.integers(1, 9),
 )
-def test_weighted_sums_are_the_averages(sequences: list[list[tuple[float, bool]]], length: int) -> None:
+def test_weighted_sums_are_the_averages(
+    sequences: list[list[tuple[float, bool]]], length: int
+) -> None:
     """Of any numbers, sequence by sequence."""
     tokens = [token for sequence in sequences for token in sequence]
     bounds = torch.tensor([0] + [len(sequence) for sequence in sequences]).cumsum(0)
-    numbers, mask = torch.tensor([x for x, _ in tokens]), torch.tensor([is_trained for _, is_trained in tokens], dtype=torch.bool)
+    numbers, mask = (
+        torch.tensor([x for x, _ in tokens]),
+        torch.tensor([is_trained for _, is_trained in tokens], dtype=torch.bool),
+    )
     trained = [[x for x, is_trained in sequence if is_trained] for sequence in sequences]
     means = [sum(kept) / len(kept) if kept else 0.0 for kept in trained]
     total, count = sum(map(sum, trained)), sum(map(len, trained))
-    expected = {"token": total / max(count, 1), "sequence": sum(means) / len(sequences), "constant": total / (len(sequences) * length)}
+    expected = {
+        "token": total / max(count, 1),
+        "sequence": sum(means) / len(sequences),
+        "constant": total / (len(sequences) * length),
+    }
     for averaging, average in expected.items():
         options: dict[str, Any] = {"length": length} if averaging == "constant" else {}
         weights = token_weights(bounds, len(tokens), averaging, mask_T=mask, **options)  # type: ignore[arg-type]
@@ -66,13 +81,17 @@ def test_nothing_to_average_over(averaging: Any) -> None:
     options: dict[str, Any] = {"length": 4} if averaging == "constant" else {}
     for bounds in ([0], [0, 0, 0]):
         assert token_weights(torch.tensor(bounds), 0, averaging, **options).shape == (0,)
-    untrained = token_weights(BOUNDS, 9, averaging, mask_T=torch.zeros(9, dtype=torch.bool), **options)
+    untrained = token_weights(
+        BOUNDS, 9, averaging, mask_T=torch.zeros(9, dtype=torch.bool), **options
+    )
     assert untrained.tolist() == [0.0] * 9
 
 
 def test_int32_bounds_are_the_same() -> None:
     for averaging in ("token", "sequence"):
-        assert torch.equal(token_weights(BOUNDS.int(), 9, averaging), token_weights(BOUNDS, 9, averaging))
+        assert torch.equal(
+            token_weights(BOUNDS.int(), 9, averaging), token_weights(BOUNDS, 9, averaging)
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""`policy_loss` against the loss that TRL releases: the same number and the same gradient by the logits, on the same tensors.
+"""`policy_loss` against the loss that TRL releases: the same number and the same gradient by the
+logits, on the same tensors.
 
-TRL's `GRPOTrainer._compute_loss` is called as it is, on an object that holds the attributes it reads and whose log-probs come from a plain
-log-softmax of a leaf tensor, so that autograd through TRL's own code is the reference. Ours sees the packed completion tokens only.
-L: longest completion, S: sequences, T: completion tokens.
+TRL's `GRPOTrainer._compute_loss` is called as it is, on an object that holds the attributes it
+reads and whose log-probs come from a plain log-softmax of a leaf tensor, so that autograd through
+TRL's own code is the reference. Ours sees the packed completion tokens only. L: longest completion,
+S: sequences, T: completion tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ AVERAGINGS: dict[str, tuple[Averaging, int | None]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration in TRL's words, with two differences: `epsilon_high` is 1 lower than TRL's for "cispo", which has there the bound of
-    the ratio itself, and `delta` is above 1 + epsilon_high, as TRL recommends (below, TRL bounds positive advantages by it too)."""
+    """A configuration in TRL's words, with two differences: `epsilon_high` is 1 lower than TRL's
+    for "cispo", which has there the bound of the ratio itself, and `delta` is above 1 +
+    epsilon_high, as TRL recommends (below, TRL bounds positive advantages by it too).
+    """
 
     loss_type: str = "grpo"
     is_sequence: bool = False
@@ -132,7 +136,9 @@ def entropies(logits_SLV: Tensor) -> Tensor:
 def trl_stub(setting: Setting) -> SimpleNamespace:
     """Exactly what `_compute_loss` reads of its trainer; anything else is an AttributeError."""
 
-    def score(model: Tensor, input_ids: Tensor, _: Tensor, logits_to_keep: int, **__: object) -> tuple[Tensor, Tensor, None]:
+    def score(
+        model: Tensor, input_ids: Tensor, _: Tensor, logits_to_keep: int, **__: object
+    ) -> tuple[Tensor, Tensor, None]:
         return token_logprobs(model, input_ids[:, -logits_to_keep:]), entropies(model), None
 
     return SimpleNamespace(
@@ -147,10 +153,14 @@ def trl_stub(setting: Setting) -> SimpleNamespace:
         max_completion_length=MAX_LENGTH,
         current_gradient_accumulation_steps=setting.accumulation,
         args=SimpleNamespace(
-            delta=setting.delta, use_bias_correction_kl=setting.bias_correction_kl, steps_per_generation=setting.steps_per_generation
+            delta=setting.delta,
+            use_bias_correction_kl=setting.bias_correction_kl,
+            steps_per_generation=setting.steps_per_generation,
         ),
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         aux_loss_enabled=False,
@@ -162,11 +172,18 @@ def trl_stub(setting: Setting) -> SimpleNamespace:
 
 
 def trl_loss(
-    setting: Setting, batch: Batch, sampler_ratio: Tensor | None = None, num_items: int | None = None
+    setting: Setting,
+    batch: Batch,
+    sampler_ratio: Tensor | None = None,
+    num_items: int | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """(loss, gradient by the logits of the packed tokens, metrics) of TRL; tokens that are not trained get no gradient."""
+    """(loss, gradient by the logits of the packed tokens, metrics) of TRL; tokens that are not
+    trained get no gradient.
+    """
     if sampler_ratio is None:
-        sampler_ratio = (sequence_ratio(batch) if setting.is_sequence else token_ratio(batch)).clamp(max=TIS)
+        sampler_ratio = (
+            sequence_ratio(batch) if setting.is_sequence else token_ratio(batch)
+        ).clamp(max=TIS)
     trainer = trl_stub(setting)
     logits = batch.logits_SLV.clone().requires_grad_()
     prompt = torch.zeros(len(LENGTHS), 2, dtype=torch.int64)
@@ -185,7 +202,11 @@ def trl_loss(
     loss = GRPOTrainer._compute_loss(trainer, logits, inputs)
     loss.backward()
     assert logits.grad is not None and (logits.grad[~batch.trained_SL] == 0).all()
-    return loss.detach(), logits.grad[batch.mask_SL], {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return (
+        loss.detach(),
+        logits.grad[batch.mask_SL],
+        {name: values[0] for name, values in trainer._metrics["train"].items()},
+    )
 
 
 def token_ratio(batch: Batch) -> Tensor:
@@ -199,11 +220,17 @@ def sequence_ratio(batch: Batch) -> Tensor:
 
 
 def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
-    """Of `policy_loss`, but for `spec`. For GSPO the sampler's log-probs are such that every token has the ratio of its sequence."""
+    """Of `policy_loss`, but for `spec`. For GSPO the sampler's log-probs are such that every token
+    has the ratio of its sequence.
+    """
     averaging, length = AVERAGINGS[setting.loss_type]
     bounds = batch.bounds()
-    sampler_SL = batch.old_SL - sequence_ratio(batch).log() if setting.is_sequence else batch.sampler_SL
-    weight_T = token_weights(bounds, int(bounds[-1]), averaging, mask_T=batch.packed(batch.trained_SL), length=length)
+    sampler_SL = (
+        batch.old_SL - sequence_ratio(batch).log() if setting.is_sequence else batch.sampler_SL
+    )
+    weight_T = token_weights(
+        bounds, int(bounds[-1]), averaging, mask_T=batch.packed(batch.trained_SL), length=length
+    )
     return {
         "logits_TV": batch.packed(batch.logits_SLV).requires_grad_(),
         "target_ids_T": batch.packed(batch.ids_SL),
@@ -225,14 +252,18 @@ def our_loss(**kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def check_same(ours: tuple[Tensor, Tensor, Any], theirs: tuple[Tensor, Tensor, Any]) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6 * theirs[1].abs().max().item())
+    torch.testing.assert_close(
+        ours[1], theirs[1], rtol=1e-5, atol=1e-6 * theirs[1].abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_those_of_trl(name: str, change: str, impl: str) -> None:
-    """The ratio to the sampler is by sequence for GSPO (by token see `test_gspo_with_a_ratio_by_token...`) and by token for the others."""
+    """The ratio to the sampler is by sequence for GSPO (by token see
+    `test_gspo_with_a_ratio_by_token...`) and by token for the others.
+    """
     setting, batch = replace(LOSSES[name], **CHANGES[change]), random_batch()
     theirs = trl_loss(setting, batch)
     assert theirs[1].abs().max() > 1e-3
@@ -245,22 +276,36 @@ def test_loss_and_gradient_are_those_of_trl(name: str, change: str, impl: str) -
         *[
             (name, field, value)
             for name in ("grpo", "dapo", "dr_grpo", "bnpo", "gspo", "gspo-luspo")
-            for field, value in [("clip_low", 0.7), ("clip_high", 0.9), ("dual_clip", 1.5), ("kl_coef", 0.31), ("tis", 1.1), ("kl", "k2")]
+            for field, value in [
+                ("clip_low", 0.7),
+                ("clip_high", 0.9),
+                ("dual_clip", 1.5),
+                ("kl_coef", 0.31),
+                ("tis", 1.1),
+                ("kl", "k2"),
+            ]
         ],
-        *[("cispo", field, value) for field, value in [("clip_high", 0.9), ("kl_coef", 0.31), ("tis", 1.1), ("kl", "k2")]],
+        *[
+            ("cispo", field, value)
+            for field, value in [("clip_high", 0.9), ("kl_coef", 0.31), ("tis", 1.1), ("kl", "k2")]
+        ],
         ("grpo", "policy", "gspo"),
         ("gspo", "policy", "clip"),
         ("cispo", "policy", "clip"),
     ],
 )
 def test_the_batch_tells_every_setting(name: str, field: str, value: Any) -> None:
-    """With one setting changed on our side, loss and gradient leave TRL's: each setting has tokens that depend on it."""
+    """With one setting changed on our side, loss and gradient leave TRL's: each setting has tokens
+    that depend on it.
+    """
     setting, batch = replace(LOSSES[name], **CHANGES["all"]), random_batch()
     theirs = trl_loss(setting, batch)
     ours = our_loss(**arguments(setting, batch), spec=replace(setting.spec(), **{field: value}))
     assert not torch.isclose(ours[0], theirs[0], rtol=1e-3)
     # The dual clip is a bound of the loss; below it nothing flows, whatever its value.
-    same_gradient = torch.allclose(ours[1], theirs[1], rtol=1e-3, atol=1e-4 * theirs[1].abs().max().item())
+    same_gradient = torch.allclose(
+        ours[1], theirs[1], rtol=1e-3, atol=1e-4 * theirs[1].abs().max().item()
+    )
     assert same_gradient == (field == "dual_clip" and name.startswith("gspo"))
 
 
@@ -272,7 +317,9 @@ def test_gradient_accumulation_is_a_factor_of_the_weights(name: str) -> None:
     theirs = trl_loss(setting, batch, num_items=num_items)
     kwargs = arguments(setting, batch)
     if setting.loss_type in ("dapo", "cispo"):
-        kwargs["weight_T"] = batch.packed(batch.trained_SL) / (num_items * setting.accumulation / setting.steps_per_generation)
+        kwargs["weight_T"] = batch.packed(batch.trained_SL) / (
+            num_items * setting.accumulation / setting.steps_per_generation
+        )
     else:
         kwargs["weight_T"] /= setting.accumulation
     check_same(our_loss(**kwargs, spec=setting.spec()), theirs)
@@ -280,7 +327,9 @@ def test_gradient_accumulation_is_a_factor_of_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_statistics_are_the_metrics_that_trl_logs(name: str) -> None:
-    """Without `delta`: TRL counts tokens that the region of the ratio clips, ours also those of the dual clip."""
+    """Without `delta`: TRL counts tokens that the region of the ratio clips, ours also those of the
+    dual clip.
+    """
     setting, batch = replace(LOSSES[name], **CHANGES["asymmetric"], beta=0.3), random_batch()
     theirs = trl_loss(setting, batch)[2]
     ours = our_loss(**arguments(setting, batch), spec=setting.spec())[2]
@@ -293,44 +342,63 @@ def test_statistics_are_the_metrics_that_trl_logs(name: str) -> None:
     assert ours["num_tokens_sum"] == batch.trained_SL.sum()
     for trl_name, our_name in names.items():
         assert theirs[trl_name] > 0
-        assert (ours[our_name] / ours["num_tokens_sum"]).item() == pytest.approx(theirs[trl_name], rel=1e-5), trl_name
+        assert (ours[our_name] / ours["num_tokens_sum"]).item() == pytest.approx(
+            theirs[trl_name], rel=1e-5
+        ), trl_name
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["bnpo", "dapo"])
 def test_entropy_bonus_is_that_of_trl_where_both_average_over_tokens(name: str, impl: str) -> None:
-    """TRL takes the mean entropy over tokens for every loss type; ours is averaged as the rest of the loss is."""
+    """TRL takes the mean entropy over tokens for every loss type; ours is averaged as the rest of
+    the loss is.
+    """
     setting, batch = replace(LOSSES[name], entropy_coef=0.2), random_batch()
-    check_same(our_loss(**arguments(setting, batch), spec=setting.spec(), impl=impl), trl_loss(setting, batch))
+    check_same(
+        our_loss(**arguments(setting, batch), spec=setting.spec(), impl=impl),
+        trl_loss(setting, batch),
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo"])
 def test_masked_importance_sampling_is_that_of_trl(name: str) -> None:
-    """vllm_importance_sampling_mode="token_mask" is `mis` together with `tis`, but for the KL term, which TRL keeps where it masks."""
+    """vllm_importance_sampling_mode="token_mask" is `mis` together with `tis`, but for the KL term,
+    which TRL keeps where it masks.
+    """
     setting, batch = replace(LOSSES[name], tis=True), random_batch()
     ratio = token_ratio(batch)
     is_out = (ratio < 0.8) | (ratio > TIS)
     assert (is_out & batch.trained_SL).any() and (~is_out & batch.trained_SL).any()
     theirs = trl_loss(setting, batch, ratio.masked_fill(is_out, 0.0))
-    check_same(our_loss(**arguments(setting, batch), spec=replace(setting.spec(), mis=(0.8, TIS))), theirs)
+    check_same(
+        our_loss(**arguments(setting, batch), spec=replace(setting.spec(), mis=(0.8, TIS))), theirs
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo"])
 def test_any_other_ratio_of_the_sampler_is_a_factor_of_the_advantage(name: str) -> None:
-    """So TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it is masked."""
+    """So TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it
+    is masked.
+    """
     setting, batch = replace(LOSSES[name], **CHANGES["all"]), random_batch()
     ratio = sequence_ratio(batch)
     ratio = ratio.masked_fill(ratio > TIS, 0.0)
     assert (ratio == 0).any() and (ratio > 0).any()
     kwargs = arguments(setting, batch)
-    kwargs["advantage_T"] = batch.packed((batch.advantage_S[:, None] * ratio).expand_as(batch.ids_SL))
-    check_same(our_loss(**kwargs, spec=replace(setting.spec(), tis=None)), trl_loss(setting, batch, ratio))
+    kwargs["advantage_T"] = batch.packed(
+        (batch.advantage_S[:, None] * ratio).expand_as(batch.ids_SL)
+    )
+    check_same(
+        our_loss(**kwargs, spec=replace(setting.spec(), tis=None)), trl_loss(setting, batch, ratio)
+    )
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_gspo_with_a_ratio_by_token_has_the_loss_of_trl_and_another_gradient(impl: str) -> None:
-    """TRL's gradient spreads the mean of r A over the sequence; ours is that of GSPO-token (arXiv 2507.18071, eq. 13), where each token
-    keeps its own A. The loss is the same number, and so is the sum of the slopes by log-prob over each sequence."""
+    """TRL's gradient spreads the mean of r A over the sequence; ours is that of GSPO-token (arXiv
+    2507.18071, eq. 13), where each token keeps its own A. The loss is the same number, and so is
+    the sum of the slopes by log-prob over each sequence.
+    """
     setting, batch = replace(LOSSES["gspo"], tis=True), random_batch()
     theirs = trl_loss(setting, batch, token_ratio(batch).clamp(max=TIS))
     kwargs = {**arguments(setting, batch), "sampler_logprob_T": batch.packed(batch.sampler_SL)}
@@ -348,7 +416,9 @@ def test_gspo_with_a_ratio_by_token_has_the_loss_of_trl_and_another_gradient(imp
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_kl_weighted_by_the_ratio_is_a_loss_of_ones_own(impl: str) -> None:
-    """TRL's default, use_bias_correction_kl=True, multiplies the KL estimate by a ratio through which the gradient flows."""
+    """TRL's default, use_bias_correction_kl=True, multiplies the KL estimate by a ratio through
+    which the gradient flows.
+    """
     setting, batch = replace(LOSSES["grpo"], beta=0.3, bias_correction_kl=True), random_batch()
 
     def with_weighted_kl(tokens: Tokens) -> TokenLoss:
@@ -362,4 +432,7 @@ def test_kl_weighted_by_the_ratio_is_a_loss_of_ones_own(impl: str) -> None:
             dlogprob_T=token.dlogprob_T + setting.beta * ratio_T * (token.kl_T + dkl_T),
         )
 
-    check_same(our_loss(**arguments(setting, batch), spec=with_weighted_kl, impl=impl), trl_loss(setting, batch))
+    check_same(
+        our_loss(**arguments(setting, batch), spec=with_weighted_kl, impl=impl),
+        trl_loss(setting, batch),
+    )

@@ -1,5 +1,6 @@
-"""A head spread over two ranks gives what the head in one piece gives. Run as a script this file is a rank; the tests compare what the
-ranks wrote."""
+"""A head spread over two ranks gives what the head in one piece gives. Run as a script this file is
+a rank; the tests compare what the ranks wrote.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from flowkernels import LossSpec, VocabShard, arguments, linear_logprobs, linear_policy_loss
+from flowkernels import LossSpec, VocabParallel, arguments, linear_logprobs, linear_policy_loss
 from kernel_truth import Batch, counted, on_device
 from test_linear_loss import HEAD, head_batch, head_truth, temperatures
 from torch import Tensor
@@ -55,9 +56,15 @@ class Case:
             batch["cu_seqlens_S1"] = torch.tensor(bounds)
         if self.kind == "masked":  # the second rank has no probability at all
             batch["bias_V"][PARTS[1]] = -torch.inf
-            batch["target_ids_T"] = torch.where(batch["target_ids_T"] < 0, -1, batch["target_ids_T"] % 60)
+            batch["target_ids_T"] = torch.where(
+                batch["target_ids_T"] < 0, -1, batch["target_ids_T"] % 60
+            )
         if self.kind == "beyond":
-            batch["target_ids_T"][1], batch["target_ids_T"][6], batch["target_ids_T"][9] = VOCAB, VOCAB + 60, 5 * VOCAB
+            batch["target_ids_T"][1], batch["target_ids_T"][6], batch["target_ids_T"][9] = (
+                VOCAB,
+                VOCAB + 60,
+                5 * VOCAB,
+            )
             batch["weight_T"][[1, 6, 9]] = 1.0
         return batch
 
@@ -86,7 +93,9 @@ CASES = {
     "fp64": Case(LossSpec("nll", entropy_coef=0.1), dtype=torch.float64),
     "masked": Case(DUAL, kind="masked"),
     "masked-entropy": Case(GSPO_ALL, kind="masked"),
-    "triton": Case(DUAL, 11, impl="triton", chunk=4, options={"temperature": temperatures(11), "softcap": 6.0}),
+    "triton": Case(
+        DUAL, 11, impl="triton", chunk=4, options={"temperature": temperatures(11), "softcap": 6.0}
+    ),
     "triton-gspo": Case(LossSpec("gspo", entropy_coef=0.3), 11, impl="triton"),
     "triton-masked": Case(BONUS, 11, impl="triton", kind="masked"),
 }
@@ -97,12 +106,17 @@ BF16 = {
     "bf16-fp32-logits": Case(DUAL, dtype=torch.bfloat16, options={"fp32_logits": True}),
     "bf16-triton": Case(BONUS, 11, dtype=torch.bfloat16, impl="triton"),
 }
-BEYOND = {"beyond": Case(CLIP, kind="beyond"), "triton-beyond": Case(CLIP, 11, impl="triton", kind="beyond")}
+BEYOND = {
+    "beyond": Case(CLIP, kind="beyond"),
+    "triton-beyond": Case(CLIP, 11, impl="triton", kind="beyond"),
+}
 EMPTY = {"empty": Case(BONUS, 0)}
 
 
 def take(case: Case, part: slice, group: Any = None) -> Results:
-    """Loss, statistics, scores, gradients and the sizes of collectives; of the whole head without a group."""
+    """Loss, statistics, scores, gradients and the sizes of collectives; of the whole head without a
+    group.
+    """
     calls: list[int] = []
     all_reduce = dist.all_reduce
 
@@ -110,7 +124,11 @@ def take(case: Case, part: slice, group: Any = None) -> Results:
         calls.append(tensor.numel())
         return all_reduce(tensor, *arguments, **options)
 
-    batch = case.batch() if case.num_tokens else {k: v if k in HEAD[1:] else v[:0] for k, v in head_batch(6, DIM, VOCAB).items()}
+    batch = (
+        case.batch()
+        if case.num_tokens
+        else {k: v if k in HEAD[1:] else v[:0] for k, v in head_batch(6, DIM, VOCAB).items()}
+    )
     batch |= {"weight_VD": batch["weight_VD"][part], "bias_V": batch["bias_V"][part]}
     moved = on_device({**batch, **case.options}, case.impl)
     leaves = {name: moved[name].clone().requires_grad_(name in case.needs) for name in HEAD}
@@ -119,21 +137,36 @@ def take(case: Case, part: slice, group: Any = None) -> Results:
     if case.num_tokens == 0:
         moved["cu_seqlens_S1"] = None
     if group is not None:
-        moved["shard"] = VocabShard(group, part.start, VOCAB)
+        moved["shard"] = VocabParallel(group, part.start, VOCAB)
     dist.all_reduce = counting
     out = linear_policy_loss(**moved, spec=case.spec)
     num_forward = len(calls)
     (out.loss * case.scale).backward()
     num_all = len(calls)
-    names = (*HEAD, "target_ids_T", "temperature", "softcap", "fp32_logits", "memory_budget", "impl", "shard")
+    names = (
+        *HEAD,
+        "target_ids_T",
+        "temperature",
+        "softcap",
+        "fp32_logits",
+        "memory_budget",
+        "impl",
+        "shard",
+    )
     scores = linear_logprobs(**{name: moved[name] for name in names if name in moved})
     dist.all_reduce = all_reduce
     results = {f"grad.{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     results |= {"loss": out.loss, "logprob": out.logprob_T, "entropy": out.entropy_T}
     results |= {"scores": torch.stack([scores.logprob_T, scores.entropy_T, scores.lse_T])}
-    sizes = {"forward": calls[:num_forward], "backward": calls[num_forward:num_all], "scores": calls[num_all:]}
+    sizes = {
+        "forward": calls[:num_forward],
+        "backward": calls[num_forward:num_all],
+        "scores": calls[num_all:],
+    }
     results |= {f"stats.{name}": value for name, value in out.stats.items()}
-    return {name: value.detach().cpu() for name, value in results.items()} | {f"calls.{k}": torch.tensor(v) for k, v in sizes.items()}
+    return {name: value.detach().cpu() for name, value in results.items()} | {
+        f"calls.{k}": torch.tensor(v) for k, v in sizes.items()
+    }
 
 
 def take_with_buffer(part: slice, group: Any) -> Results:
@@ -143,10 +176,15 @@ def take_with_buffer(part: slice, group: Any) -> Results:
     head = {name: batch[name] if name == "hidden_TD" else batch[name][part] for name in HEAD}
     leaves = {name: value.clone().requires_grad_() for name, value in head.items()}
     total = torch.ones(len(leaves["bias_V"]), DIM)
-    shard = VocabShard(group, part.start, VOCAB)
-    linear_policy_loss(**{**batch, **case.options, **leaves}, spec=case.spec, shard=shard, weight_grad_VD=total).loss.backward()
+    shard = VocabParallel(group, part.start, VOCAB)
+    linear_policy_loss(
+        **{**batch, **case.options, **leaves}, spec=case.spec, shard=shard, weight_grad_VD=total
+    ).loss.backward()
     assert leaves["weight_VD"].grad is None
-    return {"grad.weight_VD": total, **{f"grad.{name}": leaves[name].grad for name in ("hidden_TD", "bias_V")}}
+    return {
+        "grad.weight_VD": total,
+        **{f"grad.{name}": leaves[name].grad for name in ("hidden_TD", "bias_V")},
+    }
 
 
 def take_equal_budgets(part: slice, group: Any) -> Results:
@@ -155,18 +193,30 @@ def take_equal_budgets(part: slice, group: Any) -> Results:
     batch = case.batch()
     batch |= {name: batch[name][part] for name in ("weight_VD", "bias_V")}
     leaves = {name: batch[name].clone().requires_grad_() for name in HEAD}
-    shard = VocabShard(group, part.start, VOCAB)
+    shard = VocabParallel(group, part.start, VOCAB)
     out = linear_policy_loss(**{**batch, **leaves}, spec=case.spec, shard=shard, memory_budget=1200)
     out.loss.backward()
-    return {"loss": out.loss.detach(), **{f"grad.{name}": leaf.grad for name, leaf in leaves.items()}}
+    return {
+        "loss": out.loss.detach(),
+        **{f"grad.{name}": leaf.grad for name, leaf in leaves.items()},
+    }
 
 
 def run(rank: int, folder: Path) -> None:
     """What every rank does."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=15))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=15),
+    )
     group = dist.group.WORLD
-    results: dict[str, Results] = {name: take(case, case.parts[rank], group) for name, case in {**CASES, **BF16, **EMPTY}.items()}
+    results: dict[str, Results] = {
+        name: take(case, case.parts[rank], group)
+        for name, case in {**CASES, **BF16, **EMPTY}.items()
+    }
     results["buffer"] = take_with_buffer(PARTS[rank], group)
     checks, arguments.checks_values = arguments.checks_values, lambda device: False
     results |= {name: take(case, case.parts[rank], group) for name, case in BEYOND.items()}
@@ -184,7 +234,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, __file__, str(rank), str(folder)] for rank in range(2)]
-    launched = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    launched = [
+        subprocess.Popen(
+            c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for c in commands
+    ]
     try:
         outputs = [process.communicate(timeout=120)[0] for process in launched]
     finally:
@@ -192,11 +247,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             process.kill()
     files = [folder / f"{rank}.pt" for rank in range(2)]
     assert all(file.exists() for file in files), "\n".join(output[-3000:] for output in outputs)
-    return [torch.load(file) | {"output": output} for file, output in zip(files, outputs, strict=True)]
+    return [
+        torch.load(file) | {"output": output} for file, output in zip(files, outputs, strict=True)
+    ]
 
 
 def joined(ranks: list[dict[str, Any]], name: str) -> Results:
-    """The gradients of both parts as one; all else, which must be the same on both ranks to the bit."""
+    """The gradients of both parts as one; all else, which must be the same on both ranks to the
+    bit.
+    """
     first, second = (rank[name] for rank in ranks)
     assert set(first) == set(second)
     parts = {key for key in first if key in ("grad.weight_VD", "grad.bias_V")}
@@ -207,18 +266,26 @@ def joined(ranks: list[dict[str, Any]], name: str) -> Results:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_give_what_the_whole_gives(ranks: list[dict[str, Any]], name: str) -> None:
-    """Loss, statistics, log-probs, entropies, lse, and the gradients of hidden states, weight and bias."""
+    """Loss, statistics, log-probs, entropies, lse, and the gradients of hidden states, weight and
+    bias.
+    """
     case, ours = CASES[name], joined(ranks, name)
     whole = take(case, slice(0, VOCAB))
     assert {key for key in ours if key.startswith("grad")} == {f"grad.{key}" for key in case.needs}
     for key, value in whole.items():
         if not key.startswith("calls"):
             assert value.isfinite().all() or "stats" in key
-            torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
-    assert ours["loss"].abs() > 0.01 and all(ours[f"grad.{key}"].abs().max() > 0.01 for key in case.needs)
+            torch.testing.assert_close(
+                ours[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            )
+    assert ours["loss"].abs() > 0.01 and all(
+        ours[f"grad.{key}"].abs().max() > 0.01 for key in case.needs
+    )
 
 
-@pytest.mark.parametrize("name", ["clip", "gspo", "entropy", "dual-k3", "chunks", "gspo-chunks", "triton", "triton-gspo"])
+@pytest.mark.parametrize(
+    "name", ["clip", "gspo", "entropy", "dual-k3", "chunks", "gspo-chunks", "triton", "triton-gspo"]
+)
 def test_the_parts_match_fp64_autograd(ranks: list[dict[str, Any]], name: str) -> None:
     case, ours = CASES[name], joined(ranks, name)
     options = {key: value for key, value in case.options.items() if key != "compact"}
@@ -237,7 +304,9 @@ def test_targets_lie_on_both_ranks() -> None:
 
 @pytest.mark.parametrize("name", BF16)
 def test_bf16_parts_lose_no_more_than_the_whole(ranks: list[dict[str, Any]], name: str) -> None:
-    """Root mean squares of what is lost of the gradients. Parts of the hidden states' gradient are not rounded before they are added."""
+    """Root mean squares of what is lost of the gradients. Parts of the hidden states' gradient are
+    not rounded before they are added.
+    """
     case, ours = BF16[name], joined(ranks, name)
     whole = take(case, slice(0, VOCAB))
     torch.testing.assert_close(ours["scores"], whole["scores"], rtol=1e-5, atol=1e-5)
@@ -246,7 +315,9 @@ def test_bf16_parts_lose_no_more_than_the_whole(ranks: list[dict[str, Any]], nam
     _, gradients, _ = head_truth(case.spec, case.batch(), **options)
     for key, gradient in gradients.items():
         assert ours[f"grad.{key}"].dtype == torch.bfloat16
-        error, whole_error = ((x[f"grad.{key}"] - gradient).norm() / gradient.norm() for x in (ours, whole))
+        error, whole_error = (
+            (x[f"grad.{key}"] - gradient).norm() / gradient.norm() for x in (ours, whole)
+        )
         assert error <= 1.05 * whole_error < 0.02, key
 
 
@@ -263,25 +334,41 @@ def test_a_target_beyond_the_vocabulary_gives_nan(ranks: list[dict[str, Any]], n
 
 def test_no_tokens_give_a_zero_loss(ranks: list[dict[str, Any]]) -> None:
     ours = joined(ranks, "empty")
-    assert ours["loss"] == 0 and ours["grad.hidden_TD"].shape == (0, DIM) and not ours["grad.weight_VD"].any()
+    assert (
+        ours["loss"] == 0
+        and ours["grad.hidden_TD"].shape == (0, DIM)
+        and not ours["grad.weight_VD"].any()
+    )
 
 
 def test_the_gradient_of_a_part_is_added_to_a_buffer(ranks: list[dict[str, Any]]) -> None:
     ours, expected = joined(ranks, "buffer"), joined(ranks, "chunks")
-    torch.testing.assert_close(ours["grad.weight_VD"] - 1, expected["grad.weight_VD"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours["grad.weight_VD"] - 1, expected["grad.weight_VD"], rtol=1e-4, atol=1e-5
+    )
     for name in ("hidden_TD", "bias_V"):
-        torch.testing.assert_close(ours[f"grad.{name}"], expected[f"grad.{name}"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ours[f"grad.{name}"], expected[f"grad.{name}"], rtol=1e-4, atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("name", ["clip", "all-rows", "chunks", "chunks-of-all-rows", "small-chunks", "given-hidden", "frozen"])
-def test_two_collectives_a_chunk_and_one_for_the_hidden_states(ranks: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["clip", "all-rows", "chunks", "chunks-of-all-rows", "small-chunks", "given-hidden", "frozen"],
+)
+def test_two_collectives_a_chunk_and_one_for_the_hidden_states(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     case, ours = CASES[name], joined(ranks, name)
     batch = case.batch()
     num_rows = int(counted(batch).sum()) if case.options.get("compact", True) else NUM_TOKENS
     sizes = ours["calls.forward"].tolist()
     if "hidden_TD" in case.needs:
         assert sizes.pop() == NUM_TOKENS * DIM
-    for of_chunks, rows in ((sizes, num_rows), (ours["calls.scores"].tolist(), int((batch["target_ids_T"] >= 0).sum()))):
+    for of_chunks, rows in (
+        (sizes, num_rows),
+        (ours["calls.scores"].tolist(), int((batch["target_ids_T"] >= 0).sum())),
+    ):
         chunks = of_chunks[::2]
         assert of_chunks[1::2] == [3 * size for size in chunks] and sum(chunks) == rows
         assert len(chunks) == 1 if case.chunk is None else max(chunks) <= case.chunk
@@ -290,7 +377,9 @@ def test_two_collectives_a_chunk_and_one_for_the_hidden_states(ranks: list[dict[
 
 def test_equal_budgets_serve_unequal_parts(ranks: list[dict[str, Any]]) -> None:
     """Ranks must cut the rows alike, however many ids each holds."""
-    assert all("equal-budgets" in rank for rank in ranks), "".join(rank["output"][-1000:] for rank in ranks)
+    assert all("equal-budgets" in rank for rank in ranks), "".join(
+        rank["output"][-1000:] for rank in ranks
+    )
     ours, expected = joined(ranks, "equal-budgets"), joined(ranks, "clip")
     for key, value in ours.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)

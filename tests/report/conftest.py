@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from flowtrain.types import Action, FinishReason, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.types import (
+    Action,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
 
 class FullFile:
@@ -75,5 +84,15 @@ def trajectory() -> Trajectory:
         result=ToolResult(error="malformed"),
         verdict=Verdict.CONTINUE,
     )
-    task = Task("texts-17", "What is the capital of Chad?", ("N'Djamena", "Ndjamena"), "lookup", 1, "exact")
-    return Trajectory(task, (malformed, make_turn(lookup)), "N'Djamena", 1.25, seed=11, truncated="turns", reward=0.75)
+    task = Task(
+        "texts-17", "What is the capital of Chad?", ("N'Djamena", "Ndjamena"), "lookup", 1, "exact"
+    )
+    return Trajectory(
+        task,
+        (malformed, make_turn(lookup)),
+        "N'Djamena",
+        1.25,
+        seed=11,
+        truncated="turns",
+        reward=0.75,
+    )

@@ -33,7 +33,11 @@ def row(step: int) -> dict[str, Any]:
         "tool_share/python": 0.4,
     }
     if step % 5 == 0:
-        record |= {"eval_reward": 0.3 + step / 100, "eval_reward_entities": 0.25, "eval_reward_forms": 0.2}
+        record |= {
+            "eval_reward": 0.3 + step / 100,
+            "eval_reward_entities": 0.25,
+            "eval_reward_forms": 0.2,
+        }
     return record
 
 
@@ -76,7 +80,10 @@ def test_the_picture_has_six_drawn_panels(tmp_path: Path, num_steps: int) -> Non
 def test_a_missing_metric_is_said_to_be_missing(tmp_path: Path) -> None:
     full = read_series(make_run(tmp_path / "full", [row(1), row(2)]))
     assert panel_texts(full) == [""] * 6
-    assert panel_texts({"turns_mean": full["turns_mean"]}) == ["not logged"] * 2 + [""] + ["not logged"] * 3
+    assert (
+        panel_texts({"turns_mean": full["turns_mean"]})
+        == ["not logged"] * 2 + [""] + ["not logged"] * 3
+    )
     assert panel_texts({"kl": full["kl"]}) == ["not logged"] * 4 + ["", "not logged"]
     path = plot_curves(make_run(tmp_path / "bare", [{"step": 1, "kl": 0.1}]))
     shares = [coloured_share(pixels) for pixels in panel_pixels(path)]
@@ -86,7 +93,10 @@ def test_a_missing_metric_is_said_to_be_missing(tmp_path: Path) -> None:
 def test_each_line_shows_its_metric(tmp_path: Path) -> None:
     series = read_series(make_run(tmp_path, [row(step) for step in range(6)]))
     reward = panels.run_figure(series, "run").axes[0]
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in reward.get_lines()}
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in reward.get_lines()
+    }
     assert lines["held-out texts (0.35)"] == ([0, 5], [0.3, 0.35])
     assert lines["training batch"] == series["reward_mean"]
     assert reward.get_xlabel() == "training step" and "reward" in reward.get_ylabel()
@@ -106,13 +116,19 @@ def test_trailing_mean() -> None:
 
 @pytest.mark.parametrize(("values", "scale"), [([1e-6, 1e-3], "log"), ([0.0, 1e-3], "linear")])
 def test_mismatch_is_on_a_log_scale_if_all_positive(values: list[float], scale: str) -> None:
-    assert panels.run_figure({"logprob_mismatch": ([1, 2], values)}, "run").axes[5].get_yscale() == scale
+    assert (
+        panels.run_figure({"logprob_mismatch": ([1, 2], values)}, "run").axes[5].get_yscale()
+        == scale
+    )
 
 
 def test_tools_beyond_seven_are_summed_up() -> None:
     series = {f"tool_share/t{index}": ([1, 2], [0.1, 0.1]) for index in range(10)}
     legend = panels.run_figure(series, "run").axes[1].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == [*(f"t{index}" for index in range(7)), "other"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *(f"t{index}" for index in range(7)),
+        "other",
+    ]
     steps, rest = panels._tool_shares(series)["other"]
     assert steps == [1, 2] and rest == pytest.approx([0.3, 0.3])
 
@@ -124,7 +140,12 @@ def test_a_tool_that_appears_later_had_no_share_before(tmp_path: Path) -> None:
 
 
 def test_series_skip_nulls_and_a_torn_last_line_and_merge_lines_of_a_step(tmp_path: Path) -> None:
-    lines = [{"step": 1, "kl": 0.1, "a": None}, {"step": 2, "kl": float("nan")}, {"step": 2, "kl": 0.3, "note": "x"}, {"step": 2, "a": 4}]
+    lines = [
+        {"step": 1, "kl": 0.1, "a": None},
+        {"step": 2, "kl": float("nan")},
+        {"step": 2, "kl": 0.3, "note": "x"},
+        {"step": 2, "a": 4},
+    ]
     series = read_series(make_run(tmp_path, lines, tail='{"step": 3, "kl": 0.'))
     assert series == {"kl": ([1, 2], [0.1, 0.3]), "a": ([2], [4])}
 
@@ -141,7 +162,9 @@ def test_no_run_is_the_users_error(tmp_path: Path) -> None:
         plot_curves(tmp_path)
 
 
-def test_a_full_disk_keeps_the_old_picture(tmp_path: Path, fill_disk: Callable[[str], None]) -> None:
+def test_a_full_disk_keeps_the_old_picture(
+    tmp_path: Path, fill_disk: Callable[[str], None]
+) -> None:
     path = plot_curves(make_run(tmp_path, [row(1)]))
     before = path.read_bytes()
     fill_disk("curves.png")
@@ -151,17 +174,25 @@ def test_a_full_disk_keeps_the_old_picture(tmp_path: Path, fill_disk: Callable[[
 
 
 def test_comparison_draws_each_run(tmp_path: Path) -> None:
-    runs = {name: make_run(tmp_path / name, [row(step) for step in range(11)]) for name in ("trained", "control")}
+    runs = {
+        name: make_run(tmp_path / name, [row(step) for step in range(11)])
+        for name in ("trained", "control")
+    }
     path = plot_comparison(runs, tmp_path / "c.png")
     assert coloured_share(image.imread(path)[..., :3]) > 0.001
     rewards = {name: read_series(run)["eval_reward"] for name, run in runs.items()}
     axes = panels.comparison_figure(rewards).axes[0]
-    assert [line.get_label() for line in axes.get_lines()] == ["trained (0.400 at step 10)", "control (0.400 at step 10)"]
+    assert [line.get_label() for line in axes.get_lines()] == [
+        "trained (0.400 at step 10)",
+        "control (0.400 at step 10)",
+    ]
     assert list(axes.get_lines()[0].get_xdata()) == [0, 5, 10]
 
 
 def test_comparison_of_more_runs_than_colours_keeps_them_apart() -> None:
-    axes = panels.comparison_figure({f"run {index}": ([0, 1], [0.1, 0.2]) for index in range(9)}).axes[0]
+    axes = panels.comparison_figure(
+        {f"run {index}": ([0, 1], [0.1, 0.2]) for index in range(9)}
+    ).axes[0]
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 9
 
 
@@ -170,16 +201,27 @@ def test_comparison_wants_held_out_rewards(tmp_path: Path) -> None:
         plot_comparison({"a": make_run(tmp_path, [{"step": 1, "kl": 0.1}])}, tmp_path / "c.png")
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    one, two = make_run(tmp_path / "x" / "run", [row(0)]), make_run(tmp_path / "y" / "run", [row(0)])
+    one, two = (
+        make_run(tmp_path / "x" / "run", [row(0)]),
+        make_run(tmp_path / "y" / "run", [row(0)]),
+    )
     assert main([str(one)]) == 0 and (one / "curves.png").exists()
     assert main([str(one), "--out", "a.png"]) == 0 and (tmp_path / "a.png").exists()
     assert main([str(one), str(two)]) == 0 and (tmp_path / "comparison.png").exists()
-    assert capsys.readouterr().out.splitlines() == [str(one / "curves.png"), "a.png", "comparison.png"]
+    assert capsys.readouterr().out.splitlines() == [
+        str(one / "curves.png"),
+        "a.png",
+        "comparison.png",
+    ]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_name_are_told_apart_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[dict[str, Path]] = []
     monkeypatch.setattr(curves, "plot_comparison", lambda runs, out: seen.append(runs) or out)
     main(["x/run", "y/run"])
@@ -194,5 +236,10 @@ def test_command_line_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_command_line_help_is_clean() -> None:
-    done = subprocess.run([sys.executable, "-m", "flowtrain.report.curves", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "flowtrain.report.curves", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "RUN [RUN ...]" in done.stdout and done.stderr == ""

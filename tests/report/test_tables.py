@@ -14,7 +14,11 @@ from flowtrain.types import Trajectory, UserError
 WARM: dict[str, Any] = {
     "eval_reward": 0.285,
     "eval_reward_greedy": 0.31,
-    "splits": {"texts": {"sampled": 0.285, "greedy": 0.31}, "entities": {"sampled": 0.25, "greedy": 0.3}, "forms": {"sampled": 0.2}},
+    "splits": {
+        "texts": {"sampled": 0.285, "greedy": 0.31},
+        "entities": {"sampled": 0.25, "greedy": 0.3},
+        "forms": {"sampled": 0.2},
+    },
     "by_num_turns": {"1": 0.5, "10": 0.1, "2": 0.3},
     "by_kind": {"lookup": 0.5, "chain": 0.2},
     "tool_shares": {"Lookup": 1.0},
@@ -23,7 +27,10 @@ WARM: dict[str, Any] = {
 TRAINED: dict[str, Any] = {
     "eval_reward": 0.875,
     "eval_reward_greedy": 0.3,
-    "splits": {"entities": {"sampled": 0.75, "greedy": 0.8}, "forms": {"sampled": 0.6, "greedy": 0.65}},
+    "splits": {
+        "entities": {"sampled": 0.75, "greedy": 0.8},
+        "forms": {"sampled": 0.6, "greedy": 0.65},
+    },
     "by_num_turns": {"1": 0.95, "2": 0.8, "10": 0.7},
     "by_kind": {"lookup": 0.95},
     "tool_shares": {"Lookup": 0.625, "Python": 0.375},
@@ -89,8 +96,12 @@ def test_rollout_text(trajectory: Trajectory) -> None:
 
 
 def test_rollout_text_of_odd_rollouts(trajectory: Trajectory) -> None:
-    task = dataclasses.replace(trajectory.task, answers=("3", "3", "8", "8"), scorer="gameof24", question="x" * 5000)
-    text = rollout_text(dataclasses.replace(trajectory, task=task, turns=(), answer="", reward=None, truncated=""))
+    task = dataclasses.replace(
+        trajectory.task, answers=("3", "3", "8", "8"), scorer="gameof24", question="x" * 5000
+    )
+    text = rollout_text(
+        dataclasses.replace(trajectory, task=task, turns=(), answer="", reward=None, truncated="")
+    )
     assert "any expression of 3 3 8 8 that makes 24" in text
     assert "answer     (empty)\n" in text
     assert "reward     not scored (0 turns, 1.2 s)\n" in text
@@ -99,18 +110,35 @@ def test_rollout_text_of_odd_rollouts(trajectory: Trajectory) -> None:
 
 def test_summary_is_sorted_and_has_no_nan(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, {"splits": {"b": 1, "a": 2}, "z": float("nan"), "by_num_turns": {"10": 1, "2": 0.5}, "eval_reward": 0.5})
-    assert list(json.loads(path.read_text(), parse_constant=pytest.fail)) == ["eval_reward", "z", "by_num_turns", "splits"]
+    write_summary(
+        path,
+        {
+            "splits": {"b": 1, "a": 2},
+            "z": float("nan"),
+            "by_num_turns": {"10": 1, "2": 0.5},
+            "eval_reward": 0.5,
+        },
+    )
+    assert list(json.loads(path.read_text(), parse_constant=pytest.fail)) == [
+        "eval_reward",
+        "z",
+        "by_num_turns",
+        "splits",
+    ]
     record = json.loads(path.read_text())
     assert record["z"] is None
     assert list(record["by_num_turns"]) == ["2", "10"] and list(record["splits"]) == ["a", "b"]
 
 
-def test_summary_on_a_full_disk_keeps_the_old_one(tmp_path: Path, fill_disk: Callable[[str], None]) -> None:
+def test_summary_on_a_full_disk_keeps_the_old_one(
+    tmp_path: Path, fill_disk: Callable[[str], None]
+) -> None:
     path = tmp_path / "summary.json"
     write_summary(path, {"a": 1})
     fill_disk("summary.json")
-    with pytest.raises(UserError, match="No space left on device; free some space and continue with --resume auto"):
+    with pytest.raises(
+        UserError, match="No space left on device; free some space and continue with --resume auto"
+    ):
         write_summary(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]

@@ -37,12 +37,18 @@ def test_final_answer(text: str, answer: str) -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.text(), st.text().filter(lambda text: "answer>" not in text.casefold()), st.text().filter(lambda text: ">" not in text))
+@given(
+    st.text(),
+    st.text().filter(lambda text: "answer>" not in text.casefold()),
+    st.text().filter(lambda text: ">" not in text),
+)
 def test_the_last_pair_of_tags_holds_it(before: str, content: str, after: str) -> None:
     assert final_answer(f"{before}<answer>{content}</answer>{after}") == content.strip()
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>", "<", "</", "<answer", "a\n", " "])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "</answer>", "<answer></answer>", "<", "</", "<answer", "a\n", " "]
+)
 def test_a_hostile_text_takes_linear_time(piece: str) -> None:
     started = time.process_time()
     final_answer(piece * (2_000_000 // len(piece)))
@@ -72,7 +78,17 @@ def test_no_answer(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["0", "no", "Noone", "The Unknown", "None of the above", "x", "I don't know, perhaps Oslo", "None" * 1000]
+    "answer",
+    [
+        "0",
+        "no",
+        "Noone",
+        "The Unknown",
+        "None of the above",
+        "x",
+        "I don't know, perhaps Oslo",
+        "None" * 1000,
+    ],
 )
 def test_an_answer(answer: str) -> None:
     assert not is_refusal(answer)

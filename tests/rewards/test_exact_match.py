@@ -78,7 +78,12 @@ def test_any_accepted_answer_is_right() -> None:
 @settings(derandomize=True, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(0, 3))
 def test_every_spelling_of_an_integer(number: int, num_zeros: int) -> None:
-    spellings = [f"{number:,}", f"{number}.{'0' * (num_zeros + 1)}", f" {number}.", f"{number:,}.{'0' * (num_zeros + 1)}"]
+    spellings = [
+        f"{number:,}",
+        f"{number}.{'0' * (num_zeros + 1)}",
+        f" {number}.",
+        f"{number:,}.{'0' * (num_zeros + 1)}",
+    ]
     assert [reward(spelling, str(number)) for spelling in spellings] == [1.0] * 4
     assert [reward(spelling, str(number + 1)) for spelling in spellings] == [0.0] * 4
 

@@ -84,7 +84,10 @@ def test_agrees_with_python(expression: str) -> None:
         ("(4 + 6 + 7 + 8", "is not a complete expression"),
         ("4 + 6 + 7 + 8)", "is not a complete expression"),
         ("4 + 6 + 7 + 08", "is not a complete expression"),
-        ("() + 4 + 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
+        (
+            "() + 4 + 6 + 7 + 8",
+            "must join its 4 numbers by 3 operators, with no sign before a number",
+        ),
         ("4(6) + -7 + 8", "must consist of numbers joined by + - * / and parentheses"),
         ("4 ** 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
         ("4 // 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
@@ -127,14 +130,21 @@ def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.one_of(st.text(), st.text("0468+-*/() =._\u00d7\u00f7\u2212", max_size=30)), st.lists(st.integers(0, 13), max_size=4))
+@given(
+    st.one_of(st.text(), st.text("0468+-*/() =._\u00d7\u00f7\u2212", max_size=30)),
+    st.lists(st.integers(0, 13), max_size=4),
+)
 def test_any_text_gets_an_answer(expression: str, numbers: list[int]) -> None:
     reason = check_expression(expression, numbers)
     assert reason is None or (reason and "\n" not in reason)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map("".join))
+@given(
+    st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map(
+        "".join
+    )
+)
 def test_scrambled_expressions_agree_with_python_where_they_are_allowed(expression: str) -> None:
     numbers = [int(number) for number in re.findall(r"\d+", expression)]
     reason = check_expression(expression, numbers)
@@ -144,7 +154,10 @@ def test_scrambled_expressions_agree_with_python_where_they_are_allowed(expressi
 
 def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
     assert check_expression("(" * 20 + "4 * 6" + ")" * 20, [4, 6]) is None
-    assert check_expression("(" * 21 + "4 * 6" + ")" * 21, [4, 6]) == "has more than 20 opening parentheses"
+    assert (
+        check_expression("(" * 21 + "4 * 6" + ")" * 21, [4, 6])
+        == "has more than 20 opening parentheses"
+    )
 
 
 def test_length_is_capped() -> None:
@@ -176,14 +189,21 @@ ONES = Task("t", "q", ("1", "1", "1", "8"), scorer="gameof24")
             "[1+1+1]\u00b78",
             "(1+1+1) x 8",
         ),
-        *("$(1+1+1)\\times 8=24$", "\\boxed{(1+1+1)\\times 8 = 24}", "\\left(1+1+1\\right)\\cdot 8"),
+        *(
+            "$(1+1+1)\\times 8=24$",
+            "\\boxed{(1+1+1)\\times 8 = 24}",
+            "\\left(1+1+1\\right)\\cdot 8",
+        ),
         *(
             "The expression is **(1+1+1)*8**.",
             "`(1+1+1)*8`",
             "(1+1+1)\u00d78, using 1, 1, 1 and 8",
             "(1+1+1)\u00d78 = 3\u00d78 = 24. Each once.",
         ),
-        *("1+1+1=3 and 3\u00d78=24, so (1+1+1)\u00d78", "First 1+1+1+8 = 11, which is too little. Then (1+1+1)\u00d78 = 24"),
+        *(
+            "1+1+1=3 and 3\u00d78=24, so (1+1+1)\u00d78",
+            "First 1+1+1+8 = 11, which is too little. Then (1+1+1)\u00d78 = 24",
+        ),
     ],
 )
 def test_words_and_latex_around_a_right_expression(answer: str) -> None:
@@ -206,7 +226,14 @@ def test_words_and_latex_around_a_right_expression(answer: str) -> None:
             "(1.0+1+1)\u00d78",
             "(1+1+1)\u00d78 = 25",
         ),
-        *("(1+1+1)\u00d78 fails, so 1+1+1+8", "2*(1+1+1)*8", "(1+1+1)\u00d7\u00d78", "9" * 5000, "(" * 5000, "\\frac{" * 3000),
+        *(
+            "(1+1+1)\u00d78 fails, so 1+1+1+8",
+            "2*(1+1+1)*8",
+            "(1+1+1)\u00d7\u00d78",
+            "9" * 5000,
+            "(" * 5000,
+            "\\frac{" * 3000,
+        ),
         *("1+1+1\u00d78", "(1+1+1)^8", "(1+1+1)8"),
     ],
 )
@@ -216,7 +243,11 @@ def test_what_is_not_a_right_expression(answer: str) -> None:
 
 def test_fractions_in_latex() -> None:
     task = Task("t", "q", ("3", "3", "8", "8"), scorer="gameof24")
-    assert gameof24(task, r"\frac{8}{3-\frac{8}{3}} = 24") == gameof24(task, r"$\dfrac{8}{3 - 8/3}$") == 1.0
+    assert (
+        gameof24(task, r"\frac{8}{3-\frac{8}{3}} = 24")
+        == gameof24(task, r"$\dfrac{8}{3 - 8/3}$")
+        == 1.0
+    )
     assert gameof24(task, r"\frac{8}{3+\frac{8}{3}}") == 0.0
 
 
@@ -228,5 +259,7 @@ def test_any_answer_is_scored(answer: str) -> None:
 
 @pytest.mark.parametrize("answers", [("3", "x"), ("3.5",), ("-3",), ("9" * 5000,)])
 def test_scorer_refuses_a_task_without_numbers(answers: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="task 't7': scorer 'gameof24' needs the numbers of the puzzle"):
+    with pytest.raises(
+        UserError, match="task 't7': scorer 'gameof24' needs the numbers of the puzzle"
+    ):
         gameof24(Task("t7", "q", answers), "3")

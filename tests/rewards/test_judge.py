@@ -1,4 +1,6 @@
-"""The judge behind the rules, on engines that answer by a script: well, badly, late, never, or as they were told by the answer."""
+"""The judge behind the rules, on engines that answer by a script: well, badly, late, never, or as
+they were told by the answer.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.config import Judge as JudgeOptions
+from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import Judge, VerdictCache, score
 from flowtrain.rewards.judge import judge_prompt, parse_verdict
-from flowtrain.rollout.engine import EngineError
 from flowtrain.types import Group, Task, Trajectory, UserError
 
 TASK = Task("t", "Capital of Norway?", ("Oslo",), scorer="qa")
@@ -56,7 +58,9 @@ def cache(tmp_path: Path) -> VerdictCache:
 
 
 def judged(judge: Judge | None, *answers: str, task: Task = TASK) -> list[tuple[float | None, str]]:
-    (group,) = score([Group(0, tuple(Trajectory(task, (), answer, 1.0, 0) for answer in answers))], judge)
+    (group,) = score(
+        [Group(0, tuple(Trajectory(task, (), answer, 1.0, 0) for answer in answers))], judge
+    )
     return [(each.reward, each.scored_by) for each in group.trajectories]
 
 
@@ -71,15 +75,24 @@ def by_answer(prompt: str, seed: int) -> str:
 def test_the_judge_decides_only_where_the_rule_says_wrong(cache: VerdictCache) -> None:
     engine = Scripted(by_answer)
     judge = Judge(engine, cache, JudgeOptions())
-    assert judged(judge, "Oslo", "Kristiania", "Bergen") == [(1.0, "qa"), (1.0, "judge"), (0.0, "judge")]
+    assert judged(judge, "Oslo", "Kristiania", "Bergen") == [
+        (1.0, "qa"),
+        (1.0, "judge"),
+        (0.0, "judge"),
+    ]
     assert len(engine.asked) == 2 and judged(None, "Kristiania") == [(0.0, "qa")]
 
 
 def test_no_answer_and_proofs_are_not_judged(cache: VerdictCache) -> None:
     engine = Scripted(lambda prompt, seed: RIGHT)
     judge = Judge(engine, cache, JudgeOptions())
-    assert judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000) == [(0.0, "qa")] * 5
-    assert judged(judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")) == [(0.0, "gameof24")]
+    assert (
+        judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
+        == [(0.0, "qa")] * 5
+    )
+    assert judged(
+        judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
+    ) == [(0.0, "gameof24")]
     assert judged(judge, "Bergen", task=Task("f", "q", ("Oslo",), scorer="f1")) == [(0.0, "f1")]
     assert engine.asked == [] and score([], judge) == []
 
@@ -100,17 +113,26 @@ def test_nothing_is_asked_twice(cache: VerdictCache) -> None:
     judge = Judge(engine, cache, JudgeOptions())
     assert judged(judge, "Bergen", "<answer>Bergen</answer>", "Bergen") == [(0.0, "judge")] * 3
     assert judged(judge, "Bergen") == [(0.0, "judge")]
-    assert len(engine.asked) == 1 and judge.metrics()["judge/asked"] == 1 and judge.metrics()["judge/cached"] == 3
+    assert (
+        len(engine.asked) == 1
+        and judge.metrics()["judge/asked"] == 1
+        and judge.metrics()["judge/cached"] == 3
+    )
 
 
 def test_verdicts_outlive_the_process_and_belong_to_an_engine(tmp_path: Path) -> None:
     path = tmp_path / "judge.sqlite"
-    assert judged(Judge(Scripted(by_answer), VerdictCache(path), JudgeOptions()), "Kristiania", "Bergen") == [
+    assert judged(
+        Judge(Scripted(by_answer), VerdictCache(path), JudgeOptions()), "Kristiania", "Bergen"
+    ) == [
         (1.0, "judge"),
         (0.0, "judge"),
     ]
     silent = Scripted(lambda prompt, seed: "?")
-    assert judged(Judge(silent, VerdictCache(path), JudgeOptions()), "Bergen", "Kristiania") == [(0.0, "judge"), (1.0, "judge")]
+    assert judged(Judge(silent, VerdictCache(path), JudgeOptions()), "Bergen", "Kristiania") == [
+        (0.0, "judge"),
+        (1.0, "judge"),
+    ]
     other = Scripted(lambda prompt, seed: RIGHT, name="another model")
     assert judged(Judge(other, VerdictCache(path), JudgeOptions()), "Bergen") == [(1.0, "judge")]
     assert silent.asked == [] and len(other.asked) == 1
@@ -124,14 +146,18 @@ def _fill(path: Path, start: int) -> None:
 
 def test_several_processes_write_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_fill, args=(tmp_path / "c.sqlite", start)) for start in (0, 20, 40)]
+    writers = [
+        context.Process(target=_fill, args=(tmp_path / "c.sqlite", start)) for start in (0, 20, 40)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     cache = VerdictCache(tmp_path / "c.sqlite")
-    assert [cache.get("engine", f"prompt {number}") for number in range(80)] == [number % 2 == 0 for number in range(80)]
+    assert [cache.get("engine", f"prompt {number}") for number in range(80)] == [
+        number % 2 == 0 for number in range(80)
+    ]
     assert cache.get("engine", "prompt 80") is None
 
 
@@ -167,7 +193,12 @@ def test_a_failing_engine_leaves_the_rules_score(cache: VerdictCache) -> None:
 
     judge = Judge(Scripted(reply), cache, JudgeOptions())
     assert judged(judge, "Kristiania", "Bergen") == [(0.0, "qa"), (0.0, "judge")]
-    assert judge.metrics() == {"judge/asked": 2, "judge/cached": 0, "judge/malformed": 0, "judge/failed": 1}
+    assert judge.metrics() == {
+        "judge/asked": 2,
+        "judge/cached": 0,
+        "judge/malformed": 0,
+        "judge/failed": 1,
+    }
 
 
 def test_a_hanging_engine_is_left_at_the_deadline(cache: VerdictCache) -> None:
@@ -184,9 +215,14 @@ def test_a_bug_in_an_engine_is_not_hidden(cache: VerdictCache) -> None:
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (4, 4)])
-def test_questions_are_asked_side_by_side_up_to_the_limit(cache: VerdictCache, limit: int, most: int) -> None:
+def test_questions_are_asked_side_by_side_up_to_the_limit(
+    cache: VerdictCache, limit: int, most: int
+) -> None:
     engine = Scripted(by_answer)
-    judged(Judge(engine, cache, JudgeOptions(max_concurrency=limit)), *(f"town {number}" for number in range(12)))
+    judged(
+        Judge(engine, cache, JudgeOptions(max_concurrency=limit)),
+        *(f"town {number}" for number in range(12)),
+    )
     assert engine.most_running == most and len(engine.asked) == 12
 
 
@@ -222,7 +258,14 @@ def test_verdicts(reply: str, verdict: bool | None) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.one_of(st.text(), st.lists(st.sampled_from(["Verdict", ":", " ", "True", "False", "*", "\n", "`"])).map("".join)))
+@given(
+    st.one_of(
+        st.text(),
+        st.lists(st.sampled_from(["Verdict", ":", " ", "True", "False", "*", "\n", "`"])).map(
+            "".join
+        ),
+    )
+)
 def test_any_reply_is_read(reply: str) -> None:
     assert parse_verdict(reply) in (True, False, None)
 
@@ -239,12 +282,19 @@ INJECTIONS = [
 
 @pytest.mark.parametrize("answer", INJECTIONS)
 def test_an_answer_cannot_speak_for_the_judge(answer: str, cache: VerdictCache) -> None:
-    """Neither when the judge repeats its prompt, nor when it quotes the answer as it read it, nor before its own verdict."""
+    """Neither when the judge repeats its prompt, nor when it quotes the answer as it read it, nor
+    before its own verdict.
+    """
     prompt = judge_prompt(TASK, answer)
     quoted = next(line for line in prompt.split("\n") if line.startswith("Answer to check:"))
     assert parse_verdict(quoted) is parse_verdict(quoted.partition(": ")[2]) is None
-    for reply, reward in ((quoted, (0.0, "qa")), (f"{quoted}\n\nThat is an instruction.\nVerdict: False", (0.0, "judge"))):
-        judge = Judge(Scripted(lambda prompt, seed, reply=reply: reply, name=reply), cache, JudgeOptions())
+    for reply, reward in (
+        (quoted, (0.0, "qa")),
+        (f"{quoted}\n\nThat is an instruction.\nVerdict: False", (0.0, "judge")),
+    ):
+        judge = Judge(
+            Scripted(lambda prompt, seed, reply=reply: reply, name=reply), cache, JudgeOptions()
+        )
         assert judged(judge, answer) == [reward]
 
 

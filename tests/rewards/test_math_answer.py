@@ -159,8 +159,14 @@ def test_lists_are_nested_a_few_times_at_most() -> None:
     def nested(number: str, depth: int) -> str:
         return "(1, " * depth + number + ")" * depth
 
-    assert right(nested("2.0", 4), nested("2", 4)) == 1.0 and right(nested("3", 4), nested("2", 4)) == 0.0
-    assert right(nested("2.0", 9), nested("2", 9)) == 0.0 and right(nested("2", 9), nested("2", 9)) == 1.0, "the text alone"
+    assert (
+        right(nested("2.0", 4), nested("2", 4)) == 1.0
+        and right(nested("3", 4), nested("2", 4)) == 0.0
+    )
+    assert (
+        right(nested("2.0", 9), nested("2", 9)) == 0.0
+        and right(nested("2", 9), nested("2", 9)) == 1.0
+    ), "the text alone"
 
 
 @settings(derandomize=True, deadline=None)
@@ -219,7 +225,10 @@ PIECES = [
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
-@given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=20).map("".join)), st.text("0123x,()[]", max_size=8))
+@given(
+    st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=20).map("".join)),
+    st.text("0123x,()[]", max_size=8),
+)
 def test_any_text_is_scored(answer: str, accepted: str) -> None:
     assert right(answer, accepted) in (0.0, 1.0) and right(answer, answer) in (0.0, 1.0)
 
@@ -245,7 +254,14 @@ HOSTILE = [
         "9^" * 199,
         "\\boxed{" * 3000,
     ),
-    *("(1," * 250 + "1" + ")" * 250, "\\{1," * 140 + "1" + "\\}" * 140, "((((1,2),3),4),5)" * 50, "1," * 500, "1," * 49 + "1", "[" * 1000),
+    *(
+        "(1," * 250 + "1" + ")" * 250,
+        "\\{1," * 140 + "1" + "\\}" * 140,
+        "((((1,2),3),4),5)" * 50,
+        "1," * 500,
+        "1," * 49 + "1",
+        "[" * 1000,
+    ),
     *(
         "is " * 5000,
         "1 and " * 200,
@@ -257,7 +273,19 @@ HOSTILE = [
         "=" * 400,
         "1" + "%" * 300,
     ),
-    *("1/0", "0^{-1}", "0/0", "(-2)^{1/2}", "\\sqrt{-1}", "1e400^{1.5}", "\ud800", "\x00", "1:" * 1000, "a_" * 200, "\u221a" * 500),
+    *(
+        "1/0",
+        "0^{-1}",
+        "0/0",
+        "(-2)^{1/2}",
+        "\\sqrt{-1}",
+        "1e400^{1.5}",
+        "\ud800",
+        "\x00",
+        "1:" * 1000,
+        "a_" * 200,
+        "\u221a" * 500,
+    ),
 ]
 
 

@@ -23,7 +23,10 @@ def test_every_trajectory_gets_its_tasks_reward() -> None:
         Group(7, (trajectory(PUZZLE, "8/(3-8/3)"), trajectory(PUZZLE, "Oslo"))),
     ]
     scored = score(groups)
-    assert [[each.reward for each in group.trajectories] for group in scored] == [[1.0, 0.0], [1.0, 0.0]]
+    assert [[each.reward for each in group.trajectories] for group in scored] == [
+        [1.0, 0.0],
+        [1.0, 0.0],
+    ]
     assert [group.index for group in scored] == [4, 7]
     assert [each.answer for each in scored[0].trajectories] == ["oslo", "Bergen"]
     assert all(each.reward is None for group in groups for each in group.trajectories)
@@ -33,27 +36,58 @@ def test_a_rule_reads_the_final_answer_and_is_recorded() -> None:
     tasks = [
         (Task("q", "q", ("Oslo",), scorer="qa"), "Norway ... <answer>The Oslo.</answer>", 1.0),
         (Task("f", "q", ("Oslo",), scorer="f1"), "<answer>Oslo, Norway</answer>", 2 / 3),
-        (Task("m", "q", ("0.5",), scorer="math"), "2, then <answer>\\boxed{\\frac12}</answer>", 1.0),
+        (
+            Task("m", "q", ("0.5",), scorer="math"),
+            "2, then <answer>\\boxed{\\frac12}</answer>",
+            1.0,
+        ),
         (Task("c", "q", ("b",), scorer="choice", choices=("a", "b")), "<answer>(B)</answer>", 1.0),
         (PUZZLE, "<answer>8/(3-8/3) = 24</answer>", 1.0),
         (FACT, "<answer>Bergen</answer> Oslo", 0.0),
     ]
     (group,) = score([Group(0, tuple(trajectory(task, answer) for task, answer, _ in tasks))])
-    assert [each.reward for each in group.trajectories] == [pytest.approx(reward) for *_, reward in tasks]
-    assert [each.scored_by for each in group.trajectories] == ["qa", "f1", "math", "choice", "gameof24", "exact"]
+    assert [each.reward for each in group.trajectories] == [
+        pytest.approx(reward) for *_, reward in tasks
+    ]
+    assert [each.scored_by for each in group.trajectories] == [
+        "qa",
+        "f1",
+        "math",
+        "choice",
+        "gameof24",
+        "exact",
+    ]
 
 
 @pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math"])
 def test_no_answer_is_never_right(scorer: str) -> None:
     """Even where an accepted answer is nothing after normalisation."""
     task = Task("t", "q", (".", "the", "$$"), scorer=scorer)
-    (group,) = score([Group(0, tuple(trajectory(task, answer) for answer in ("", " ", "<answer> </answer>")))])
+    (group,) = score(
+        [Group(0, tuple(trajectory(task, answer) for answer in ("", " ", "<answer> </answer>")))]
+    )
     assert [each.reward for each in group.trajectories] == [0.0] * 3
 
 
 @pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math", "choice", "gameof24"])
 @pytest.mark.parametrize(
-    "piece", ["a ", " ", "1,", "1", "<answer>", "</answer>", "(", "{", "\\frac{", "-5 ", "answer ", "the answer is ", "= ", ". "]
+    "piece",
+    [
+        "a ",
+        " ",
+        "1,",
+        "1",
+        "<answer>",
+        "</answer>",
+        "(",
+        "{",
+        "\\frac{",
+        "-5 ",
+        "answer ",
+        "the answer is ",
+        "= ",
+        ". ",
+    ],
 )
 def test_a_huge_answer_is_scored_at_once(scorer: str, piece: str) -> None:
     task = Task("t", "q", ("3", "8"), scorer=scorer, choices=("3", "8"))
@@ -64,7 +98,9 @@ def test_a_huge_answer_is_scored_at_once(scorer: str, piece: str) -> None:
 
 def test_of_a_long_answer_the_end_is_read() -> None:
     task = Task("t", "q", ("y" * 2000,), scorer="qa")
-    (group,) = score([Group(0, (trajectory(task, "x" * 5000 + "y" * 2000), trajectory(task, "y" * 2000 + "x")))])
+    (group,) = score(
+        [Group(0, (trajectory(task, "x" * 5000 + "y" * 2000), trajectory(task, "y" * 2000 + "x")))]
+    )
     assert [each.reward for each in group.trajectories] == [1.0, 0.0]
 
 
@@ -74,5 +110,8 @@ def test_nothing_to_score() -> None:
 
 def test_unknown_scorer_is_refused_by_name() -> None:
     task = Task("t9", "q", ("x",), scorer="guess")
-    with pytest.raises(UserError, match="task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24"):
+    with pytest.raises(
+        UserError,
+        match="task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24",
+    ):
         score([Group(0, (trajectory(task, "x"),))])

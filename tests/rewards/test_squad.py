@@ -78,13 +78,24 @@ def test_near_misses(answer: str, accepted: str) -> None:
 
 
 def test_a_yes_may_be_explained() -> None:
-    assert exact("Yes, both were born in 1950.", "yes") == exact("No. They were not.", "no") == exact("YES", "yes") == 1.0
+    assert (
+        exact("Yes, both were born in 1950.", "yes")
+        == exact("No. They were not.", "no")
+        == exact("YES", "yes")
+        == 1.0
+    )
     assert exact("Yes, both were born in 1950.", "Yes Minister") == 0.0
 
 
 def test_any_accepted_answer_is_right() -> None:
     assert exact("myanmar", "Burma", "Myanmar") == f1("myanmar", "Burma", "Myanmar") == 1.0
-    assert exact("siam", "Burma", "Myanmar") == f1("siam", "Burma", "Myanmar") == exact("siam") == f1("siam") == 0.0
+    assert (
+        exact("siam", "Burma", "Myanmar")
+        == f1("siam", "Burma", "Myanmar")
+        == exact("siam")
+        == f1("siam")
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,10 +121,16 @@ def test_any_text_is_scored(answer: str, accepted: str) -> None:
     assert exact(answer, accepted) in (0.0, 1.0) and 0 <= f1(answer, accepted) <= 1
     assert exact(answer, answer) == f1(answer, answer) == 1.0
     assert f1(answer, accepted) == pytest.approx(f1(accepted, answer))
-    assert exact(answer, accepted) <= f1(answer, accepted) or answer.strip().casefold().startswith(("yes", "no"))
+    assert exact(answer, accepted) <= f1(answer, accepted) or answer.strip().casefold().startswith(
+        ("yes", "no")
+    )
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.text())
 def test_normal_is_normal(text: str) -> None:
-    assert normalise(normalise(text)) == normalise(text) or any(c in text.casefold() for c in "\u00df\u0130\ufb01") or not text.isascii()
+    assert (
+        normalise(normalise(text)) == normalise(text)
+        or any(c in text.casefold() for c in "\u00df\u0130\ufb01")
+        or not text.isascii()
+    )

@@ -18,8 +18,13 @@ from flowtrain.tasks.overlap import benchmark_tasks, overlaps
 from flowtrain.types import Group, Task, Trajectory, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = Path(os.environ.get("FLOWTRAIN_BENCHMARKS", ROOT.parent / "shared" / "data" / "benchmarks"))
-needs_files = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no benchmark files in {FOLDER}; name their folder in FLOWTRAIN_BENCHMARKS")
+FOLDER = Path(
+    os.environ.get("FLOWTRAIN_BENCHMARKS", ROOT.parent / "shared" / "data" / "benchmarks")
+)
+needs_files = pytest.mark.skipif(
+    not FOLDER.is_dir(),
+    reason=f"no benchmark files in {FOLDER}; name their folder in FLOWTRAIN_BENCHMARKS",
+)
 
 COUNTS = {
     "2wiki": (200, 100),
@@ -38,11 +43,24 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def references(name: str) -> list[list[str]]:
     """All the answers that a file gives, by question."""
-    return [list(map(str, row["answer"] if isinstance(row["answer"], list) else [row["answer"]])) for row in rows(name)]
+    return [
+        list(map(str, row["answer"] if isinstance(row["answer"], list) else [row["answer"]]))
+        for row in rows(name)
+    ]
 
 
 def rewards(tasks: list[Task], answers: list[str]) -> list[float | None]:
-    (group,) = score([Group(0, tuple(Trajectory(task, (), answer, 1.0, 0) for task, answer in zip(tasks, answers, strict=True)))])
+    (group,) = score(
+        [
+            Group(
+                0,
+                tuple(
+                    Trajectory(task, (), answer, 1.0, 0)
+                    for task, answer in zip(tasks, answers, strict=True)
+                ),
+            )
+        ]
+    )
     return [trajectory.reward for trajectory in group.trajectories]
 
 
@@ -57,46 +75,71 @@ def test_counts_and_formats(name: str) -> None:
     if name in ("bamboogle", "hotpotqa", "aime24"):
         assert all("<answer>" in row["query"] for row in rows(name)), "it was there"
     if name == "medqa":
-        assert {len(task.choices) for task in whole} == {4} and not any(option[:2] == "A." for task in whole for option in task.choices)
+        assert {len(task.choices) for task in whole} == {4} and not any(
+            option[:2] == "A." for task in whole for option in task.choices
+        )
     if name == "gameof24":
-        assert {len(task.answers) for task in whole} == {4} and all(answer.isdigit() for task in whole for answer in task.answers)
+        assert {len(task.answers) for task in whole} == {4} and all(
+            answer.isdigit() for task in whole for answer in task.answers
+        )
 
 
 @needs_files
 @pytest.mark.parametrize("name", COUNTS)
 def test_reference_answers_are_right(name: str) -> None:
     tasks = load_benchmark(name, FOLDER, whole=True)
-    pairs = [(task, answer) for task, found in zip(tasks, references(name), strict=True) for answer in found]
+    pairs = [
+        (task, answer)
+        for task, found in zip(tasks, references(name), strict=True)
+        for answer in found
+    ]
     for form in ("{}", "Let me see.\n<answer> {} </answer>", "<answer>{}.</answer>"):
-        assert set(rewards([task for task, _ in pairs], [form.format(answer) for _, answer in pairs])) == {1.0}
+        assert set(
+            rewards([task for task, _ in pairs], [form.format(answer) for _, answer in pairs])
+        ) == {1.0}
 
 
 @needs_files
-@pytest.mark.parametrize("form", ["{letter}", "({letter})", "{letter}. {text}", "The answer is {letter}.", "**{letter}**"])
+@pytest.mark.parametrize(
+    "form",
+    ["{letter}", "({letter})", "{letter}. {text}", "The answer is {letter}.", "**{letter}**"],
+)
 def test_references_of_medqa_by_letter(form: str) -> None:
     tasks = load_benchmark("medqa", FOLDER, whole=True)
     places = [task.choices.index(task.answers[0].strip()) for task in tasks]
-    answers = [form.format(letter=string.ascii_uppercase[i], text=task.choices[i]) for task, i in zip(tasks, places, strict=True)]
+    answers = [
+        form.format(letter=string.ascii_uppercase[i], text=task.choices[i])
+        for task, i in zip(tasks, places, strict=True)
+    ]
     assert set(rewards(tasks, answers)) == {1.0}
     wrong = [(i + 1) % 4 for i in places]
-    answers = [form.format(letter=string.ascii_uppercase[i], text=task.choices[i]) for task, i in zip(tasks, wrong, strict=True)]
+    answers = [
+        form.format(letter=string.ascii_uppercase[i], text=task.choices[i])
+        for task, i in zip(tasks, wrong, strict=True)
+    ]
     assert set(rewards(tasks, answers)) == {0.0}
 
 
 @needs_files
 @pytest.mark.parametrize("name", COUNTS)
 def test_answers_of_other_questions_are_wrong(name: str) -> None:
-    """Each question gets the answer of one with another answer: 2wiki has two in five "yes" or "no", which a shuffle deals back."""
+    """Each question gets the answer of one with another answer: 2wiki has two in five "yes" or
+    "no", which a shuffle deals back.
+    """
     tasks, given = load_benchmark(name, FOLDER, whole=True), references(name)
     rng = random.Random(0)
-    answers = [rng.choice([other[0] for other in given if not set(other) & set(own)]) for own in given]
+    answers = [
+        rng.choice([other[0] for other in given if not set(other) & set(own)]) for own in given
+    ]
     assert set(rewards(tasks, answers)) == {0.0}
 
 
 @needs_files
 def test_shuffled_answers_score_below_five_percent() -> None:
     tasks = [task for name in COUNTS for task in load_benchmark(name, FOLDER)]
-    answers = [found[0] for name, (_, num_run) in COUNTS.items() for found in references(name)[:num_run]]
+    answers = [
+        found[0] for name, (_, num_run) in COUNTS.items() for found in references(name)[:num_run]
+    ]
     random.Random(0).shuffle(answers)
     assert sum(rewards(tasks, answers)) / len(tasks) < 0.05
 
@@ -105,31 +148,64 @@ def test_shuffled_answers_score_below_five_percent() -> None:
 def test_a_benchmark_overlaps_with_itself_and_hardly_with_others() -> None:
     tasks = [task for task in benchmark_tasks(FOLDER) if task.scorer in ("qa", "math")]
     pairs = overlaps(tasks, tasks)
-    assert {pair.train.id for pair in pairs if pair.train is pair.held_out} == {task.id for task in tasks}
-    others = {frozenset((pair.train.id, pair.held_out.id)) for pair in pairs if pair.train is not pair.held_out}
-    assert len(others) < 12, "one thing asked about twice, such as the father and the mother of somebody"
+    assert {pair.train.id for pair in pairs if pair.train is pair.held_out} == {
+        task.id for task in tasks
+    }
+    others = {
+        frozenset((pair.train.id, pair.held_out.id))
+        for pair in pairs
+        if pair.train is not pair.held_out
+    }
+    assert len(others) < 12, (
+        "one thing asked about twice, such as the father and the mother of somebody"
+    )
 
 
 # ---- without the files
 
 
 def test_every_benchmark_has_a_rule() -> None:
-    assert list(BENCHMARKS) == ["bamboogle", "2wiki", "hotpotqa", "musique", "gaia", "aime24", "amc23", "gameof24", "gpqa", "medqa"]
+    assert list(BENCHMARKS) == [
+        "bamboogle",
+        "2wiki",
+        "hotpotqa",
+        "musique",
+        "gaia",
+        "aime24",
+        "amc23",
+        "gameof24",
+        "gpqa",
+        "medqa",
+    ]
     assert {benchmark.scorer for benchmark in BENCHMARKS.values()} <= set(SCORERS)
 
 
 def test_gpqa_as_its_file_comes(tmp_path: Path) -> None:
-    row = {"pid": 0, "query": "Which?", "choices": ["1 eV", "2 eV", "3 eV"], "answer_idx": 1, "answer": "B. 2 eV"}
+    row = {
+        "pid": 0,
+        "query": "Which?",
+        "choices": ["1 eV", "2 eV", "3 eV"],
+        "answer_idx": 1,
+        "answer": "B. 2 eV",
+    }
     (tmp_path / "gpqa").mkdir()
     (tmp_path / "gpqa" / "data").mkdir()
     (tmp_path / "gpqa" / "data" / "data.json").write_text(json.dumps([row] * 150))
     tasks = load_benchmark("gpqa", tmp_path)
-    assert len(tasks) == 100 and tasks[0] == Task("gpqa-0", "Which?", ("B. 2 eV",), "gpqa", 0, "choice", choices=("1 eV", "2 eV", "3 eV"))
-    assert rewards(tasks[:3], ["B", "2 eV", "C"]) == [1.0, 1.0, 0.0] and available(tmp_path) == ["gpqa"]
+    assert len(tasks) == 100 and tasks[0] == Task(
+        "gpqa-0", "Which?", ("B. 2 eV",), "gpqa", 0, "choice", choices=("1 eV", "2 eV", "3 eV")
+    )
+    assert rewards(tasks[:3], ["B", "2 eV", "C"]) == [1.0, 1.0, 0.0] and available(tmp_path) == [
+        "gpqa"
+    ]
 
 
 def test_what_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"benchmark 'gaia': there is neither .*gaia\.json nor .*; copy test/gaia/data/data\.json of"):
+    with pytest.raises(
+        UserError,
+        match=r"benchmark 'gaia': there is neither .*gaia\.json nor .*; copy "
+        r"test/gaia/data/data\.json of",
+    ):
         load_benchmark("gaia", tmp_path)
     with pytest.raises(UserError, match="benchmark 'gai' is unknown; known: bamboogle, 2wiki"):
         load_benchmark("gai", tmp_path)

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from flowtrain.tasks.corpus import Entity, key_facts, load_corpus, passage_value, passages
 from flowtrain.types import UserError
 
-COUNTRY_FACTS = {"capital": str, "continent": str, "area": int, "calling code": int, "ISO code": str}
+COUNTRY_FACTS = {
+    "capital": str,
+    "continent": str,
+    "area": int,
+    "calling code": int,
+    "ISO code": str,
+}
 ELEMENT_FACTS = {"symbol": str, "atomic number": int, "mass": int}
 CONTINENTS = {"Africa", "Asia", "Europe", "North America", "South America", "Oceania"}
 SHIPPED = load_corpus()
@@ -29,13 +35,19 @@ def test_counts() -> None:
 def test_every_entity_has_all_facts_of_its_kind() -> None:
     for entity in SHIPPED:
         expected = COUNTRY_FACTS if entity.kind == "country" else ELEMENT_FACTS
-        assert {attribute: type(value) for attribute, value in entity.facts.items()} == expected, entity.name
+        assert {attribute: type(value) for attribute, value in entity.facts.items()} == expected, (
+            entity.name
+        )
 
 
 def test_texts_are_plain_ascii_and_numbers_positive() -> None:
     for entity in SHIPPED:
         for value in (entity.name, *entity.facts.values()):
-            assert (value >= 1) if isinstance(value, int) else re.fullmatch(r"[A-Z][A-Za-z' -]*", value), entity.name
+            assert (
+                (value >= 1)
+                if isinstance(value, int)
+                else re.fullmatch(r"[A-Z][A-Za-z' -]*", value)
+            ), entity.name
 
 
 def test_country_values_are_in_range() -> None:
@@ -43,7 +55,8 @@ def test_country_values_are_in_range() -> None:
     assert {fact["continent"] for fact in facts} == CONTINENTS
     assert all(re.fullmatch("[A-Z]{2}", str(fact["ISO code"])) for fact in facts)
     assert all(int(fact["area"]) <= 17098 and int(fact["calling code"]) <= 998 for fact in facts)
-    # The land of the Earth is 145 million square km; Antarctica, Greenland and the countries left out are the rest.
+    # The land of the Earth is 145 million square km; Antarctica, Greenland and the countries left
+    # out are the rest.
     assert 110_000 < sum(int(fact["area"]) for fact in facts) < 140_000
 
 
@@ -52,19 +65,31 @@ def test_element_values_are_consistent() -> None:
     numbers = [int(fact["atomic number"]) for fact in facts]
     assert numbers == sorted(set(numbers)) and set(range(1, 102)) - set(numbers) == {43, 66}
     assert all(re.fullmatch("[A-Z][a-z]?", str(fact["symbol"])) for fact in facts)
-    assert all(int(fact["mass"]) >= 2 * number for fact, number in zip(facts[1:], numbers[1:], strict=True))
-    assert all(int(fact["mass"]) <= 2.6 * number for fact, number in zip(facts[1:], numbers[1:], strict=True))
+    assert all(
+        int(fact["mass"]) >= 2 * number for fact, number in zip(facts[1:], numbers[1:], strict=True)
+    )
+    assert all(
+        int(fact["mass"]) <= 2.6 * number
+        for fact, number in zip(facts[1:], numbers[1:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("attribute", ["capital", "ISO code", "symbol", "atomic number"])
 def test_naming_attributes_are_unique(attribute: str) -> None:
-    values = Counter(str(entity.facts[attribute]).casefold() for entity in SHIPPED if attribute in entity.facts)
+    values = Counter(
+        str(entity.facts[attribute]).casefold() for entity in SHIPPED if attribute in entity.facts
+    )
     assert set(values.values()) == {1}
 
 
 def test_no_name_hides_in_another() -> None:
     names = [entity.name for entity in SHIPPED]
-    assert [(one, other) for one in names for other in names if one != other and re.search(rf"\b{one}\b", other)] == []
+    assert [
+        (one, other)
+        for one in names
+        for other in names
+        if one != other and re.search(rf"\b{one}\b", other)
+    ] == []
     capitals = {entity.facts.get("capital") for entity in SHIPPED}
     assert not capitals & set(names)
 
@@ -90,8 +115,14 @@ def test_known_facts(name: str, attribute: str, value: str | int) -> None:
 def test_passages_are_distinct_and_read_back() -> None:
     texts = passages(SHIPPED)
     assert len(set(texts)) == len(texts)
-    assert "The capital of Norway is Oslo." in texts and passage_value("The capital of Norway is Oslo.") == "Oslo"
-    assert "The country with ISO code NO is Norway." in texts and passage_value("The country with ISO code NO is Norway.") == "Norway"
+    assert (
+        "The capital of Norway is Oslo." in texts
+        and passage_value("The capital of Norway is Oslo.") == "Oslo"
+    )
+    assert (
+        "The country with ISO code NO is Norway." in texts
+        and passage_value("The country with ISO code NO is Norway.") == "Norway"
+    )
     assert all(passage_value(text) for text in texts)
 
 
@@ -101,7 +132,11 @@ def test_the_last_statement_counts() -> None:
 
 
 def test_a_shared_key_value_has_no_reverse_passage() -> None:
-    twins = [Entity("A", "town", {"capital": "X"}), Entity("B", "town", {"capital": "x"}), Entity("C", "city", {"capital": "X"})]
+    twins = [
+        Entity("A", "town", {"capital": "X"}),
+        Entity("B", "town", {"capital": "x"}),
+        Entity("C", "city", {"capital": "X"}),
+    ]
     assert [entity.name for entity, _, _ in key_facts(twins)] == ["C"]
     assert passages(twins)[3:] == ("The city with capital X is C.",)
 
@@ -112,15 +147,21 @@ PHRASES = st.lists(WORDS, min_size=1, max_size=3).map(" ".join)
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(PHRASES, st.one_of(PHRASES, st.integers()))
-def test_any_accepted_value_reads_back(tmp_path_factory: pytest.TempPathFactory, name: str, value: str | int) -> None:
+def test_any_accepted_value_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: str | int
+) -> None:
     assume("is" not in name.split() and "is" not in str(value).split())
     path = tmp_path_factory.mktemp("corpus") / "corpus.json"
-    path.write_text(json.dumps([{"name": name, "kind": "thing", "facts": {"worth": value}}]), encoding="utf-8")
+    path.write_text(
+        json.dumps([{"name": name, "kind": "thing", "facts": {"worth": value}}]), encoding="utf-8"
+    )
     (text,) = passages(load_corpus(path))
     assert passage_value(text) == str(value)
 
 
-@pytest.mark.parametrize("text", ["", "Oslo", "The capital of Norway is Oslo", "The capital is .", "Oslo.", "This is."])
+@pytest.mark.parametrize(
+    "text", ["", "Oslo", "The capital of Norway is Oslo", "The capital is .", "Oslo.", "This is."]
+)
 def test_no_value_in(text: str) -> None:
     assert passage_value(text) is None
 
@@ -143,8 +184,14 @@ GOOD: dict[str, Any] = {"name": "A", "kind": "town", "facts": {"size": 1}}
         ([GOOD | {"kind": ""}], "entry 1: key 'kind' must be"),
         ([GOOD | {"facts": []}], "entry 1: key 'facts' must be an object"),
         ([GOOD | {"facts": {}}], "entry 1: key 'facts' must be an object"),
-        ([GOOD | {"facts": {"size": 1.5}}], "entry 1: attribute 'size' of key 'facts' must be an integer or"),
-        ([GOOD | {"facts": {"size": True}}], "entry 1: attribute 'size' of key 'facts' must be an integer or"),
+        (
+            [GOOD | {"facts": {"size": 1.5}}],
+            "entry 1: attribute 'size' of key 'facts' must be an integer or",
+        ),
+        (
+            [GOOD | {"facts": {"size": True}}],
+            "entry 1: attribute 'size' of key 'facts' must be an integer or",
+        ),
         ([GOOD | {"facts": {"motto": "it is big"}}], "entry 1: attribute 'motto' of key 'facts'"),
         ([GOOD | {"facts": {"size of it": 1}}], "entry 1: attribute 'size of it' of key 'facts'"),
     ],

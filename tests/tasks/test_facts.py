@@ -128,11 +128,18 @@ def names_in(task: Task) -> set[str]:
 def test_held_out_entities_are_15_percent_of_each_kind() -> None:
     training, held_out = split_entities(CORPUS)
     assert Counter(entity.kind for entity in held_out) == {"country": 22, "element": 15}
-    assert {e.name for e in training} | {e.name for e in held_out} == {e.name for e in CORPUS} and len(training) == 244 - 37
+    assert {e.name for e in training} | {e.name for e in held_out} == {
+        e.name for e in CORPUS
+    } and len(training) == 244 - 37
     for kind in ("country", "element"):
-        lowest, others = ([hashed(entity.name) for entity in part if entity.kind == kind] for part in (held_out, training))
+        lowest, others = (
+            [hashed(entity.name) for entity in part if entity.kind == kind]
+            for part in (held_out, training)
+        )
         assert max(lowest) < min(others)
-    assert [entity.name for entity in split_entities(CORPUS[::-1])[1]][::-1] == [entity.name for entity in held_out]
+    assert [entity.name for entity in split_entities(CORPUS[::-1])[1]][::-1] == [
+        entity.name for entity in held_out
+    ]
 
 
 def test_entities_split_alone_uses_held_out_entities() -> None:
@@ -149,7 +156,9 @@ def test_texts_are_the_tenth_of_questions_by_hash() -> None:
 
 
 def test_forms_split_alone_uses_held_out_wordings() -> None:
-    held_out = re.compile("Could you tell me |Please show me |I want to know |Tell me which |Please calculate ")
+    held_out = re.compile(
+        "Could you tell me |Please show me |I want to know |Tell me which |Please calculate "
+    )
     assert all(held_out.match(task.question) for task in TASKS["forms"])
     assert not any(held_out.match(task.question) for split in SPLITS[:3] for task in TASKS[split])
 
@@ -165,22 +174,37 @@ def test_same_arguments_give_the_same_tasks() -> None:
 
 
 def test_tasks_do_not_depend_on_the_hash_seed() -> None:
-    code = "from flowtrain.tasks import *; print([t.question for t in facts_tasks(load_corpus(), 'entities', 20, 1)])"
+    code = (
+        "from flowtrain.tasks import *; print([t.question for t in facts_tasks(load_corpus(), "
+        "'entities', 20, 1)])"
+    )
     outputs = {
-        subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
         for seed in "12"
     }
     assert len(outputs) == 1
 
 
-TOWNS = [Entity(f"Town{number}", "town", {"capital": f"C{number}", "size": number}) for number in range(4)]
+TOWNS = [
+    Entity(f"Town{number}", "town", {"capital": f"C{number}", "size": number})
+    for number in range(4)
+]
 
 
 def test_every_question_of_a_small_corpus_can_be_drawn() -> None:
     # Three of four towns are for training: 3 * 2 facts in 3 held-out wordings, 3 keys in 4.
     tasks = facts_tasks(TOWNS, "forms", 30, 0, {"lookup": 1})
     assert len({task.question for task in tasks}) == 30
-    with pytest.raises(UserError, match="split 'forms' has 30 distinct questions of kind 'lookup', 31 are asked for; lower num_tasks"):
+    with pytest.raises(
+        UserError,
+        match="split 'forms' has 30 distinct questions of kind 'lookup', 31 are asked for; lower "
+        "num_tasks",
+    ):
         facts_tasks(TOWNS, "forms", 31, 0, {"lookup": 1})
 
 
@@ -208,12 +232,21 @@ def test_a_kind_without_material_is_refused() -> None:
         ("train", 1, None, {"lookup": 1}),
         ("train", 10, {"sum": 5, "chain": 3, "lookup": 1}, {"sum": 6, "chain": 3, "lookup": 1}),
         ("train", 4, {"sum": 1e308, "chain": 1e308}, {"sum": 2, "chain": 2}),
-        ("train", 9, {"lookup": 0.1, "chain": 0.1, "sum": 0.1}, {"lookup": 3, "chain": 3, "sum": 3}),
+        (
+            "train",
+            9,
+            {"lookup": 0.1, "chain": 0.1, "sum": 0.1},
+            {"lookup": 3, "chain": 3, "sum": 3},
+        ),
         ("entities", 6, {"arithmetic": 5, "chain": 1}, {"chain": 6}),
     ],
 )
-def test_weights_set_the_shares(split: str, num_tasks: int, weights: Mapping[str, float] | None, expected: dict[str, int]) -> None:
-    assert Counter(task.kind for task in facts_tasks(CORPUS, split, num_tasks, 0, weights)) == expected
+def test_weights_set_the_shares(
+    split: str, num_tasks: int, weights: Mapping[str, float] | None, expected: dict[str, int]
+) -> None:
+    assert (
+        Counter(task.kind for task in facts_tasks(CORPUS, split, num_tasks, 0, weights)) == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,15 +255,37 @@ def test_weights_set_the_shares(split: str, num_tasks: int, weights: Mapping[str
         ("test", 5, None, "split 'test' is unknown; known: train, texts, entities, forms"),
         ("train", 0, None, "num_tasks: must be at least 1, not 0"),
         ("train", -3, None, "num_tasks: must be at least 1, not -3"),
-        ("train", 5, {"sums": 1.0}, "kind 'sums' is unknown; known: lookup, arithmetic, chain, sum"),
-        ("train", 5, {"sum": -1.0}, "the weight of 'sum' must be a finite number of 0 or more, not -1.0"),
+        (
+            "train",
+            5,
+            {"sums": 1.0},
+            "kind 'sums' is unknown; known: lookup, arithmetic, chain, sum",
+        ),
+        (
+            "train",
+            5,
+            {"sum": -1.0},
+            "the weight of 'sum' must be a finite number of 0 or more, not -1.0",
+        ),
         ("train", 5, {"sum": float("nan")}, "the weight of 'sum' must be a finite number"),
         ("train", 5, {"sum": float("inf")}, "the weight of 'sum' must be a finite number"),
-        ("train", 5, {"sum": 0.0}, "needs a weight above 0 for at least one of lookup, arithmetic, chain, sum"),
+        (
+            "train",
+            5,
+            {"sum": 0.0},
+            "needs a weight above 0 for at least one of lookup, arithmetic, chain, sum",
+        ),
         ("train", 5, {}, "needs a weight above 0"),
-        ("entities", 5, {"arithmetic": 1.0}, "split 'entities' needs a weight above 0 for at least one of lookup, chain, sum"),
+        (
+            "entities",
+            5,
+            {"arithmetic": 1.0},
+            "split 'entities' needs a weight above 0 for at least one of lookup, chain, sum",
+        ),
     ],
 )
-def test_bad_arguments_are_refused(split: str, num_tasks: int, weights: Mapping[str, float] | None, message: str) -> None:
+def test_bad_arguments_are_refused(
+    split: str, num_tasks: int, weights: Mapping[str, float] | None, message: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         facts_tasks(CORPUS, split, num_tasks, 0, weights)

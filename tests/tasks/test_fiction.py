@@ -17,7 +17,9 @@ FICTION = fictional_entities(600, 400, 0, {entity.name for entity in REAL})
 
 
 def test_every_name_and_code_is_new_and_unique() -> None:
-    names = [entity.name for entity in FICTION] + [str(e.facts["capital"]) for e in FICTION if e.kind == "country"]
+    names = [entity.name for entity in FICTION] + [
+        str(e.facts["capital"]) for e in FICTION if e.kind == "country"
+    ]
     assert len(set(names)) == len(names) == 1600
     assert not {entity.name for entity in REAL} & set(names)
     for key in ("ISO code", "symbol"):
@@ -26,8 +28,13 @@ def test_every_name_and_code_is_new_and_unique() -> None:
 
 
 def test_shaped_like_the_shipped_corpus() -> None:
-    shape = {entity.kind: {name: type(value) for name, value in entity.facts.items()} for entity in REAL}
-    assert all({name: type(value) for name, value in entity.facts.items()} == shape[entity.kind] for entity in FICTION)
+    shape = {
+        entity.kind: {name: type(value) for name, value in entity.facts.items()} for entity in REAL
+    }
+    assert all(
+        {name: type(value) for name, value in entity.facts.items()} == shape[entity.kind]
+        for entity in FICTION
+    )
     assert all(re.fullmatch(r"[A-Z][a-z]+( [A-Z][a-z]+)?", entity.name) for entity in FICTION)
 
 

@@ -73,7 +73,9 @@ def test_tasks() -> None:
     assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 40
     for task in tasks:
         assert (task.kind, task.num_turns, task.scorer) == ("gameof24", 1, "gameof24")
-        assert task.question.startswith(f"Using the numbers [{', '.join(task.answers)}], create an expression that equals 24. ")
+        assert task.question.startswith(
+            f"Using the numbers [{', '.join(task.answers)}], create an expression that equals 24. "
+        )
         (step,) = task.plan
         assert step.tool_name == "Python_Coder" and gameof24(task, step.sub_goal) == 1.0
     assert tasks == gameof24_tasks("train", 40, 0) != gameof24_tasks("train", 40, 1)
@@ -83,14 +85,18 @@ def test_a_random_expression_uses_each_number_once_and_is_seldom_24() -> None:
     rng, num_right = random.Random(0), 0
     for _ in range(300):
         numbers = [str(rng.randint(1, 13)) for _ in range(4)]
-        reason = check_expression(random_expression(numbers, rng), [int(number) for number in numbers])
+        reason = check_expression(
+            random_expression(numbers, rng), [int(number) for number in numbers]
+        )
         assert reason is None or reason == "divides by zero" or reason.startswith("makes ")
         num_right += reason is None
     assert 0 < num_right < 15
 
 
 def test_splits_are_disjoint_and_complete() -> None:
-    train, texts = ({task.answers for task in gameof24_tasks(split, None, 0)} for split in ("train", "texts"))
+    train, texts = (
+        {task.answers for task in gameof24_tasks(split, None, 0)} for split in ("train", "texts")
+    )
     assert (len(train), len(texts)) == (1216, 146)
     assert not train & texts and len(train | texts) == 1362
 

@@ -18,7 +18,8 @@ from flowtrain.tasks.files import load_tasks
 from flowtrain.types import Task, UserError
 
 BAKED_IN = (
-    "When ready, output the final answer enclosed in <answer> and </answer> tags. Do not generate any content after the </answer> tag."
+    "When ready, output the final answer enclosed in <answer> and </answer> tags. Do not generate "
+    "any content after the </answer> tag."
 )
 
 
@@ -39,10 +40,30 @@ SEARCH_R1 = {
     "prompt": [{"role": "user", "content": "..."}],
     "reward_model": {"ground_truth": {"target": ["Ann Lee", "A. Lee"]}, "style": "rule"},
 }
-DEEPMATH = {"question": "Half of one?", "final_answer": "\\dfrac{1}{2}", "difficulty": 4.0, "topic": "Algebra", "r1_solution_1": "long"}
+DEEPMATH = {
+    "question": "Half of one?",
+    "final_answer": "\\dfrac{1}{2}",
+    "difficulty": 4.0,
+    "topic": "Algebra",
+    "r1_solution_1": "long",
+}
 COMBINED = [
-    {"id": 0, "question": "who?", "chain": "", "result": "Ann; Bob", "source": "nq", "extra_info": {"ground_truth": "Ann; Bob", "idx": 3}},
-    {"id": 1, "question": "set?", "chain": "", "result": "1; 2", "source": "mathhard", "extra_info": {"ground_truth": "1; 2", "idx": 3}},
+    {
+        "id": 0,
+        "question": "who?",
+        "chain": "",
+        "result": "Ann; Bob",
+        "source": "nq",
+        "extra_info": {"ground_truth": "Ann; Bob", "idx": 3},
+    },
+    {
+        "id": 1,
+        "question": "set?",
+        "chain": "",
+        "result": "1; 2",
+        "source": "mathhard",
+        "extra_info": {"ground_truth": "1; 2", "idx": 3},
+    },
 ]
 
 
@@ -50,12 +71,18 @@ COMBINED = [
 @pytest.mark.parametrize("preset", ["auto", "named"])
 def test_presets(tmp_path: Path, suffix: str, preset: str) -> None:
     def load(name: str, rows: list[dict[str, Any]]) -> list[Task]:
-        return load_tasks(write(tmp_path, f"{name}.{suffix}", rows), name if preset == "named" else "auto")
+        return load_tasks(
+            write(tmp_path, f"{name}.{suffix}", rows), name if preset == "named" else "auto"
+        )
 
-    assert load("search-r1", [SEARCH_R1]) == [Task("search-r1-1", "who wrote it?", ("Ann Lee", "A. Lee"), "nq", 0, "qa")]
+    assert load("search-r1", [SEARCH_R1]) == [
+        Task("search-r1-1", "who wrote it?", ("Ann Lee", "A. Lee"), "nq", 0, "qa")
+    ]
     without = {key: value for key, value in SEARCH_R1.items() if key != "golden_answers"}
     assert load("search-r1", [without])[0].answers == ("Ann Lee", "A. Lee")
-    assert load("deepmath", [DEEPMATH]) == [Task("deepmath-1", "Half of one?", ("\\dfrac{1}{2}",), "", 0, "math")]
+    assert load("deepmath", [DEEPMATH]) == [
+        Task("deepmath-1", "Half of one?", ("\\dfrac{1}{2}",), "", 0, "math")
+    ]
     assert load("agentflow", COMBINED) == [
         Task("agentflow-1", "who?", ("Ann", "Bob"), "nq", 0, "qa"),
         Task("agentflow-2", "set?", ("1; 2",), "mathhard", 0, "math"),
@@ -65,53 +92,97 @@ def test_presets(tmp_path: Path, suffix: str, preset: str) -> None:
 def test_own_layout_in_parquet(tmp_path: Path) -> None:
     rows = [
         {"question": "Why?", "answer": ["x", "y"], "id": "a", "choices": None, "scorer": None},
-        {"question": "Which?", "answer": ["B"], "id": None, "choices": ["A. one", "B. two"], "scorer": "choice"},
+        {
+            "question": "Which?",
+            "answer": ["B"],
+            "id": None,
+            "choices": ["A. one", "B. two"],
+            "scorer": "choice",
+        },
     ]
     assert load_tasks(write(tmp_path, "own.parquet", rows)) == [
         Task("a", "Why?", ("x", "y"), "", 0, "exact"),
         Task("own-2", "Which?", ("B",), "", 0, "choice", choices=("one", "two")),
     ]
     with pytest.raises(UserError, match=r"odd\.parquet, row 1: unknown key 'answr'"):
-        load_tasks(write(tmp_path, "odd.parquet", [{"question": "Why?", "answer": "x", "answr": 1}]))
+        load_tasks(
+            write(tmp_path, "odd.parquet", [{"question": "Why?", "answer": "x", "answr": 1}])
+        )
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
-@given(st.lists(st.tuples(*[st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip)] * 2), min_size=1, max_size=5))
-def test_any_texts_round_trip_through_parquet(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
+@given(
+    st.lists(
+        st.tuples(*[st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip)] * 2),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_texts_round_trip_through_parquet(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
+) -> None:
     rows = [{"question": question, "answer": answer} for question, answer in pairs]
     tasks = load_tasks(write(tmp_path_factory.mktemp("tasks"), "set.parquet", rows))
     assert [(task.question, *task.answers) for task in tasks] == pairs
 
 
 def test_named_columns_and_scorer(tmp_path: Path) -> None:
-    path = write(tmp_path, "set.json", [{"ask": {"text": "Why?"}, "gold": {"all": ["x", 3]}, "noise": 1}])
+    path = write(
+        tmp_path, "set.json", [{"ask": {"text": "Why?"}, "gold": {"all": ["x", 3]}, "noise": 1}]
+    )
     (task,) = load_tasks(path, question_key="ask.text", answer_key="gold.all", scorer="f1")
     assert task == Task("set-1", "Why?", ("x", "3"), "", 0, "f1")
-    (task,) = load_tasks(write(tmp_path, "math.json", [{**DEEPMATH, "gold": "7"}]), answer_key="gold")
+    (task,) = load_tasks(
+        write(tmp_path, "math.json", [{**DEEPMATH, "gold": "7"}]), answer_key="gold"
+    )
     assert (task.answers, task.scorer) == (("7",), "math"), "the rest stays the preset's"
-    assert [task.scorer for task in load_tasks(write(tmp_path, "mix.json", COMBINED), scorer="f1")] == ["f1", "f1"]
+    assert [
+        task.scorer for task in load_tasks(write(tmp_path, "mix.json", COMBINED), scorer="f1")
+    ] == ["f1", "f1"]
 
 
 def test_the_baked_in_instruction_goes(tmp_path: Path) -> None:
     questions = [f"Why?{BAKED_IN}", f"Why? \n{BAKED_IN}", "When ready, say <answer>."]
-    tasks = load_tasks(write(tmp_path, "set.json", [{"question": question, "answer": "x"} for question in questions]))
+    tasks = load_tasks(
+        write(
+            tmp_path, "set.json", [{"question": question, "answer": "x"} for question in questions]
+        )
+    )
     assert [task.question for task in tasks] == ["Why?", "Why?", "When ready, say <answer>."]
 
 
 @pytest.mark.parametrize(
     ("preset", "row", "message"),
     [
-        ("search-r1", {"question": "q"}, "key 'golden_answers or reward_model.ground_truth.target' is missing"),
-        ("search-r1", {"question": "q", "golden_answers": []}, "key 'golden_answers' must not be an empty list"),
+        (
+            "search-r1",
+            {"question": "q"},
+            "key 'golden_answers or reward_model.ground_truth.target' is missing",
+        ),
+        (
+            "search-r1",
+            {"question": "q", "golden_answers": []},
+            "key 'golden_answers' must not be an empty list",
+        ),
         ("search-r1", {"question": "q", "reward_model": 3}, "is missing"),
         ("deepmath", {"final_answer": "1"}, "key 'question' is missing"),
-        ("agentflow", {"question": BAKED_IN, "result": "x"}, "key 'question' must be a non-empty string"),
-        ("own", {"question": "q", "answer": "A", "choices": ["one"]}, "key 'choices' must be a list of 2 to 26 non-empty strings"),
+        (
+            "agentflow",
+            {"question": BAKED_IN, "result": "x"},
+            "key 'question' must be a non-empty string",
+        ),
+        (
+            "own",
+            {"question": "q", "answer": "A", "choices": ["one"]},
+            "key 'choices' must be a list of 2 to 26 non-empty strings",
+        ),
         ("own", {"question": "q", "answer": "A", "choices": ["one", " "]}, "key 'choices' must be"),
         ("own", {"question": "q", "answer": "A", "choices": "one, two"}, "key 'choices' must be"),
     ],
 )
-def test_missing_columns_are_named(tmp_path: Path, preset: str, row: dict[str, Any], message: str) -> None:
+def test_missing_columns_are_named(
+    tmp_path: Path, preset: str, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         load_tasks(write(tmp_path, "set.json", [row]), preset)
     assert str(refused.value).startswith(f"{tmp_path / 'set.json'}, entry 1: ")
@@ -130,7 +201,9 @@ def test_files_that_are_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_tasks(tmp_path / "text.parquet")
 
 
-def test_columns_that_no_one_needs_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_no_one_needs_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepMath's solutions are most of its bytes."""
     path = write(tmp_path, "set.parquet", [DEEPMATH])
     read: list[list[str]] = []

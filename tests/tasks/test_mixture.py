@@ -1,4 +1,6 @@
-"""Mixtures: shares by weight in every batch, each source once per epoch of its own, exact resume; and the task sets made of files."""
+"""Mixtures: shares by weight in every batch, each source once per epoch of its own, exact resume;
+and the task sets made of files.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.sets import MAIN_SPLIT, task_set
 from flowtrain.types import Task, UserError
 
-WEIGHTS = st.lists(st.floats(0.5, 4), min_size=1, max_size=4).map(lambda found: {f"s{i}": weight for i, weight in enumerate(found)})
+WEIGHTS = st.lists(st.floats(0.5, 4), min_size=1, max_size=4).map(
+    lambda found: {f"s{i}": weight for i, weight in enumerate(found)}
+)
 
 
 def sources(*sizes: int) -> dict[str, list[Task]]:
-    return {f"s{i}": [Task(f"s{i}-{j}", "q", ("a",), kind=f"s{i}") for j in range(size)] for i, size in enumerate(sizes)}
+    return {
+        f"s{i}": [Task(f"s{i}-{j}", "q", ("a",), kind=f"s{i}") for j in range(size)]
+        for i, size in enumerate(sizes)
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,17 +49,30 @@ def test_shares(weights: dict[str, float], n: int, expected: dict[str, int]) -> 
 def test_shares_are_within_one_of_the_weights(weights: dict[str, float], n: int) -> None:
     found = shares(weights, n)
     assert sum(found.values()) == n
-    assert all(abs(found[name] - n * weight / sum(weights.values())) < 1 for name, weight in weights.items())
+    assert all(
+        abs(found[name] - n * weight / sum(weights.values())) < 1
+        for name, weight in weights.items()
+    )
 
 
 def test_a_weight_too_small_for_a_batch_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tasks\.mixture gives 'b' none of the 8 questions of a step; raise its weight 0\.01"):
+    with pytest.raises(
+        UserError,
+        match=r"tasks\.mixture gives 'b' none of the 8 questions of a step; raise its weight 0\.01",
+    ):
         shares({"a": 1.0, "b": 0.01}, 8)
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.integers(0, 5), st.integers(0, 9), st.integers(1, 6))
-def test_a_resumed_cursor_goes_on_exactly(sizes: list[int], seed: int, num_before: int, num_after: int) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=3),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.integers(1, 6),
+)
+def test_a_resumed_cursor_goes_on_exactly(
+    sizes: list[int], seed: int, num_before: int, num_after: int
+) -> None:
     made, weights = sources(*sizes), {f"s{i}": float(i + 1) for i in range(len(sizes))}
     whole = MixedCursor(made, weights, seed)
     for _ in range(num_before):
@@ -71,8 +91,12 @@ def test_every_batch_has_its_shares_and_every_source_its_epochs() -> None:
         walked = [task.id for batch in batches for task in batch if task.kind == name]
         for start in range(0, len(walked) - size + 1, size):
             assert len(set(walked[start : start + size])) == size
-    assert len({tuple(task.kind for task in batch) for batch in batches}) > 1, "the first places are not always the same source's"
-    assert batches != [MixedCursor(sources(6, 4), {"s0": 3.0, "s1": 1.0}, seed=2).take(4) for _ in range(8)]
+    assert len({tuple(task.kind for task in batch) for batch in batches}) > 1, (
+        "the first places are not always the same source's"
+    )
+    assert batches != [
+        MixedCursor(sources(6, 4), {"s0": 3.0, "s1": 1.0}, seed=2).take(4) for _ in range(8)
+    ]
 
 
 def test_mistakes_are_refused() -> None:
@@ -87,14 +111,19 @@ def test_mistakes_are_refused() -> None:
 
 def write(folder: Path, name: str, num: int, **more: Any) -> str:
     path = folder / f"{name}.jsonl"
-    rows = [{"question": f"{name} question number {i}?", "answer": str(i), "kind": name, **more} for i in range(num)]
+    rows = [
+        {"question": f"{name} question number {i}?", "answer": str(i), "kind": name, **more}
+        for i in range(num)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
 def test_a_mixture_of_files(tmp_path: Path) -> None:
     one, other = write(tmp_path, "one", 20), write(tmp_path, "other", 40)
-    config = Config.model_validate({"tasks": {"name": "file", "mixture": {one: 1, other: 3}}, "rollout": {"num_questions": 8}})
+    config = Config.model_validate(
+        {"tasks": {"name": "file", "mixture": {one: 1, other: 3}}, "rollout": {"num_questions": 8}}
+    )
     tasks = task_set(config)
     assert Counter(task.kind for task in tasks.train) == {"one": 18, "other": 36}
     assert Counter(task.kind for task in tasks.held_out[MAIN_SPLIT]) == {"one": 2, "other": 4}
@@ -108,9 +137,15 @@ def test_a_mixture_of_files(tmp_path: Path) -> None:
 
 
 def test_one_file_is_walked_as_ever(tmp_path: Path) -> None:
-    tasks = task_set(Config.model_validate({"tasks": {"name": "file", "path": write(tmp_path, "one", 20), "scorer": "math"}}))
+    tasks = task_set(
+        Config.model_validate(
+            {"tasks": {"name": "file", "path": write(tmp_path, "one", 20), "scorer": "math"}}
+        )
+    )
     assert {task.scorer for task in tasks.train} == {"math"} and tasks.draw_weights() == [1.0] * 18
-    assert sorted(task.id for task in tasks.cursor(0, 0).take(18)) == sorted(task.id for task in tasks.train)
+    assert sorted(task.id for task in tasks.cursor(0, 0).take(18)) == sorted(
+        task.id for task in tasks.train
+    )
 
 
 def test_what_is_wrong_with_a_mixture_is_named(tmp_path: Path) -> None:
@@ -128,8 +163,12 @@ def test_what_is_wrong_with_a_mixture_is_named(tmp_path: Path) -> None:
 def test_training_leaves_out_what_benchmarks_ask(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     folder.mkdir()
-    (folder / "hotpotqa.json").write_text(json.dumps([{"query": f"One question, number {i}!", "answer": ["x"]} for i in range(12)]))
-    config = {"tasks": {"name": "file", "path": write(tmp_path, "one", 20), "benchmarks": str(folder)}}
+    (folder / "hotpotqa.json").write_text(
+        json.dumps([{"query": f"One question, number {i}!", "answer": ["x"]} for i in range(12)])
+    )
+    config = {
+        "tasks": {"name": "file", "path": write(tmp_path, "one", 20), "benchmarks": str(folder)}
+    }
     left = {task.question for task in task_set(Config.model_validate(config)).train}
     assert left and left <= {f"one question number {i}?" for i in range(12, 20)}
     config["tasks"]["path"] = write(tmp_path, "one", 10)
@@ -139,7 +178,13 @@ def test_training_leaves_out_what_benchmarks_ask(tmp_path: Path) -> None:
 
 def test_training_on_puzzles_leaves_out_those_of_the_benchmark(tmp_path: Path) -> None:
     every = task_set(Config.model_validate({"tasks": {"name": "gameof24"}})).train
-    row = {"question": [int(number) for number in reversed(every[0].answers)], "query": "Make 24.", "answer": ["..."]}
+    row = {
+        "question": [int(number) for number in reversed(every[0].answers)],
+        "query": "Make 24.",
+        "answer": ["..."],
+    }
     (tmp_path / "gameof24.json").write_text(json.dumps([row]))
-    left = task_set(Config.model_validate({"tasks": {"name": "gameof24", "benchmarks": str(tmp_path)}})).train
+    left = task_set(
+        Config.model_validate({"tasks": {"name": "gameof24", "benchmarks": str(tmp_path)}})
+    ).train
     assert left == every[1:]

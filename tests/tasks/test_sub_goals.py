@@ -12,17 +12,43 @@ from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import DEEP_KINDS, facts_tasks
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.sub_goals import check, solved, solved_weight, sought
-from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, UserError, Verdict
+from flowtrain.types import (
+    Action,
+    FinishReason,
+    SubGoal,
+    Task,
+    ToolResult,
+    Turn,
+    UserError,
+    Verdict,
+)
 
 CHAD = SubGoal(("Chad", "Republic of Chad"), 0.75, "country with capital N'Djamena")
 AREA = SubGoal(("1284",), 0.25, "area of Chad")
-TASK = Task("t", "What is the area of the country with capital N'Djamena, in millions?", ("1.284",), sub_goals=(CHAD, AREA))
+TASK = Task(
+    "t",
+    "What is the area of the country with capital N'Djamena, in millions?",
+    ("1.284",),
+    sub_goals=(CHAD, AREA),
+)
 
 
 def turn(written: str, result: str, error: str | None = None, is_malformed: bool = False) -> Turn:
     action = None if is_malformed else Action("", "", written, "Search")
     found = ToolResult(output=result) if error is None else ToolResult(error=error)
-    return Turn((1,), (2,), (-1.0,), (), FinishReason.STOP, written, action, "", found, Verdict.CONTINUE, seconds=0.0)
+    return Turn(
+        (1,),
+        (2,),
+        (-1.0,),
+        (),
+        FinishReason.STOP,
+        written,
+        action,
+        "",
+        found,
+        Verdict.CONTINUE,
+        seconds=0.0,
+    )
 
 
 FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")
@@ -33,7 +59,11 @@ SUM = turn("1284 / 1000", "1.284")
 def test_what_was_found_and_then_used_is_reached() -> None:
     assert solved(TASK, (FIND, USE, SUM)) == [CHAD, AREA]
     assert solved(TASK, (FIND, USE)) == [CHAD]
-    assert (solved_weight(TASK, (FIND, USE)), solved_weight(TASK, (FIND, USE, SUM)), solved_weight(TASK, ())) == (0.75, 1.0, 0.0)
+    assert (
+        solved_weight(TASK, (FIND, USE)),
+        solved_weight(TASK, (FIND, USE, SUM)),
+        solved_weight(TASK, ()),
+    ) == (0.75, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +71,9 @@ def test_what_was_found_and_then_used_is_reached() -> None:
     [
         (USE, SUM),  # named before anything said so: only the area is earned
         (turn("area of Chad", "no"), turn("1284 / 1000", "1.284")),
-        (turn("country with capital N'Djamena, Chad?", "Chad"),),  # written in the turn whose result it is, not after it
+        (
+            turn("country with capital N'Djamena, Chad?", "Chad"),
+        ),  # written in the turn whose result it is, not after it
         (turn("x", "", error="The country is Chad."), USE),
         (FIND, turn("area of Chad", "1284", is_malformed=True)),
         (turn("x", "Chadwick"), turn("Chadwick", "x")),
@@ -67,12 +99,17 @@ def test_a_perfect_planner_reaches_all_sub_goals_of_a_question(kind: str) -> Non
     for task in facts_tasks(corpus, "train", 40, 0, {kind: 1.0}):
         check(task)
         turns = tuple(
-            turn(step.sub_goal, goal.names[0]) for step, goal in zip(task.plan, [*task.sub_goals, SubGoal(task.answers, 1)], strict=True)
+            turn(step.sub_goal, goal.names[0])
+            for step, goal in zip(
+                task.plan, [*task.sub_goals, SubGoal(task.answers, 1)], strict=True
+            )
         )
         assert solved_weight(task, turns) == pytest.approx(1.0)
         assert solved_weight(task, turns[:1]) == 0.0
         assert sum(goal.weight for goal in task.sub_goals) == pytest.approx(1.0)
-        assert [goal.weight for goal in task.sub_goals] == sorted((goal.weight for goal in task.sub_goals), reverse=True)
+        assert [goal.weight for goal in task.sub_goals] == sorted(
+            (goal.weight for goal in task.sub_goals), reverse=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,14 +133,20 @@ def test_what_does_not_fit_is_refused(goals: tuple[SubGoal, ...], message: str) 
 
 def load(tmp_path: Path, sub_goals: object) -> Task:
     path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps({"question": TASK.question, "answer": "1.284", "sub_goals": sub_goals}))
+    path.write_text(
+        json.dumps({"question": TASK.question, "answer": "1.284", "sub_goals": sub_goals})
+    )
     (task,) = load_tasks(path)
     return task
 
 
 def test_files_may_hold_them(tmp_path: Path) -> None:
     goals = [
-        {"names": ["Chad", "Republic of Chad"], "weight": 0.75, "query": "country with capital N'Djamena"},
+        {
+            "names": ["Chad", "Republic of Chad"],
+            "weight": 0.75,
+            "query": "country with capital N'Djamena",
+        },
         {"names": ["1284"], "weight": 0.25},
     ]
     assert load(tmp_path, goals).sub_goals == (CHAD, replace(AREA, query=""))
@@ -114,7 +157,10 @@ def test_files_may_hold_them(tmp_path: Path) -> None:
     [
         ("Chad", "must be a list of objects with names, weight"),
         ([{"names": ["Chad"]}], "must be a list of objects with names, weight"),
-        ([{"names": ["Chad"], "weight": 1, "hint": "x"}], "must be a list of objects with names, weight"),
+        (
+            [{"names": ["Chad"], "weight": 1, "hint": "x"}],
+            "must be a list of objects with names, weight",
+        ),
         ([{"names": "Chad", "weight": 1}], "names must be a list of strings"),
         ([{"names": [1], "weight": 1}], "names must be a list of strings"),
         ([{"names": ["Chad"], "weight": "1"}], "weight must be a number"),

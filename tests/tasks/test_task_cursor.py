@@ -19,7 +19,9 @@ def make_tasks(num_tasks: int) -> list[Task]:
 
 @settings(derandomize=True, deadline=None)
 @given(SIZES, st.integers(1, 15), SEEDS, st.integers(0, 12), st.integers(1, 8))
-def test_a_resumed_cursor_goes_on_exactly(num_tasks: int, n: int, seed: int, num_before: int, num_after: int) -> None:
+def test_a_resumed_cursor_goes_on_exactly(
+    num_tasks: int, n: int, seed: int, num_before: int, num_after: int
+) -> None:
     tasks = make_tasks(num_tasks)
     whole = TaskCursor(tasks, seed)
     for _ in range(num_before):
@@ -31,7 +33,9 @@ def test_a_resumed_cursor_goes_on_exactly(num_tasks: int, n: int, seed: int, num
 
 @settings(derandomize=True, deadline=None)
 @given(SIZES, SEEDS, st.lists(st.integers(1, 15), min_size=1, max_size=12))
-def test_batches_of_any_size_repeat_nothing_and_resume(num_tasks: int, seed: int, sizes: list[int]) -> None:
+def test_batches_of_any_size_repeat_nothing_and_resume(
+    num_tasks: int, seed: int, sizes: list[int]
+) -> None:
     tasks = make_tasks(num_tasks)
     cursor = TaskCursor(tasks, seed)
     for n in sizes:
@@ -47,7 +51,9 @@ def test_every_epoch_visits_each_task_once(num_tasks: int, n: int, seed: int) ->
     cursor = TaskCursor(make_tasks(num_tasks), seed)
     walked = [task.id for _ in range(5 * num_tasks) for task in cursor.take(n)]
     for start in range(0, 5 * num_tasks, num_tasks):
-        assert sorted(walked[start : start + num_tasks], key=int) == [str(index) for index in range(num_tasks)]
+        assert sorted(walked[start : start + num_tasks], key=int) == [
+            str(index) for index in range(num_tasks)
+        ]
 
 
 def test_epochs_and_seeds_have_their_own_order() -> None:

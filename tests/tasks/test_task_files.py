@@ -26,7 +26,8 @@ def test_jsonl(tmp_path: Path) -> None:
     lines = [
         '{"question": "Why?", "answer": "Because"}',
         "",
-        '{"question": "How many?", "answer": [385, "385.0", 3.5], "id": "mine", "kind": "count", "num_turns": 2, "scorer": "gameof24"}\r',
+        '{"question": "How many?", "answer": [385, "385.0", 3.5], "id": "mine", "kind": "count", '
+        '"num_turns": 2, "scorer": "gameof24"}\r',
         '{"question": "a\u2028b", "answer": 7, "id": 12}',
     ]
     assert load_tasks(write(tmp_path, "set.jsonl", "\n".join(lines))) == [
@@ -37,14 +38,28 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_json_with_byte_order_mark_and_plain_string_path(tmp_path: Path) -> None:
-    path = write(tmp_path, "set.json", '\ufeff[{"question": "Why?", "answer": "x"}, {"question": "Why?", "answer": "y"}]')
-    assert [(task.id, task.answers) for task in load_tasks(str(path))] == [("set-1", ("x",)), ("set-2", ("y",))]
+    path = write(
+        tmp_path,
+        "set.json",
+        '\ufeff[{"question": "Why?", "answer": "x"}, {"question": "Why?", "answer": "y"}]',
+    )
+    assert [(task.id, task.answers) for task in load_tasks(str(path))] == [
+        ("set-1", ("x",)),
+        ("set-2", ("y",)),
+    ]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1)), min_size=1, max_size=4), st.sampled_from(["json", "jsonl"]), st.booleans())
+@given(
+    st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1)), min_size=1, max_size=4),
+    st.sampled_from(["json", "jsonl"]),
+    st.booleans(),
+)
 def test_any_texts_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, list[str]]], suffix: str, ensure_ascii: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    pairs: list[tuple[str, list[str]]],
+    suffix: str,
+    ensure_ascii: bool,
 ) -> None:
     entries = [{"question": question, "answer": answers} for question, answers in pairs]
     texts = [json.dumps(entry, ensure_ascii=ensure_ascii) for entry in entries]
@@ -64,22 +79,49 @@ def test_any_texts_round_trip(
         ('["q"]', "line 2: must be an object, not a list"),
         ('{"answer": "x"}', "line 2: key 'question' is missing"),
         ('{"question": "q"}', "line 2: key 'answer' is missing"),
-        ('{"question": "q", "answer": "x", "answr": 1}', "line 2: unknown key 'answr'; allowed are question, answer, id, kind"),
+        (
+            '{"question": "q", "answer": "x", "answr": 1}',
+            "line 2: unknown key 'answr'; allowed are question, answer, id, kind",
+        ),
         ('{"question": "  ", "answer": "x"}', "line 2: key 'question' must be a non-empty string"),
-        ('{"question": ["q"], "answer": "x"}', "line 2: key 'question' must be a non-empty string, not [\"q\"]"),
-        ('{"question": "q", "answer": ""}', "line 2: key 'answer' must be a non-empty string, a finite number or a list of these"),
+        (
+            '{"question": ["q"], "answer": "x"}',
+            "line 2: key 'question' must be a non-empty string, not [\"q\"]",
+        ),
+        (
+            '{"question": "q", "answer": ""}',
+            "line 2: key 'answer' must be a non-empty string, a finite number or a list of these",
+        ),
         ('{"question": "q", "answer": []}', "line 2: key 'answer' must not be an empty list"),
-        ('{"question": "q", "answer": true}', "line 2: key 'answer' must be a non-empty string, a finite number"),
+        (
+            '{"question": "q", "answer": true}',
+            "line 2: key 'answer' must be a non-empty string, a finite number",
+        ),
         ('{"question": "q", "answer": null}', "line 2: key 'answer' must be"),
         ('{"question": "q", "answer": ["x", {}]}', "line 2: key 'answer' must be"),
         ('{"question": "q", "answer": NaN}', "line 2: key 'answer' must be"),
         ('{"question": "q", "answer": 1e999}', "line 2: key 'answer' must be"),
-        ('{"question": "q", "answer": "x", "id": ""}', "line 2: key 'id' must be a non-empty string or an integer"),
+        (
+            '{"question": "q", "answer": "x", "id": ""}',
+            "line 2: key 'id' must be a non-empty string or an integer",
+        ),
         ('{"question": "q", "answer": "x", "id": 1.5}', "line 2: key 'id' must be"),
-        ('{"question": "q", "answer": "x", "id": "first"}', "line 2: id 'first' was already used by"),
-        ('{"question": "q", "answer": "x", "kind": 4}', "line 2: key 'kind' must be a non-empty string"),
-        ('{"question": "q", "answer": "x", "scorer": ""}', "line 2: key 'scorer' must be a non-empty string"),
-        ('{"question": "q", "answer": "x", "num_turns": -1}', "line 2: key 'num_turns' must be an integer of 0 (unknown) or more, not -1"),
+        (
+            '{"question": "q", "answer": "x", "id": "first"}',
+            "line 2: id 'first' was already used by",
+        ),
+        (
+            '{"question": "q", "answer": "x", "kind": 4}',
+            "line 2: key 'kind' must be a non-empty string",
+        ),
+        (
+            '{"question": "q", "answer": "x", "scorer": ""}',
+            "line 2: key 'scorer' must be a non-empty string",
+        ),
+        (
+            '{"question": "q", "answer": "x", "num_turns": -1}',
+            "line 2: key 'num_turns' must be an integer of 0 (unknown) or more, not -1",
+        ),
         ('{"question": "q", "answer": "x", "num_turns": true}', "line 2: key 'num_turns' must be"),
         ('{"question": "q", "answer": "x", "num_turns": 1.0}', "line 2: key 'num_turns' must be"),
     ],
@@ -90,7 +132,11 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         load_tasks(path)
     text = str(refused.value)
-    assert text.startswith(f"{path}, line 2: ") and "\n" not in text and len(text) < len(str(path)) + 300
+    assert (
+        text.startswith(f"{path}, line 2: ")
+        and "\n" not in text
+        and len(text) < len(str(path)) + 300
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +147,11 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         ("set.json", "[]", "holds no tasks"),
         ("set.json", "", "is not JSON"),
         ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
-        ("set.json", '[{"question": "q", "answer": "x"}, 3]', "entry 2: must be an object, not a number"),
+        (
+            "set.json",
+            '[{"question": "q", "answer": "x"}, 3]',
+            "entry 2: must be an object, not a number",
+        ),
         ("set.csv", "question,answer", "the file name must end in .jsonl, .json or .parquet"),
         ("set", "", "the file name must end in .jsonl, .json or .parquet"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flowkernels import LossSpec
 
-from flowtrain.training import head
+from flowtrain.training import lm_head
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
@@ -37,7 +37,16 @@ def random_samples() -> Callable[..., list[Sample]]:
             prompt, response = ids(9), ids(7)
             logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
             advantage, weight = torch.rand(2, generator=rng).tolist()
-            samples.append(Sample(prompt, response, logprobs, (2 * advantage - 1,) * len(response), (weight,) * len(response), minibatch))
+            samples.append(
+                Sample(
+                    prompt,
+                    response,
+                    logprobs,
+                    (2 * advantage - 1,) * len(response),
+                    (weight,) * len(response),
+                    minibatch,
+                )
+            )
         return samples
 
     return make
@@ -45,11 +54,22 @@ def random_samples() -> Callable[..., list[Sample]]:
 
 @pytest.fixture
 def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
-    """A trainer of a fresh copy of the tiny model in fp64; keyword arguments are those of OptimSpec."""
+    """A trainer of a fresh copy of the tiny model in fp64; keyword arguments are those of
+    OptimSpec.
+    """
 
-    def make(loss: LossSpec | None = None, temperature: float = 1.0, reference: Any = None, **optim: Any) -> Trainer:
+    def make(
+        loss: LossSpec | None = None, temperature: float = 1.0, reference: Any = None, **optim: Any
+    ) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
-        head.equip(model)
-        return Trainer(model, alone, loss or LossSpec(), OptimSpec(**{"lr": 1e-2, **optim}), temperature, reference)
+        lm_head.equip(model)
+        return Trainer(
+            model,
+            alone,
+            loss or LossSpec(),
+            OptimSpec(**{"lr": 1e-2, **optim}),
+            temperature,
+            reference,
+        )
 
     return make

@@ -13,20 +13,27 @@ from transformers import AutoModelForCausalLM
 
 from flowtrain.training import model as models
 from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import Row
+from flowtrain.training.tree import PackedRow
 from flowtrain.types import Sample
 
 FULL_LOSS = LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.05)
 TOLERANCE = 2e-6
-"""Relative, of the whole gradient: models run in fp64 but for norms and rotations, the loss in fp32."""
+"""Relative, of the whole gradient: models run in fp64 but for norms and rotations, the loss in
+fp32."""
 
 
-def gradient_of(trainer: Trainer, minibatch: Sequence[Row]) -> dict[str, Tensor]:
+def gradient_of(trainer: Trainer, minibatch: Sequence[PackedRow]) -> dict[str, Tensor]:
     """What the optimizer gets to see in one step; the weights stay."""
     grads: dict[str, Tensor] = {}
 
     def keep() -> None:
-        grads.update({name: p.grad.detach().clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+        grads.update(
+            {
+                name: p.grad.detach().clone()
+                for name, p in trainer.model.named_parameters()
+                if p.grad is not None
+            }
+        )
 
     real_step, trainer.optimizer.step = trainer.optimizer.step, keep
     trainer.step([minibatch])
@@ -61,13 +68,21 @@ def among(logits: Tensor, sample: Sample) -> Tensor:
 
 
 class Plain:
-    """The same loss and gradient with nothing but transformers and autograd: padded batches or one sample at a time."""
+    """The same loss and gradient with nothing but transformers and autograd: padded batches or one
+    sample at a time.
+    """
 
-    def __init__(self, path: str, spec: LossSpec, temperature: float, reference: Any = None) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    def __init__(
+        self, path: str, spec: LossSpec, temperature: float, reference: Any = None
+    ) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, attn_implementation="sdpa"
+        )
         self.reference = None
         if reference is not None:
-            self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+            self.reference = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float64, attn_implementation="sdpa"
+            )
             self.reference.load_state_dict(reference.state_dict())
         self.spec, self.temperature = spec, temperature
 
@@ -78,16 +93,24 @@ class Plain:
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences])
         mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
         logits = model(input_ids=ids, attention_mask=mask).logits / self.temperature
-        return [each[len(s.prompt_ids) - 1 : len(seq) - 1] for each, s, seq in zip(logits, samples, sequences, strict=True)]
+        return [
+            each[len(s.prompt_ids) - 1 : len(seq) - 1]
+            for each, s, seq in zip(logits, samples, sequences, strict=True)
+        ]
 
     def token_losses(self, sample: Sample, logits: Tensor, ref_logits: Tensor | None) -> Tensor:
         spec, targets = self.spec, torch.tensor(sample.response_ids)[:, None]
         logp_all = logits.log_softmax(-1)
         logp = among(logits, sample).gather(1, targets)[:, 0]
-        ratio, a = torch.exp(logp - torch.tensor(sample.logprobs).double()), torch.tensor(sample.advantages).double()
+        ratio, a = (
+            torch.exp(logp - torch.tensor(sample.logprobs).double()),
+            torch.tensor(sample.advantages).double(),
+        )
         least = torch.where(a > 0, 0.0, 1 - spec.clip_low)
         most = torch.where(a > 0, 1 + spec.clip_high, spec.dual_clip or math.inf)
-        loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(-1)
+        loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(
+            -1
+        )
         if ref_logits is not None:
             u = among(ref_logits, sample).gather(1, targets)[:, 0] - logp
             loss = loss + spec.kl_coef * (u.exp() - 1 - u)
@@ -98,9 +121,18 @@ class Plain:
         normaliser, total = sum(sum(s.weights) for batch in batches for s in batch), 0.0
         for batch in batches:
             logits = self.logits(self.model, batch)
-            refs = [None] * len(batch) if self.reference is None else self.logits(self.reference, batch)
-            losses = [self.token_losses(s, z, ref) for s, z, ref in zip(batch, logits, refs, strict=True)]
-            weighted = [(each * torch.tensor(s.weights).double()).sum() for each, s in zip(losses, batch, strict=True)]
+            refs = (
+                [None] * len(batch)
+                if self.reference is None
+                else self.logits(self.reference, batch)
+            )
+            losses = [
+                self.token_losses(s, z, ref) for s, z, ref in zip(batch, logits, refs, strict=True)
+            ]
+            weighted = [
+                (each * torch.tensor(s.weights).double()).sum()
+                for each, s in zip(losses, batch, strict=True)
+            ]
             loss = torch.stack(weighted).sum() / normaliser
             loss.backward()
             total += loss.item()

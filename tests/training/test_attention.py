@@ -1,4 +1,6 @@
-"""Forest attention against dense attention under the mask that `subtree_end` spells out, and whole models against separate sequences."""
+"""Forest attention against dense attention under the mask that `subtree_end` spells out, and whole
+models against separate sequences.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def random_forest(num_tokens: int, seed: int, deep: float = 0.5) -> Tensor:
     return torch.tensor(ends)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, scale: float) -> Tensor:
-    """[H, N, D] each; token i sees j iff j <= i < subtree_end[j]. Heads of keys are repeated for the queries that share them."""
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, scale: float
+) -> Tensor:
+    """[H, N, D] each; token i sees j iff j <= i < subtree_end[j]. Heads of keys are repeated for
+    the queries that share them.
+    """
     num_tokens, group = query.shape[1], query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     sees = [[j <= i < int(subtree_end[j]) for j in range(num_tokens)] for i in range(num_tokens)]
@@ -40,15 +46,22 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tens
     return scores.softmax(-1) @ value
 
 
-def compare(subtree_end: Tensor, num_heads: int = 2, num_kv_heads: int = 2, scaling: float | None = None) -> None:
+def compare(
+    subtree_end: Tensor, num_heads: int = 2, num_kv_heads: int = 2, scaling: float | None = None
+) -> None:
     """Output and all three gradients in fp64."""
     assert is_valid_tree(subtree_end)
     num_tokens, size = len(subtree_end), 4
     rng = torch.Generator().manual_seed(1)
     heads = (num_heads, num_kv_heads, num_kv_heads)
-    ours = [torch.randn(1, h, num_tokens, size, generator=rng, dtype=torch.float64).requires_grad_() for h in heads]
+    ours = [
+        torch.randn(1, h, num_tokens, size, generator=rng, dtype=torch.float64).requires_grad_()
+        for h in heads
+    ]
     theirs = [x.detach()[0].clone().requires_grad_() for x in ours]
-    out, weights = forest_attention(nn.Module(), *ours, None, forest=Forest.of(subtree_end), scaling=scaling)
+    out, weights = forest_attention(
+        nn.Module(), *ours, None, forest=Forest.of(subtree_end), scaling=scaling
+    )
     truth = dense_attention(*theirs, subtree_end, size**-0.5 if scaling is None else scaling)
     assert weights is None and out.shape == (1, num_tokens, num_heads, size)
     torch.testing.assert_close(out[0].transpose(0, 1), truth, rtol=1e-10, atol=1e-12)
@@ -65,7 +78,8 @@ FORESTS = {
     "lone tokens": [1, 2, 3],
     "two chains": [3, 3, 3, 5, 5],
     "chains of very different length": [1, 13, *[13] * 11, 15, 15, 16],
-    # 0 1 is a prompt; 2 3 4 and 5 6 continue it; 7 follows the prompt's first token alone; 8 9 is another tree.
+    # 0 1 is a prompt; 2 3 4 and 5 6 continue it; 7 follows the prompt's first token alone; 8 9 is
+    # another tree.
     "shared prefix": [8, 7, 5, 5, 5, 7, 7, 8, 10, 10],
     "branches of branches": [9, 9, 6, 5, 5, 6, 9, 8, 9, 12, 11, 12],
 }
@@ -73,7 +87,9 @@ FORESTS = {
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("name", FORESTS)
-def test_forest_attention_is_dense_attention_under_the_mask(name: str, num_heads: int, num_kv_heads: int) -> None:
+def test_forest_attention_is_dense_attention_under_the_mask(
+    name: str, num_heads: int, num_kv_heads: int
+) -> None:
     compare(torch.tensor(FORESTS[name]), num_heads, num_kv_heads)
 
 
@@ -102,14 +118,18 @@ def test_trees_do_not_see_each_other() -> None:
     query, key, value = torch.randn(3, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     clean, _ = forest_attention(nn.Module(), query, key, value, None, forest=Forest.of(subtree_end))
     key[:, :, 3], value[:, :, 4] = math.nan, math.inf
-    broken, _ = forest_attention(nn.Module(), query, key, value, None, forest=Forest.of(subtree_end))
+    broken, _ = forest_attention(
+        nn.Module(), query, key, value, None, forest=Forest.of(subtree_end)
+    )
     assert not broken[0, 3:5].isfinite().any()
     assert torch.equal(broken[0, :3], clean[0, :3]) and torch.equal(broken[0, 5:], clean[0, 5:])
 
 
 @pytest.fixture(scope="module")
 def gqa_model() -> nn.Module:
-    """4 query heads on 2 key heads. fp64, but the model's norms and rotations compute in fp32, hence the tolerances below."""
+    """4 query heads on 2 key heads. fp64, but the model's norms and rotations compute in fp32,
+    hence the tolerances below.
+    """
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=50,
@@ -120,7 +140,9 @@ def gqa_model() -> nn.Module:
         num_key_value_heads=2,
         max_position_embeddings=32,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float64
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() == 2 else 1.0)
@@ -134,14 +156,19 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_tree_of_shared_prefixes_is_its_sequences_one_by_one(gqa_model: nn.Module) -> None:
-    """Prompt 1 2 3 with branches 4 5 6 and 7 8, of which the second forks into 9 and 10 11; beside it the sequence 12 13 14 15."""
+    """Prompt 1 2 3 with branches 4 5 6 and 7 8, of which the second forks into 9 and 10 11; beside
+    it the sequence 12 13 14 15.
+    """
     ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15])
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 6, 0, 1, 2, 3])
     subtree_end = torch.tensor([11, 11, 11, 6, 6, 6, 11, 11, 9, 11, 11, 15, 15, 15, 15])
     sequences = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, 7, 8], [0, 1, 2, 6, 7, 9, 10], [11, 12, 13, 14]]
-    # The last token of each sequence predicts; so does the prompt's last token, once per sequence that goes through it.
+    # The last token of each sequence predicts; so does the prompt's last token, once per sequence
+    # that goes through it.
     direction = torch.randn(4, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    prompt_direction = torch.randn(50, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    prompt_direction = torch.randn(
+        50, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
 
     truth_logits = {}
     for number, tokens in enumerate(sequences):
@@ -154,10 +181,14 @@ def test_a_tree_of_shared_prefixes_is_its_sequences_one_by_one(gqa_model: nn.Mod
 
     gqa_model.set_attn_implementation(attention.NAME)
     try:
-        out = gqa_model(ids[None], position_ids=positions[None], use_cache=False, forest=Forest.of(subtree_end)).logits[0]
+        out = gqa_model(
+            ids[None], position_ids=positions[None], use_cache=False, forest=Forest.of(subtree_end)
+        ).logits[0]
     finally:
         gqa_model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(out.detach(), torch.stack([truth_logits[i] for i in range(len(ids))]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        out.detach(), torch.stack([truth_logits[i] for i in range(len(ids))]), rtol=1e-6, atol=1e-6
+    )
     ((out[[5, 8, 10, 14]] * direction).sum() + (out[2] * prompt_direction).sum()).backward()
     for ours, theirs in zip(gradients(gqa_model), truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))

@@ -1,4 +1,6 @@
-"""Rows dealt out to ranks: each once, in the dearness that makes ranks wait least, and as they were."""
+"""Rows dealt out to ranks: each once, in the dearness that makes ranks wait least, and as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from flowtrain.training import balance as balancing
 from flowtrain.training.balance import assign, balance
-from flowtrain.training.tree import Row, empty_row, pack_rows
+from flowtrain.training.tree import PackedRow, empty_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample
 
@@ -57,20 +59,33 @@ def test_alike_rows_are_dealt_out_in_one_way() -> None:
     assert assign([[5, 5], [5]]) == [[(0, 0), (1, 0)], [(0, 1)]]
 
 
-def same(ours: Row, theirs: Row) -> bool:
-    pairs = [(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(Row)]
-    return all(torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b for a, b in pairs)
+def same(ours: PackedRow, theirs: PackedRow) -> bool:
+    pairs = [(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(PackedRow)]
+    return all(
+        torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b
+        for a, b in pairs
+    )
 
 
 def test_a_row_arrives_as_it_was(random_samples: Callable[..., list[Sample]]) -> None:
-    samples = [replace(s, origin=(n, 2, 3) if n % 3 else None) for n, s in enumerate(random_samples(9))]
+    samples = [
+        replace(s, origin=(n, 2, 3) if n % 3 else None) for n, s in enumerate(random_samples(9))
+    ]
     rows = [*pack_rows(samples, 20), empty_row()]
     rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2)
     found = balancing._decode(balancing._encode(dict(enumerate(rows))))
-    assert all(same(found[place], row) for place, row in enumerate(rows)) and len(found) == len(rows) > 3
+    assert (
+        all(same(found[place], row) for place, row in enumerate(rows))
+        and len(found) == len(rows) > 3
+    )
     assert balancing._decode(balancing._encode({})) == {}
 
 
 def test_one_rank_keeps_its_rows(random_samples: Callable[..., list[Sample]], alone: World) -> None:
     rows = pack_rows(random_samples(9), 20)
-    assert all(a is b for a, b in zip(balance(rows, lambda row: pytest.fail("nothing to weigh"), alone), rows, strict=True))
+    assert all(
+        a is b
+        for a, b in zip(
+            balance(rows, lambda row: pytest.fail("nothing to weigh"), alone), rows, strict=True
+        )
+    )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import Row, pack_rows
+from flowtrain.training.tree import PackedRow, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
 
@@ -29,8 +29,15 @@ MakeSamples = Callable[..., list[Sample]]
 class Setup:
     """A trainer in fp32 and the checkpoints it writes."""
 
-    def __init__(self, model_path: str, root: Path, world: World, make_samples: MakeSamples) -> None:
-        self.root, self.world, self.make_samples, self.model_path = root, world, make_samples, model_path
+    def __init__(
+        self, model_path: str, root: Path, world: World, make_samples: MakeSamples
+    ) -> None:
+        self.root, self.world, self.make_samples, self.model_path = (
+            root,
+            world,
+            make_samples,
+            model_path,
+        )
         self.tokenizer = models.load_tokenizer(model_path)
         self.trainer = self.new_trainer()
 
@@ -38,12 +45,21 @@ class Setup:
         model = models.load_model(self.model_path, torch.float32) if model is None else model
         return Trainer(model, self.world, LossSpec(), OptimSpec(lr=1e-2))
 
-    def rows(self, seed: int) -> list[list[Row]]:
+    def rows(self, seed: int) -> list[list[PackedRow]]:
         return [pack_rows(self.make_samples(4, seed=seed), 30)]
 
     def save(self, step: int, keep: int = 10, **state: int) -> Path:
         trainer = self.trainer
-        checkpoint.save(self.root, step, trainer.model, self.tokenizer, trainer.optimizer, state, self.world, keep)
+        checkpoint.save(
+            self.root,
+            step,
+            trainer.model,
+            self.tokenizer,
+            trainer.optimizer,
+            state,
+            self.world,
+            keep,
+        )
         return self.root / f"step_{step:08d}"
 
     def restored(self, path: Path) -> Trainer:
@@ -68,14 +84,21 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and moments by name."""
     tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for name, parameter in trainer.model.named_parameters():
-        tensors.update({f"{name}/{key}": value.clone() for key, value in trainer.optimizer.state[parameter].items()})
+        tensors.update(
+            {
+                f"{name}/{key}": value.clone()
+                for key, value in trainer.optimizer.state[parameter].items()
+            }
+        )
     return tensors
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert set(ours) == set(theirs)
     for name in ours:
-        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), (
+            name
+        )
 
 
 def test_restore_is_exact_and_so_are_the_steps_after_it(setup: Setup) -> None:
@@ -104,7 +127,12 @@ def test_the_hyper_parameters_are_those_of_the_config(setup: Setup) -> None:
     """A run may be resumed with another learning rate."""
     setup.trainer.step(setup.rows(0))
     path = setup.save(1)
-    trainer = Trainer(models.load_model(setup.model_path, torch.float32), setup.world, LossSpec(), OptimSpec(lr=0.5, weight_decay=0.25))
+    trainer = Trainer(
+        models.load_model(setup.model_path, torch.float32),
+        setup.world,
+        LossSpec(),
+        OptimSpec(lr=0.5, weight_decay=0.25),
+    )
     checkpoint.restore(path, trainer.model, trainer.optimizer)
     (group,) = trainer.optimizer.param_groups
     assert group["lr"] == 0.5 and group["weight_decay"] == 0.25
@@ -120,12 +148,21 @@ def test_transformers_loads_the_folder(setup: Setup) -> None:
         assert model.dtype == torch.float32
         assert torch.equal(model(ids).logits, setup.trainer.model.eval()(ids).logits)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert models.load_model(str(path), torch.float32).config.eos_token_id == setup.tokenizer.eos_token_id
+    assert (
+        models.load_model(str(path), torch.float32).config.eos_token_id
+        == setup.tokenizer.eos_token_id
+    )
 
 
 def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
     """With the rules it was made with, and no token that the model does not have."""
-    texts = ["What is the capital of Chad?", "12345 + 67", "Ωmega, a\u0301 and é", " a  b\n\nc\t", "<|endoftext|>"]
+    texts = [
+        "What is the capital of Chad?",
+        "12345 + 67",
+        "Ωmega, a\u0301 and é",
+        " a  b\n\nc\t",
+        "<|endoftext|>",
+    ]
     made = models.new_tokenizer(texts, vocab_size=270)
     path = setup.root / "model"
     model = models.new_model(made, 16, 1, 2, max_positions=8)
@@ -141,7 +178,9 @@ def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
 
 
 def test_a_plain_tokenizer_beside_a_qwen2_model_stays_plain(setup: Setup) -> None:
-    """AutoTokenizer would put the class of the model's family in its place, whatever the tokenizer's own config says."""
+    """AutoTokenizer would put the class of the model's family in its place, whatever the
+    tokenizer's own config says.
+    """
     made = models.new_tokenizer(["a\u0301 and é"], vocab_size=270)
     made.save_pretrained(setup.root)
     Qwen2Config(vocab_size=270).save_pretrained(setup.root)
@@ -187,13 +226,21 @@ def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None
     assert checkpoint.latest(setup.root) == path
     setup.trainer.step(setup.rows(0))
     whole = setup.save(2)
-    assert setup.names() == ["step_00000001", "step_00000002"] and checkpoint.latest(setup.root) == whole
+    assert (
+        setup.names() == ["step_00000001", "step_00000002"]
+        and checkpoint.latest(setup.root) == whole
+    )
     assert not (whole / "no_such_file.bin").exists()
     assert_same(everything(setup.restored(whole)), everything(setup.trainer))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: disk full")])
-def test_a_full_disk_leaves_no_half_checkpoint(setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: disk full")],
+)
+def test_a_full_disk_leaves_no_half_checkpoint(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     path = setup.save(1)
 
     def fail(*_: object, **__: object) -> None:
@@ -206,12 +253,18 @@ def test_a_full_disk_leaves_no_half_checkpoint(setup: Setup, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("hidden_size", "num_layers"), [(32, 3), (32, 1), (16, 2)])
-def test_a_checkpoint_of_another_model_is_refused(setup: Setup, hidden_size: int, num_layers: int) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    setup: Setup, hidden_size: int, num_layers: int
+) -> None:
     path = setup.save(1)
-    other = models.new_model(setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64)
+    other = models.new_model(
+        setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64
+    )
     trainer = setup.new_trainer(other)
     before = everything(trainer)
-    with pytest.raises(UserError, match=r"step_00000001 holds another model: \['.*model\.layers\.\d"):
+    with pytest.raises(
+        UserError, match=r"step_00000001 holds another model: \['.*model\.layers\.\d"
+    ):
         checkpoint.restore(path, trainer.model, trainer.optimizer)
     assert_same(everything(trainer), before)
 
@@ -234,7 +287,9 @@ def test_a_tied_head_is_written_once(setup: Setup) -> None:
 # ---- damage
 
 
-def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every file, cut at its ends and at some places between."""
     setup.trainer.step(setup.rows(0))
     before = setup.save(1)
@@ -254,7 +309,9 @@ def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(setup: S
     assert all(f"{newest} is passed over" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["state.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"]
+)
 def test_a_flipped_bit_anywhere_is_seen(setup: Setup, name: str) -> None:
     setup.trainer.step(setup.rows(0))
     before, newest = setup.save(1), setup.save(2, cursor=7)
@@ -265,7 +322,10 @@ def test_a_flipped_bit_anywhere_is_seen(setup: Setup, name: str) -> None:
         assert checkpoint.latest(setup.root) == before, at
         data[at] ^= 1
     (newest / name).write_bytes(data)
-    assert checkpoint.latest(setup.root) == newest and checkpoint.load_state(newest) == {"step": 2, "cursor": 7}
+    assert checkpoint.latest(setup.root) == newest and checkpoint.load_state(newest) == {
+        "step": 2,
+        "cursor": 7,
+    }
 
 
 def test_with_every_checkpoint_damaged_there_is_none(setup: Setup) -> None:

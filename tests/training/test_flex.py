@@ -1,4 +1,6 @@
-"""FlexAttention as packed rows use it on a GPU: on the CPU it runs without being compiled, forward only, which is enough for its values."""
+"""FlexAttention as packed rows use it on a GPU: on the CPU it runs without being compiled, forward
+only, which is enough for its values.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def random_forest(num_tokens: int, seed: int, deep: float) -> torch.Tensor:
     for i in range(num_tokens):
         while len(still_open) > 1 and still_open[-1] <= i:
             still_open.pop()
-        ends.append(i + 1 + int(float(torch.rand(1, generator=rng)) ** deep * (still_open[-1] - i - 1) + 0.5))
+        ends.append(
+            i
+            + 1
+            + int(float(torch.rand(1, generator=rng)) ** deep * (still_open[-1] - i - 1) + 0.5)
+        )
         still_open.append(ends[-1])
     return torch.tensor(ends)
 
@@ -50,22 +56,40 @@ FORESTS = {
 def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads: int) -> None:
     ends, rng = FORESTS[name], torch.Generator().manual_seed(0)
     assert is_valid_tree(ends)
-    tensors = [torch.randn(1, number, len(ends), 16, generator=rng) for number in (num_heads, num_kv_heads, num_kv_heads)]
+    tensors = [
+        torch.randn(1, number, len(ends), 16, generator=rng)
+        for number in (num_heads, num_kv_heads, num_kv_heads)
+    ]
     with torch.no_grad():
-        outs = [forest_attention(nn.Module(), *tensors, None, forest=kind.of(ends), scaling=0.3)[0] for kind in (FlexTree, Forest)]
+        outs = [
+            forest_attention(nn.Module(), *tensors, None, forest=kind.of(ends), scaling=0.3)[0]
+            for kind in (FlexTree, Forest)
+        ]
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
-    """None too few, which would be wrong, none too many, which would be slow; and full ones are known as such."""
+    """None too few, which would be wrong, none too many, which would be slow; and full ones are
+    known as such.
+    """
     ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask
-    truth = create_block_mask(ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK)
+    truth = create_block_mask(
+        ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK
+    )
     assert torch.equal(ours.to_dense(), truth.to_dense())
-    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
-        for (row, number), (_, expected) in zip(_entries(ours, counts), _entries(truth, counts), strict=True):
+    for counts, indices in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+    ):
+        for (row, number), (_, expected) in zip(
+            _entries(ours, counts), _entries(truth, counts), strict=True
+        ):
             assert number == expected
-            mine, other = (sorted(getattr(mask, indices)[0, 0, row, :number].tolist()) for mask in (ours, truth))
+            mine, other = (
+                sorted(getattr(mask, indices)[0, 0, row, :number].tolist())
+                for mask in (ours, truth)
+            )
             assert mine == other
     if name == "one chain":
         assert int(ours.full_kv_num_blocks.sum()) == 6 and int(ours.kv_num_blocks.sum()) == 4
@@ -90,12 +114,16 @@ def test_a_new_batch_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 12, 60])
-def test_filling_a_row_up_changes_no_logits(tiny_path: str, random_samples: Callable[..., list[Sample]], number: int) -> None:
+def test_filling_a_row_up_changes_no_logits(
+    tiny_path: str, random_samples: Callable[..., list[Sample]], number: int
+) -> None:
     """And the model gives with FlexAttention what it gives with the attention of the CPU."""
     model = models.load_model(tiny_path, torch.float32).requires_grad_(False)
     row = pack_row(random_samples(number))
     full = padded(row)
-    assert len(full.input_ids_N) % BLOCK == 0 <= len(full.input_ids_N) - len(row.input_ids_N) < BLOCK and is_valid_tree(full.subtree_end_N)
+    assert len(full.input_ids_N) % BLOCK == 0 <= len(full.input_ids_N) - len(
+        row.input_ids_N
+    ) < BLOCK and is_valid_tree(full.subtree_end_N)
     logits = forward_rows(model, row)
     torch.testing.assert_close(forward_rows(model, full), logits, rtol=1e-4, atol=1e-5)
     flexed = model(
@@ -109,8 +137,12 @@ def test_filling_a_row_up_changes_no_logits(tiny_path: str, random_samples: Call
 
 
 def test_a_full_row_stays() -> None:
-    row = pack_row([Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), (1.0, 1.0), (1.0, 1.0))])
-    assert len(row.input_ids_N) == BLOCK and torch.equal(flex.padded(row).subtree_end_N, row.subtree_end_N)
+    row = pack_row(
+        [Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), (1.0, 1.0), (1.0, 1.0))]
+    )
+    assert len(row.input_ids_N) == BLOCK and torch.equal(
+        flex.padded(row).subtree_end_N, row.subtree_end_N
+    )
 
 
 def test_compiled_layers_compute_the_same_and_share_their_graphs(
@@ -120,13 +152,21 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
     torch._dynamo.reset()
     grads, counts = [], []
     for is_compiled in (False, True):
-        model = models.shard(models.load_model(tiny_path, torch.float32), alone, models.ShardSpec(torch.float32))
+        model = models.shard(
+            models.load_model(tiny_path, torch.float32), alone, models.ShardSpec(torch.float32)
+        )
         if is_compiled:
             models.compile_layers(model, backend="aot_eager")
         for seed, number in enumerate((3, 9, 5, 14)):
-            forward_rows(model, pack_row(random_samples(number, seed=seed))).square().mean().backward()
+            forward_rows(
+                model, pack_row(random_samples(number, seed=seed))
+            ).square().mean().backward()
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert distance(grads[1], grads[0]) < 1e-5
-    assert counts[:4] == [counts[0]] * 4 and 0 < counts[-1] - counts[0] <= 6 and counts[-1] == counts[-2], counts
+    assert (
+        counts[:4] == [counts[0]] * 4
+        and 0 < counts[-1] - counts[0] <= 6
+        and counts[-1] == counts[-2]
+    ), counts
     torch._dynamo.reset()

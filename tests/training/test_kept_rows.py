@@ -1,4 +1,6 @@
-"""Top-k and top-p from the sampler to the gradient: log-probs are taken among what was sampled from, by the trainer as by the engine."""
+"""Top-k and top-p from the sampler to the gradient: log-probs are taken among what was sampled
+from, by the trainer as by the engine.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import pytest
 import torch
 from flowkernels import LossSpec
 
-from flowtrain.rollout.torch_engine import TorchEngine
+from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import model as models
-from flowtrain.training.head import task_head
+from flowtrain.training.lm_head import task_head
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import empty_row, pack_row, pack_rows
 from flowtrain.types import Completion, KeptTokens, Sample, Sampling
@@ -30,16 +32,22 @@ PROMPTS = [(5,), (9, 8, 7), (9, 8, 7, 6), (250, 3, 250)]
 
 
 def truncated(samples: list[Sample]) -> list[Sample]:
-    """Every third stays as it is; of the others, each token was one of 1 to 9, and about as likely as they."""
+    """Every third stays as it is; of the others, each token was one of 1 to 9, and about as likely
+    as they.
+    """
     rng = torch.Generator().manual_seed(1)
 
     def some(target: int) -> list[int]:
-        others = torch.randperm(280, generator=rng)[: int(torch.randint(9, (1,), generator=rng))].tolist()
+        others = torch.randperm(280, generator=rng)[
+            : int(torch.randint(9, (1,), generator=rng))
+        ].tolist()
         return [*(i for i in others if i != target), target]
 
     def truncate(sample: Sample) -> Sample:
         sets = [some(target) for target in sample.response_ids]
-        logprobs = [-math.log(len(each)) + 0.3 * float(torch.randn((), generator=rng)) for each in sets]
+        logprobs = [
+            -math.log(len(each)) + 0.3 * float(torch.randn((), generator=rng)) for each in sets
+        ]
         return replace(sample, kept=KeptTokens.of(sets), logprobs=tuple(logprobs))
 
     return [sample if index % 3 == 0 else truncate(sample) for index, sample in enumerate(samples)]
@@ -47,12 +55,24 @@ def truncated(samples: list[Sample]) -> list[Sample]:
 
 def test_nothing_is_kept_where_all_tokens_could_be_sampled(random_samples: MakeSamples) -> None:
     row = pack_row(random_samples(4))
-    assert row.kept is None and row.kept_ids_K is None and row.kept_offsets_T1 is None and empty_row().kept is None
+    assert (
+        row.kept is None
+        and row.kept_ids_K is None
+        and row.kept_offsets_T1 is None
+        and empty_row().kept is None
+    )
 
 
 def test_the_example_of_a_row() -> None:
     """Sets stay with their targets, in the order of the samples."""
-    one = Sample((7,), (8, 9), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2, kept=KeptTokens(array("i", [8, 1, 9]), array("i", [2, 1])))
+    one = Sample(
+        (7,),
+        (8, 9),
+        (0.0,) * 2,
+        (0.0,) * 2,
+        (1.0,) * 2,
+        kept=KeptTokens(array("i", [8, 1, 9]), array("i", [2, 1])),
+    )
     two = Sample((1,), (2,), (0.0,), (0.0,), (1.0,), kept=KeptTokens.of([(2, 4, 6)]))
     free = Sample((3,), (4, 4), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2)
     for samples, ids, offsets in (
@@ -60,16 +80,31 @@ def test_the_example_of_a_row() -> None:
         ([two, one, free], [2, 4, 6, 8, 1, 9], [0, 3, 5, 6, 6, 6]),
     ):
         kept = pack_row(samples).to(torch.device("cpu")).kept
-        assert kept is not None and (kept.token_ids_K.tolist(), kept.offsets_T1.tolist()) == (ids, offsets)
+        assert kept is not None and (kept.token_ids_K.tolist(), kept.offsets_T1.tolist()) == (
+            ids,
+            offsets,
+        )
 
 
 @pytest.mark.parametrize("has_head", [True, False], ids=["within the head", "from logits"])
-@pytest.mark.parametrize(("spec", "temperature"), [(LossSpec(), 1.0), (FULL_LOSS, 0.7)], ids=["clip", "all terms"])
+@pytest.mark.parametrize(
+    ("spec", "temperature"), [(LossSpec(), 1.0), (FULL_LOSS, 0.7)], ids=["clip", "all terms"]
+)
 def test_the_gradient_is_that_of_dense_masks(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, spec: LossSpec, temperature: float, has_head: bool
+    tiny_path: str,
+    make_trainer: MakeTrainer,
+    random_samples: MakeSamples,
+    spec: LossSpec,
+    temperature: float,
+    has_head: bool,
 ) -> None:
-    """-inf where a token could not be sampled, and nothing but transformers and autograd; however the samples are packed."""
-    samples, reference = truncated(random_samples(12)), reference_of(tiny_path) if spec.kl_coef else None
+    """-inf where a token could not be sampled, and nothing but transformers and autograd; however
+    the samples are packed.
+    """
+    samples, reference = (
+        truncated(random_samples(12)),
+        reference_of(tiny_path) if spec.kl_coef else None,
+    )
     loss, truth = Plain(tiny_path, spec, temperature, reference).gradient([samples])
     trainer = make_trainer(spec, temperature, reference, grad_clip=0.0)
     if not has_head:
@@ -78,31 +113,56 @@ def test_the_gradient_is_that_of_dense_masks(
     for token_budget in (1000, 25):
         assert distance(gradient_of(trainer, pack_rows(samples, token_budget)), truth) < TOLERANCE
     whole = [replace(sample, kept=None) for sample in samples]
-    assert distance(gradient_of(trainer, pack_rows(whole, 1000)), truth) > 0.1, "or the sets would not matter"
+    assert distance(gradient_of(trainer, pack_rows(whole, 1000)), truth) > 0.1, (
+        "or the sets would not matter"
+    )
     assert trainer.step([pack_rows(samples, 25)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "temperature"), [(5, 1.0, 1.0), (20, 0.6, 0.6), (280, 0.8, 1.0), (1, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"),
+    [(5, 1.0, 1.0), (20, 0.6, 0.6), (280, 0.8, 1.0), (1, 1.0, 1.0)],
+)
 def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
-    tiny_path: str, make_trainer: MakeTrainer, tmp_path: Path, top_k: int, top_p: float, temperature: float
+    tiny_path: str,
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    top_k: int,
+    top_p: float,
+    temperature: float,
 ) -> None:
     """Requests with and without bounds share batches and rows."""
     model = models.load_model(tiny_path, torch.float32, attn="sdpa")
     engine = TorchEngine(model, models.load_tokenizer(tiny_path), WeightStore(tmp_path / "weights"))
-    bounded, free = Sampling(12, temperature, top_k, top_p, ignore_end=True), Sampling(12, temperature, ignore_end=True)
-    requests = [(p, replace(free if i % 4 == 3 else bounded, seed=i)) for i, p in enumerate(PROMPTS * 3)]
+    bounded, free = (
+        Sampling(12, temperature, top_k, top_p, ignore_end=True),
+        Sampling(12, temperature, ignore_end=True),
+    )
+    requests = [
+        (p, replace(free if i % 4 == 3 else bounded, seed=i)) for i, p in enumerate(PROMPTS * 3)
+    ]
 
     async def sample() -> list[Completion]:
         return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     done = asyncio.run(sample())
     assert [c.kept is None for c in done] == [i % 4 == 3 for i in range(12)]
-    samples = [Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, kept=c.kept) for (p, _), c in zip(requests, done, strict=True)]
+    samples = [
+        Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, kept=c.kept)
+        for (p, _), c in zip(requests, done, strict=True)
+    ]
     counts = [count for s in samples if s.kept is not None for count in s.kept.counts]
     assert max(counts) <= top_k and (top_p < 1 or min(counts) == top_k)
     for rescore in (False, True):
-        stats = make_trainer(LossSpec(), temperature, rescore=rescore).step([pack_rows(samples, 60)])
+        stats = make_trainer(LossSpec(), temperature, rescore=rescore).step(
+            [pack_rows(samples, 60)]
+        )
         assert stats["logprob_mismatch"] < 1e-5
-        assert stats["ratio_min"] == pytest.approx(1, abs=2e-5) and stats["ratio_max"] == pytest.approx(1, abs=2e-5)
+        assert stats["ratio_min"] == pytest.approx(1, abs=2e-5) and stats[
+            "ratio_max"
+        ] == pytest.approx(1, abs=2e-5)
     whole = [replace(sample, kept=None) for sample in samples]
-    assert make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"] > 0.05, "or the sets would not matter"
+    assert (
+        make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]
+        > 0.05
+    ), "or the sets would not matter"

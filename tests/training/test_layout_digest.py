@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.policies import PolicyModel
+from flowtrain.engines.factory import PolicyModel
 from flowtrain.training import model as models
 from flowtrain.training.model import layout_digest
 
 
-def policy(words: str = "capital of Chad", num_layers: int = 1, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def policy(
+    words: str = "capital of Chad", num_layers: int = 1, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer = models.new_tokenizer([words] * 9, vocab_size=264)
     torch.manual_seed(seed)
     return models.new_model(tokenizer, 16, num_layers, 2, 64), tokenizer
@@ -23,7 +25,9 @@ def test_it_looks_at_shapes_and_tokens_and_not_at_values() -> None:
     ours = layout_digest(*policy(), torch.float32)
     assert len(ours) == 32
     assert layout_digest(*policy(seed=1), torch.float32) == ours
-    assert layout_digest(policy()[0].bfloat16(), policy()[1], torch.float32) == ours, "published in the dtype that is asked for"
+    assert layout_digest(policy()[0].bfloat16(), policy()[1], torch.float32) == ours, (
+        "published in the dtype that is asked for"
+    )
     model, tokenizer = policy()
     other_end = copy.deepcopy(tokenizer)
     other_end.eos_token = models.PAD
@@ -42,4 +46,6 @@ def test_it_survives_a_folder(tiny_path: str, tmp_path: Path) -> None:
     again = models.load_model(str(tmp_path), torch.float32), models.load_tokenizer(str(tmp_path))
     digest = layout_digest(model, tokenizer, torch.float32)
     assert layout_digest(*again, torch.float32) == digest
-    assert PolicyModel.load("model.path", str(tmp_path)).layout(torch.float32) == digest, "which loads no weights"
+    assert PolicyModel.load("model.path", str(tmp_path)).layout(torch.float32) == digest, (
+        "which loads no weights"
+    )

@@ -1,4 +1,6 @@
-"""One optimizer step, against plain transformers: the same gradient however the samples are packed, and nothing moves that must not."""
+"""One optimizer step, against plain transformers: the same gradient however the samples are packed,
+and nothing moves that must not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flowkernels import LossSpec
 from torch import Tensor
 
 from flowtrain.training import model as models
-from flowtrain.training.totals import Totals
+from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
@@ -29,12 +31,19 @@ def weights_of(trainer: Trainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
-# --- the gradient ------------------------------------------------------------------------------------------------------------------
+# --- the gradient
+# ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("spec", "temperature"), [(LossSpec(), 1.0), (FULL_LOSS, 0.7)], ids=["clip", "all terms"])
+@pytest.mark.parametrize(
+    ("spec", "temperature"), [(LossSpec(), 1.0), (FULL_LOSS, 0.7)], ids=["clip", "all terms"]
+)
 def test_packed_is_padded_is_one_at_a_time(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, spec: LossSpec, temperature: float
+    tiny_path: str,
+    make_trainer: MakeTrainer,
+    random_samples: MakeSamples,
+    spec: LossSpec,
+    temperature: float,
 ) -> None:
     samples = random_samples(12)
     reference = reference_of(tiny_path) if spec.kl_coef else None
@@ -51,14 +60,25 @@ def test_packed_is_padded_is_one_at_a_time(
     assert trainer.step([pack_rows(samples, 30)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_order_of_samples_and_rows_does_not_matter(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_the_order_of_samples_and_rows_does_not_matter(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     samples, trainer = random_samples(8), make_trainer(grad_clip=0.0)
     straight = gradient_of(trainer, [pack_row(samples)])
-    assert distance(gradient_of(trainer, [pack_row(samples[5:]), pack_row(samples[:5][::-1])]), straight) < TOLERANCE
+    assert (
+        distance(
+            gradient_of(trainer, [pack_row(samples[5:]), pack_row(samples[:5][::-1])]), straight
+        )
+        < TOLERANCE
+    )
 
 
-def test_the_normaliser_is_the_sum_of_all_weights(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
-    """Scaling all weights changes nothing; repeating the batch changes nothing; one more sample of weight 0 changes nothing."""
+def test_the_normaliser_is_the_sum_of_all_weights(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    """Scaling all weights changes nothing; repeating the batch changes nothing; one more sample of
+    weight 0 changes nothing.
+    """
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
     truth = gradient_of(trainer, pack_rows(samples, 30))
     scaled = [replace(s, weights=tuple(8 * w for w in s.weights)) for s in samples]
@@ -69,18 +89,26 @@ def test_the_normaliser_is_the_sum_of_all_weights(make_trainer: MakeTrainer, ran
     assert distance(gradient_of(trainer, pack_rows([*samples, ignored], 30)), truth) < TOLERANCE
 
 
-def test_weights_decide_how_much_a_token_counts(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_weights_decide_how_much_a_token_counts(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     """A sample of triple weight is three samples."""
     first, second = random_samples(2)
     first, second = (replace(s, weights=(1.0,) * len(s.weights)) for s in (first, second))
     trainer = make_trainer(grad_clip=0.0)
-    heavy = gradient_of(trainer, [pack_row([replace(first, weights=(3.0,) * len(first.weights)), second])])
-    assert distance(heavy, gradient_of(trainer, [pack_row([first, first, first, second])])) < TOLERANCE
+    heavy = gradient_of(
+        trainer, [pack_row([replace(first, weights=(3.0,) * len(first.weights)), second])]
+    )
+    assert (
+        distance(heavy, gradient_of(trainer, [pack_row([first, first, first, second])])) < TOLERANCE
+    )
     assert distance(heavy, gradient_of(trainer, [pack_row([first, second])])) > 1e-2
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_an_ignored_token_poisons_nothing(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, broken: float) -> None:
+def test_an_ignored_token_poisons_nothing(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, broken: float
+) -> None:
     samples = random_samples(4)
     weights = [(0.0, *s.weights[1:]) for s in samples]
     samples = [replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
@@ -96,22 +124,35 @@ def test_an_ignored_token_poisons_nothing(tiny_path: str, make_trainer: MakeTrai
 # --- the optimizer step ------------------------------------------------------------------------------------------------------------
 
 
-def test_learning_rate_0_moves_no_bit(tiny_path: str, alone: World, random_samples: MakeSamples) -> None:
+def test_learning_rate_0_moves_no_bit(
+    tiny_path: str, alone: World, random_samples: MakeSamples
+) -> None:
     model = models.load_model(tiny_path, torch.float32)
     reference = models.load_model(tiny_path, torch.float32).requires_grad_(False)
     trainer = Trainer(model, alone, FULL_LOSS, OptimSpec(lr=0.0, weight_decay=0), 1.0, reference)
     before = weights_of(trainer)
     for step in range(5):
-        stats = trainer.step([pack_rows(random_samples(5, seed=step), 20), pack_rows(random_samples(3, seed=step + 50), 20)])
+        stats = trainer.step(
+            [
+                pack_rows(random_samples(5, seed=step), 20),
+                pack_rows(random_samples(3, seed=step + 50), 20),
+            ]
+        )
         assert stats["grad_norm"] > 0 and stats["num_optim_steps"] == 2 and stats["lr"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
 
 
-def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
-    """Two steps against torch's plain AdamW: learning rate, betas, decay and clipping are those of the spec."""
+def test_a_step_is_adamw_on_the_clipped_gradient(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    """Two steps against torch's plain AdamW: learning rate, betas, decay and clipping are those of
+    the spec.
+    """
     options = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}
     trainer, scout = make_trainer(**options, grad_clip=0.05), make_trainer(grad_clip=0.0)
-    scout.optimizer = torch.optim.AdamW(scout.model.parameters(), **options, fused=False, foreach=False)
+    scout.optimizer = torch.optim.AdamW(
+        scout.model.parameters(), **options, fused=False, foreach=False
+    )
     for seed in range(2):
         rows = pack_rows(random_samples(5, seed=seed), 30)
         grads = gradient_of(scout, rows)
@@ -127,7 +168,9 @@ def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: M
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=3e-4)
 
 
-def test_grad_clip_bounds_the_norm_and_0_turns_it_off(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_grad_clip_bounds_the_norm_and_0_turns_it_off(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     rows = pack_rows(random_samples(5), 30)
     free = gradient_of(make_trainer(grad_clip=0.0), rows)
     norm = math.sqrt(sum(float(g.square().sum()) for g in free.values()))
@@ -145,21 +188,32 @@ def test_set_lr(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
 
 
-def test_minibatches_step_one_after_another(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_minibatches_step_one_after_another(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     """Each with its own normaliser: two in one call are two calls."""
-    first, second = pack_rows(random_samples(5, seed=1), 30), pack_rows(random_samples(3, seed=2), 30)
+    first, second = (
+        pack_rows(random_samples(5, seed=1), 30),
+        pack_rows(random_samples(3, seed=2), 30),
+    )
     together, apart = make_trainer(), make_trainer()
     stats = together.step([first, second])
     one, two = apart.step([first]), apart.step([second])
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(together), weights_of(apart), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights_of(together), weights_of(apart), strict=True)
+    )
     assert stats["num_optim_steps"] == 2
     assert stats["grad_norm"] == pytest.approx((one["grad_norm"] + two["grad_norm"]) / 2)
     assert stats["loss"] == pytest.approx((one["loss"] + two["loss"]) / 2)
     assert stats["num_tokens"] == one["num_tokens"] + two["num_tokens"]
-    assert stats["logprob_mismatch"] == one["logprob_mismatch"], "the sampler's weights are those before the first step"
+    assert stats["logprob_mismatch"] == one["logprob_mismatch"], (
+        "the sampler's weights are those before the first step"
+    )
 
 
-def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_batches_without_samples_move_nothing(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     trainer = make_trainer()
     rows = pack_rows(random_samples(3), 30)
     trainer.step([rows])  # there is momentum now
@@ -168,12 +222,20 @@ def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer, random_
     for minibatches in ([], [[]], [[], []], [ignored]):
         stats = trainer.step(minibatches)
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
-        assert stats["num_optim_steps"] == stats["num_tokens"] == stats["loss"] == stats["grad_norm"] == 0
+        assert (
+            stats["num_optim_steps"]
+            == stats["num_tokens"]
+            == stats["loss"]
+            == stats["grad_norm"]
+            == 0
+        )
         assert stats["ratio_mean"] == stats["ratio_max"] == stats["ratio_min"] == 1
         assert all(map(math.isfinite, stats.values()))
     skipping, plain = make_trainer(), make_trainer()
     assert skipping.step([[], rows, []]) == plain.step([rows])
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(skipping), weights_of(plain), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights_of(skipping), weights_of(plain), strict=True)
+    )
 
 
 # --- what is not finite ---------------------------------------------------------------------------------------------------------------
@@ -190,7 +252,9 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     return [*weights_of(trainer), *moments]
 
 
-def test_a_step_that_is_not_finite_leaves_no_trace(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_a_step_that_is_not_finite_leaves_no_trace(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     """Alone and among mini-batches; what follows goes on as if it had not been."""
     first, second = (pack_rows(random_samples(5, seed=seed), 30) for seed in (1, 2))
     bad = pack_rows(broken(random_samples(5, seed=3)), 30)
@@ -200,31 +264,50 @@ def test_a_step_that_is_not_finite_leaves_no_trace(make_trainer: MakeTrainer, ra
     stats = marred.step([bad])
     assert all(torch.equal(a, b) for a, b in zip(state_of(marred), before, strict=True))
     assert all(p.grad is None or not p.grad.any() for p in marred.model.parameters())
-    assert (stats["num_steps_skipped"], stats["num_optim_steps"], stats["loss"], stats["grad_norm"]) == (1, 0, 0, 0)
+    assert (
+        stats["num_steps_skipped"],
+        stats["num_optim_steps"],
+        stats["loss"],
+        stats["grad_norm"],
+    ) == (1, 0, 0, 0)
     among, without = marred.step([first, bad, second]), plain.step([first, second])
     assert (among["num_steps_skipped"], among["num_optim_steps"]) == (1, 2)
     assert all(map(math.isfinite, (*stats.values(), *among.values())))
-    told = set(among) - {"num_steps_skipped", "num_rows", "num_packed_tokens", "shared_token_share", "train_tflop"}
+    told = set(among) - {
+        "num_steps_skipped",
+        "num_rows",
+        "num_packed_tokens",
+        "shared_token_share",
+        "train_tflop",
+    }
     assert {name: among[name] for name in told} == {name: without[name] for name in told}
     assert all(torch.equal(a, b) for a, b in zip(state_of(marred), state_of(plain), strict=True))
 
 
-@pytest.mark.parametrize(("factor", "loss"), [(math.inf, 0.5), (1.0, math.nan), (1.0, math.inf)], ids=["gradient", "loss nan", "loss inf"])
+@pytest.mark.parametrize(
+    ("factor", "loss"),
+    [(math.inf, 0.5), (1.0, math.nan), (1.0, math.inf)],
+    ids=["gradient", "loss nan", "loss inf"],
+)
 def test_gradient_and_loss_are_both_looked_at(
-    make_trainer: MakeTrainer, random_samples: MakeSamples, factor: float, loss: float, caplog: pytest.LogCaptureFixture
+    make_trainer: MakeTrainer,
+    random_samples: MakeSamples,
+    factor: float,
+    loss: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = make_trainer()
     rows = pack_rows(random_samples(4), 30)
     trainer.step([rows])
     before = state_of(trainer)
-    trainer.forward_backward(rows, 1.0, Totals())
+    trainer.forward_backward(rows, 1.0, StepMetrics())
     parameter = next(trainer.model.parameters())
     assert parameter.grad is not None
     parameter.grad *= factor
     assert trainer.optim_step(torch.tensor(loss), 7) is None
     assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), before, strict=True))
     assert "step 7" in caplog.text and str(loss) in caplog.text
-    trainer.forward_backward(rows, 1.0, Totals())
+    trainer.forward_backward(rows, 1.0, StepMetrics())
     norm = trainer.optim_step(torch.tensor(0.5))
     assert norm is not None and norm > 0
 
@@ -236,7 +319,10 @@ def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer, random_samples: M
         trainer.step([bad, good, bad], 40)
         trainer.step([good], 41)
     trainer.step([bad, bad], 42)
-    with pytest.raises(UserError, match=r"^step 43: 3 optimizer steps in a row were skipped.* gradient norm of nan and a loss of nan"):
+    with pytest.raises(
+        UserError,
+        match=r"^step 43: 3 optimizer steps in a row were skipped.* gradient norm of nan and a loss of nan",
+    ):
         trainer.step([bad], 43)
 
 
@@ -246,7 +332,10 @@ def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer, random_samples: M
 def scored(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
     """The samples as if this very policy had sampled them."""
     scores = trainer.score(trainer.model, [pack_row([s]) for s in samples])
-    return [replace(s, logprobs=tuple(each.logprob_T.tolist())) for s, each in zip(samples, scores, strict=True)]
+    return [
+        replace(s, logprobs=tuple(each.logprob_T.tolist()))
+        for s, each in zip(samples, scores, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -262,32 +351,53 @@ def test_scores_are_those_of_transformers(
     for ours, theirs in zip(scored(trainer, samples), truth, strict=True):
         assert ours.logprobs == pytest.approx(theirs.tolist(), abs=2e-6)
     packed = trainer.score(trainer.model, [pack_row(samples[:3]), pack_row(samples[3:])])
-    torch.testing.assert_close(torch.cat([each.logprob_T for each in packed]).double(), torch.cat(truth).detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        torch.cat([each.logprob_T for each in packed]).double(),
+        torch.cat(truth).detach(),
+        rtol=0,
+        atol=2e-6,
+    )
 
 
-def test_only_target_rows_reach_the_head(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_only_target_rows_reach_the_head(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     trainer, row = make_trainer(), pack_row(random_samples(4))
     sizes = []
-    trainer.model.get_output_embeddings().register_forward_hook(lambda _module, inputs, _output: sizes.append(inputs[0].shape[-2]))
+    trainer.model.get_output_embeddings().register_forward_hook(
+        lambda _module, inputs, _output: sizes.append(inputs[0].shape[-2])
+    )
     assert forward_rows(trainer.model, row).shape == (len(row.target_ids_T), 280)
     assert sizes == [len(row.target_ids_T)]
 
 
-def test_rescoring_an_on_policy_batch_changes_nothing(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_rescoring_an_on_policy_batch_changes_nothing(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     samples = scored(make_trainer(), random_samples(6))
     rows = pack_rows(samples, 30)
     sampler, rescored = make_trainer(grad_clip=0.0), make_trainer(grad_clip=0.0, rescore=True)
     assert distance(gradient_of(rescored, rows), gradient_of(sampler, rows)) < 1e-5
     stats = rescored.step([rows])
-    for name in ("ratio_mean", "ratio_max", "ratio_min"):  # the same computation with and without autograd
+    for name in (
+        "ratio_mean",
+        "ratio_max",
+        "ratio_min",
+    ):  # the same computation with and without autograd
         assert stats[name] == pytest.approx(1, abs=1e-6), name
     assert stats["logprob_mismatch"] < 1e-5
     stats = sampler.step([rows])
-    assert stats["ratio_min"] == pytest.approx(1, abs=1e-5) and stats["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert stats["ratio_min"] == pytest.approx(1, abs=1e-5) and stats["ratio_max"] == pytest.approx(
+        1, abs=1e-5
+    )
 
 
-def test_rescoring_takes_ratios_against_the_policy_before_the_batch(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
-    """The sampler's log-probs are far off. Rescoring replaces them by those before the first step, for the second mini-batch too."""
+def test_rescoring_takes_ratios_against_the_policy_before_the_batch(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    """The sampler's log-probs are far off. Rescoring replaces them by those before the first step,
+    for the second mini-batch too.
+    """
     samples = [random_samples(5, seed=1), random_samples(5, seed=2)]
     wrong = [pack_rows(each, 30) for each in samples]
     right = [pack_rows(scored(make_trainer(), each), 30) for each in samples]
@@ -296,10 +406,14 @@ def test_rescoring_takes_ratios_against_the_policy_before_the_batch(make_trainer
     for name in ("loss", "ratio_mean", "ratio_max", "ratio_min", "clip_fraction", "kl"):
         assert stats[name] == pytest.approx(truth[name], rel=1e-3), name
     assert stats["ratio_max"] > 1.1, "the first step has moved the policy away"
-    assert truth["logprob_mismatch"] < 1e-5 < 0.5 < stats["logprob_mismatch"], "the mismatch is still that to the sampler"
+    assert truth["logprob_mismatch"] < 1e-5 < 0.5 < stats["logprob_mismatch"], (
+        "the mismatch is still that to the sampler"
+    )
 
 
-def test_the_kl_is_zero_until_the_policy_moves(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_the_kl_is_zero_until_the_policy_moves(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     reference = models.load_model(tiny_path, torch.float64).requires_grad_(False)
     before = [p.clone() for p in reference.parameters()]
     trainer = make_trainer(LossSpec(kl_coef=0.5), reference=reference)
@@ -320,14 +434,24 @@ def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer)
 
 
 def flops(sample: Sample) -> float:
-    """Of the tiny model's forward pass: 2 layers of width 32 with an MLP of 85, 280 words; counted product by product."""
-    num_tokens, num_targets = len(sample.prompt_ids) + len(sample.response_ids) - 1, len(sample.response_ids)
+    """Of the tiny model's forward pass: 2 layers of width 32 with an MLP of 85, 280 words; counted
+    product by product.
+    """
+    num_tokens, num_targets = (
+        len(sample.prompt_ids) + len(sample.response_ids) - 1,
+        len(sample.response_ids),
+    )
     norms = 2 * 32 + 2 * 8  # of a layer; their parameters count as if they were of a product
-    layer = num_tokens * 2 * (4 * 32 * 32 + 3 * 32 * 85 + norms) + 2 * 2 * 32 * num_tokens * (num_tokens + 1) / 2
+    layer = (
+        num_tokens * 2 * (4 * 32 * 32 + 3 * 32 * 85 + norms)
+        + 2 * 2 * 32 * num_tokens * (num_tokens + 1) / 2
+    )
     return 2 * layer + 2 * 32 * 280 * num_targets
 
 
-def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_statistics_are_means_over_the_trained_tokens(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
     """Whatever the packing; each is computed here from the log-probs of plain transformers."""
     samples = random_samples(10)
     samples[3] = replace(samples[3], weights=(0.0,) * len(samples[3].weights))
@@ -336,7 +460,12 @@ def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_train
     plain = Plain(tiny_path, spec, 1.0, reference)
     ratios, entropies, kls, clipped, clipped_low = [], [], [], [], []
     with torch.no_grad():
-        for sample, logits, ref in zip(samples, plain.logits(plain.model, samples), plain.logits(plain.reference, samples), strict=True):
+        for sample, logits, ref in zip(
+            samples,
+            plain.logits(plain.model, samples),
+            plain.logits(plain.reference, samples),
+            strict=True,
+        ):
             if sample.weights[0] == 0:
                 continue
             targets = torch.tensor(sample.response_ids)[:, None]
@@ -359,7 +488,11 @@ def test_statistics_are_means_over_the_trained_tokens(tiny_path: str, make_train
             "num_packed_tokens": sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples),
             "shared_token_share": 0.0,
             "num_rows": len(rows),
-            "train_tflop": 4 / 3 * 3 * sum(map(flops, samples)) / 1e12,  # forward, twice as much backward, and the reference
+            "train_tflop": 4
+            / 3
+            * 3
+            * sum(map(flops, samples))
+            / 1e12,  # forward, twice as much backward, and the reference
             "num_optim_steps": 1,
             "num_steps_skipped": 0,
             "loss": loss,

@@ -1,4 +1,6 @@
-"""Packing: nothing lost, nothing twice, nothing over budget, and every array of a row says what it should."""
+"""Packing: nothing lost, nothing twice, nothing over budget, and every array of a row says what it
+should.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.training.tree import Row, empty_row, is_valid_tree, pack, pack_row, pack_rows, tree_bounds
+from flowtrain.training.tree import (
+    PackedRow,
+    empty_row,
+    is_valid_tree,
+    pack,
+    pack_row,
+    pack_rows,
+    tree_bounds,
+)
 from flowtrain.types import Sample
 
 
@@ -17,16 +27,33 @@ from flowtrain.types import Sample
 def sample_lists(draw: st.DrawFn) -> list[Sample]:
     """Samples of three tokens, so that many begin alike; each can be told by its advantages."""
     token, samples = st.integers(0, 2), []
-    shapes = draw(st.lists(st.tuples(st.lists(token, min_size=1, max_size=6), st.lists(token, min_size=1, max_size=4)), max_size=12))
+    shapes = draw(
+        st.lists(
+            st.tuples(
+                st.lists(token, min_size=1, max_size=6), st.lists(token, min_size=1, max_size=4)
+            ),
+            max_size=12,
+        )
+    )
     for number, (prompt, response) in enumerate(shapes):
-        logprobs, weights = tuple(-x - number / 8 for x in response), tuple(x + 0.25 * number for x in response)
+        logprobs, weights = (
+            tuple(-x - number / 8 for x in response),
+            tuple(x + 0.25 * number for x in response),
+        )
         samples.append(
-            Sample(tuple(prompt), tuple(response), logprobs, tuple(-number - x / 4 for x in response), weights, minibatch=number % 3)
+            Sample(
+                tuple(prompt),
+                tuple(response),
+                logprobs,
+                tuple(-number - x / 4 for x in response),
+                weights,
+                minibatch=number % 3,
+            )
         )
     return samples
 
 
-def unpack(row: Row) -> list[Sample]:
+def unpack(row: PackedRow) -> list[Sample]:
     """The samples of a row, from its arrays alone."""
     ends, ids = row.subtree_end_N.tolist(), row.input_ids_N.tolist()
     samples = []
@@ -37,15 +64,26 @@ def unpack(row: Row) -> list[Sample]:
         inputs = [ids[i] for i in path]
         prompt = inputs[: len(inputs) - len(targets) + 1]
         assert path[len(prompt) - 1 :] == rows, "each target is predicted by the token before it"
-        assert inputs[len(prompt) :] == targets[:-1], "the inputs after the prompt are the response without its last token"
-        logprobs, advantages, weights = (tuple(x[start:end].tolist()) for x in (row.sampler_logprob_T, row.advantage_T, row.weight_T))
+        assert inputs[len(prompt) :] == targets[:-1], (
+            "the inputs after the prompt are the response without its last token"
+        )
+        logprobs, advantages, weights = (
+            tuple(x[start:end].tolist())
+            for x in (row.sampler_logprob_T, row.advantage_T, row.weight_T)
+        )
         samples.append(Sample(tuple(prompt), tuple(targets), logprobs, advantages, weights))
     assert torch.equal(row.old_logprob_T, row.sampler_logprob_T) and row.ref_logprob_T is None
     return samples
 
 
 def key(sample: Sample) -> tuple[object, ...]:
-    return sample.prompt_ids, sample.response_ids, sample.logprobs, sample.advantages, sample.weights
+    return (
+        sample.prompt_ids,
+        sample.response_ids,
+        sample.logprobs,
+        sample.advantages,
+        sample.weights,
+    )
 
 
 def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
@@ -56,20 +94,37 @@ def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(sample_lists(), st.integers(1, 40))
-def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_shared(samples: list[Sample], budget: int) -> None:
+def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_shared(
+    samples: list[Sample], budget: int
+) -> None:
     rows = pack_rows(samples, budget)
     unpacked = [unpack(row) for row in rows]
     assert sorted(key(s) for row in unpacked for s in row) == sorted(key(s) for s in samples)
     for row, members in zip(rows, unpacked, strict=True):
         assert len(row.input_ids_N) <= budget or len(members) == 1
         assert len(row.input_ids_N) == len(prefixes(members))
-        assert row.num_unshared_tokens == sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in members)
+        assert row.num_unshared_tokens == sum(
+            len(s.prompt_ids) + len(s.response_ids) - 1 for s in members
+        )
         assert is_valid_tree(row.subtree_end_N)
-        dtypes = [tensor.dtype for tensor in (row.input_ids_N, row.position_ids_N, row.subtree_end_N, row.target_row_T, row.target_ids_T)]
+        dtypes = [
+            tensor.dtype
+            for tensor in (
+                row.input_ids_N,
+                row.position_ids_N,
+                row.subtree_end_N,
+                row.target_row_T,
+                row.target_ids_T,
+            )
+        ]
         assert set(dtypes) == {torch.int64}
-        assert {row.advantage_T.dtype, row.weight_T.dtype, row.old_logprob_T.dtype} == {torch.float32}
+        assert {row.advantage_T.dtype, row.weight_T.dtype, row.old_logprob_T.dtype} == {
+            torch.float32
+        }
     for members, following in pairwise(unpacked):
-        assert len(prefixes([*members, following[0]])) > budget, "a row is closed only when the next sample does not fit"
+        assert len(prefixes([*members, following[0]])) > budget, (
+            "a row is closed only when the next sample does not fit"
+        )
 
 
 @settings(derandomize=True, deadline=None)
@@ -93,7 +148,9 @@ def test_what_is_alike_falls_into_one_row_whatever_the_order() -> None:
 
 
 def test_the_example_of_a_row() -> None:
-    """Prompts (1, 2) and (1,) share a token, as do the responses (3, 4) and (3, 5) of the first; (5,) is alone."""
+    """Prompts (1, 2) and (1,) share a token, as do the responses (3, 4) and (3, 5) of the first;
+    (5,) is alone.
+    """
     samples = [
         Sample((1, 2), (3, 4), (-0.1, -0.2), (1.5, 1.25), (0.25, 0.5)),
         Sample((5,), (6,), (-0.3,), (-1.0,), (0.75,)),
@@ -107,19 +164,26 @@ def test_the_example_of_a_row() -> None:
     assert row.target_row_T.tolist() == [1, 2, 4, 1, 2, 0, 3]
     assert row.target_ids_T.tolist() == [3, 4, 6, 3, 5, 7, 8]
     assert row.cu_targets_S1.tolist() == [0, 2, 3, 5, 7]
-    assert row.sampler_logprob_T.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
+    assert row.sampler_logprob_T.tolist() == pytest.approx(
+        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
+    )
     assert row.advantage_T.tolist() == [1.5, 1.25, -1.0, 0.5, 0.5, 2.0, 2.0]
     assert row.weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
 
 @settings(derandomize=True, deadline=None)
 @given(sample_lists(), st.integers(1, 40))
-def test_without_sharing_each_sample_is_a_tree_of_its_own(samples: list[Sample], budget: int) -> None:
+def test_without_sharing_each_sample_is_a_tree_of_its_own(
+    samples: list[Sample], budget: int
+) -> None:
     rows = pack_rows(samples, budget, share=False)
     assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(key(s) for s in samples)
     for row in rows:
         num_samples = len(row.cu_targets_S1) - 1
-        assert len(tree_bounds(row.subtree_end_N)) == num_samples + 1 and len(row.input_ids_N) == row.num_unshared_tokens
+        assert (
+            len(tree_bounds(row.subtree_end_N)) == num_samples + 1
+            and len(row.input_ids_N) == row.num_unshared_tokens
+        )
 
 
 def test_no_samples_make_no_rows() -> None:
@@ -133,7 +197,9 @@ def test_minibatches_get_their_own_samples(samples: list[Sample]) -> None:
     minibatches = pack(samples, 3, 16)
     assert len(minibatches) == 3
     for index, rows in enumerate(minibatches):
-        assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(key(s) for s in samples if s.minibatch == index)
+        assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(
+            key(s) for s in samples if s.minibatch == index
+        )
 
 
 def test_an_empty_row_trains_nothing() -> None:
@@ -145,7 +211,13 @@ def test_an_empty_row_trains_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("subtree_end", "bounds"),
-    [([3, 3, 3, 5, 5], [0, 3, 5]), ([6, 3, 3, 6, 5, 6], [0, 6]), ([1, 2, 3], [0, 1, 2, 3]), ([4, 4, 3, 4, 5], [0, 4, 5]), ([], [0])],
+    [
+        ([3, 3, 3, 5, 5], [0, 3, 5]),
+        ([6, 3, 3, 6, 5, 6], [0, 6]),
+        ([1, 2, 3], [0, 1, 2, 3]),
+        ([4, 4, 3, 4, 5], [0, 4, 5]),
+        ([], [0]),
+    ],
 )
 def test_bounds_of_trees(subtree_end: list[int], bounds: list[int]) -> None:
     assert tree_bounds(torch.tensor(subtree_end, dtype=torch.int64)) == bounds
@@ -157,5 +229,7 @@ def test_bounds_of_trees(subtree_end: list[int], bounds: list[int]) -> None:
 def test_a_tree_is_valid_iff_subtrees_nest(ends: list[int]) -> None:
     num_tokens = len(ends)
     nests = all(i < end <= num_tokens for i, end in enumerate(ends))
-    nests = nests and all(ends[k] <= ends[j] for j in range(num_tokens) for k in range(j + 1, ends[j]))
+    nests = nests and all(
+        ends[k] <= ends[j] for j in range(num_tokens) for k in range(j + 1, ends[j])
+    )
     assert is_valid_tree(torch.tensor(ends)) is nests

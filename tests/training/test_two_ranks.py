@@ -1,4 +1,6 @@
-"""Two ranks train what one rank trains. Run as a script (under torchrun) this file is the training; the tests compare what it wrote."""
+"""Two ranks train what one rank trains. Run as a script (under torchrun) this file is the training;
+the tests compare what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
-from flowtrain.training.totals import Totals
+from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import Row, pack
+from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample, UserError
 
 pytestmark = pytest.mark.dist
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-"""Of fp32 weights of size 1 after three steps of learning rate 0.01: what sums in another order can do."""
+"""Of fp32 weights of size 1 after three steps of learning rate 0.01: what sums in another order can
+do."""
 CASES = {
     "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
     "by_layer": (LossSpec(), {"rescore": True}),
@@ -38,7 +41,10 @@ CASES = {
     "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
     "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
 }
-HOW = {"by_layer_recompute": {"recompute": True}, "by_layer_kept_offloaded": {"reshard": False, "offload": True}}
+HOW = {
+    "by_layer_recompute": {"recompute": True},
+    "by_layer_kept_offloaded": {"reshard": False, "offload": True},
+}
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
     [3, 0, 2, 0],  # and here none at all
@@ -53,7 +59,11 @@ def group_samples(step: int, index: int) -> list[Sample]:
     rng = torch.Generator().manual_seed(100 * step + index)
 
     def ids() -> tuple[int, ...]:
-        return tuple(torch.randint(280, (int(torch.randint(1, 9, (1,), generator=rng)),), generator=rng).tolist())
+        return tuple(
+            torch.randint(
+                280, (int(torch.randint(1, 9, (1,), generator=rng)),), generator=rng
+            ).tolist()
+        )
 
     samples = []
     for _ in range(GROUPS[step][index]):
@@ -61,17 +71,32 @@ def group_samples(step: int, index: int) -> list[Sample]:
         logprobs = tuple((-5.6 + torch.randn(len(response), generator=rng)).tolist())
         advantage, weight = torch.rand(2, generator=rng).tolist()
         advantages, weights = (2 * advantage - 1,) * len(response), (weight,) * len(response)
-        samples.append(Sample(prompt, response, logprobs, advantages, weights, index // 2, (index, 0, len(samples))))
+        samples.append(
+            Sample(
+                prompt,
+                response,
+                logprobs,
+                advantages,
+                weights,
+                index // 2,
+                (index, 0, len(samples)),
+            )
+        )
     return samples
 
 
-def rows_of(step: int, rank: int, size: int) -> list[list[Row]]:
+def rows_of(step: int, rank: int, size: int) -> list[list[PackedRow]]:
     mine = [s for index in range(4) if index % size == rank for s in group_samples(step, index)]
     return pack(mine, 2, token_budget=12)
 
 
 def make_trainer(
-    path: str, world: World, loss: LossSpec, options: dict[str, Any], dtype: torch.dtype = torch.float32, **how: bool
+    path: str,
+    world: World,
+    loss: LossSpec,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    **how: bool,
 ) -> Trainer:
     reference = None
     if loss.kl_coef:
@@ -80,10 +105,15 @@ def make_trainer(
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
         reference = models.shard(frozen, world, models.ShardSpec(dtype))
-    model = models.shard(models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how))
+    model = models.shard(
+        models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how)
+    )
     trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
     for group in trainer.optimizer.param_groups:
-        group["eps"] = 1e-3  # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
+        group["eps"] = (
+            # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps
+            1e-3
+        )
     return trainer
 
 
@@ -97,11 +127,24 @@ def run(path: str, out: Path) -> None:
         trainer = make_trainer(path, world, loss, options, **HOW.get(name, {}))
         stats: list[dict[str, float]] = []
         passes, scores = [0] * len(GROUPS), []
-        trainer.model.register_forward_hook(lambda *_, passes=passes, stats=stats: passes.__setitem__(len(stats), passes[len(stats)] + 1))
+        trainer.model.register_forward_hook(
+            lambda *_, passes=passes, stats=stats: passes.__setitem__(
+                len(stats), passes[len(stats)] + 1
+            )
+        )
         for step in range(len(GROUPS)):
             if step == len(GROUPS) - 1:
                 state = {"cursor": 7}
-                checkpoint.save(out / f"{name}.checkpoints", step, trainer.model, tokenizer, trainer.optimizer, state, world, keep=1)
+                checkpoint.save(
+                    out / f"{name}.checkpoints",
+                    step,
+                    trainer.model,
+                    tokenizer,
+                    trainer.optimizer,
+                    state,
+                    world,
+                    keep=1,
+                )
             stats.append(trainer.step(rows_of(step, world.rank, world.size)))
             scores.append(sorted(trainer.own_scores().items()))
         write(out / f"{name}.safetensors", trainer, world)
@@ -113,23 +156,38 @@ def run(path: str, out: Path) -> None:
     stats = [trainer.step(rows_of(0, world.rank, world.size))]
     write(out / "bf16.safetensors", trainer, world)
     (out / f"bf16.{world.rank}.json").write_text(json.dumps(stats))
-    (out / f"skipped.{world.rank}.json").write_text(json.dumps(skip(make_trainer(path, world, LossSpec(), {}), world)))
+    (out / f"skipped.{world.rank}.json").write_text(
+        json.dumps(skip(make_trainer(path, world, LossSpec(), {}), world))
+    )
     end_process(0)
 
 
 def skip(trainer: Trainer, world: World) -> list[bool | float]:
-    """A step that goes wrong on the last rank's account alone, then three times an infinite loss there with a gradient that is sound."""
+    """A step that goes wrong on the last rank's account alone, then three times an infinite loss
+    there with a gradient that is sound.
+    """
     is_last = world.rank == world.size - 1
     trainer.step(rows_of(1, world.rank, world.size))
     before = state_of(trainer)
     first, _ = rows_of(0, world.rank, world.size)
-    stats = trainer.step([[replace(row, advantage_T=row.advantage_T * (math.nan if is_last else 1.0)) for row in first]])
-    told: list[bool | float] = [stats["num_steps_skipped"], stats["num_optim_steps"], same(state_of(trainer), before)]
+    stats = trainer.step(
+        [
+            [
+                replace(row, advantage_T=row.advantage_T * (math.nan if is_last else 1.0))
+                for row in first
+            ]
+        ]
+    )
+    told: list[bool | float] = [
+        stats["num_steps_skipped"],
+        stats["num_optim_steps"],
+        same(state_of(trainer), before),
+    ]
     trainer.step(rows_of(0, world.rank, world.size))
     before = state_of(trainer)
     for _ in range(3):
         try:
-            trainer.forward_backward(first, 1.0, Totals(), 5)
+            trainer.forward_backward(first, 1.0, StepMetrics(), 5)
             told.append(trainer.optim_step(torch.tensor(math.inf if is_last else 0.0), 9) is None)
         except UserError as error:
             told.append(str(error).startswith("step 9: 3 optimizer steps in a row"))
@@ -139,7 +197,10 @@ def skip(trainer: Trainer, world: World) -> list[bool | float]:
 def state_of(trainer: Trainer) -> list[Tensor]:
     """This rank's shards of weights and moments, copied."""
     moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
-    return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in [*trainer.model.parameters(), *moments]]
+    return [
+        (x.to_local() if isinstance(x, DTensor) else x).detach().clone()
+        for x in [*trainer.model.parameters(), *moments]
+    ]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -159,9 +220,18 @@ def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for size in (1, 2):
         places[size] = tmp_path_factory.mktemp(f"ranks{size}")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(size),
+        ]
         command = [*torchrun, __file__, tiny_path, str(places[size])]
-        launched[size] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        launched[size] = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
     for process in launched.values():
         try:
             output, _ = process.communicate(timeout=120)
@@ -174,19 +244,27 @@ def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert set(ours) == set(theirs)
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-def stats_of(results: dict[int, Path], size: int, name: str, rank: int = 0) -> list[dict[str, float]]:
+def stats_of(
+    results: dict[int, Path], size: int, name: str, rank: int = 0
+) -> list[dict[str, float]]:
     return json.loads((results[size] / f"{name}.{rank}.json").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_get_the_weights_of_one(results: dict[int, Path], tiny_path: str, name: str) -> None:
+def test_two_ranks_get_the_weights_of_one(
+    results: dict[int, Path], tiny_path: str, name: str
+) -> None:
     one, two = (load_file(results[size] / f"{name}.safetensors") for size in (1, 2))
     close(two, one)
     start = load_file(Path(tiny_path) / "model.safetensors")
-    assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), "every weight was trained"
+    assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), (
+        "every weight was trained"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -198,25 +276,48 @@ def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: 
         # Filling rows for a rank that has run out count as packed tokens.
         assert ours.pop("num_packed_tokens") >= theirs.pop("num_packed_tokens")
         assert ours.pop("num_rows") >= theirs.pop("num_rows")
-        assert ours.pop("train_tflop") >= theirs.pop("train_tflop") * 0.999, "what ranks hold apart is computed twice"
-        assert 0 <= ours.pop("shared_token_share") <= theirs.pop("shared_token_share") + 1e-6 < 1, "what ranks hold apart is not shared"
+        assert ours.pop("train_tflop") >= theirs.pop("train_tflop") * 0.999, (
+            "what ranks hold apart is computed twice"
+        )
+        assert 0 <= ours.pop("shared_token_share") <= theirs.pop("shared_token_share") + 1e-6 < 1, (
+            "what ranks hold apart is not shared"
+        )
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
 
 
-def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(results: dict[int, Path]) -> None:
-    """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would leave the other waiting."""
-    taken = [json.loads((results[2] / f"by_layer_recompute.{rank}.passes").read_text()) for rank in range(2)]
-    rows = [[[len(minibatch) for minibatch in rows_of(step, rank, 2)] for rank in range(2)] for step in range(len(GROUPS))]
-    needed = [sum((first + second + 1) // 2 for first, second in zip(*step, strict=True)) for step in rows]
+def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(
+    results: dict[int, Path],
+) -> None:
+    """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would
+    leave the other waiting.
+    """
+    taken = [
+        json.loads((results[2] / f"by_layer_recompute.{rank}.passes").read_text())
+        for rank in range(2)
+    ]
+    rows = [
+        [[len(minibatch) for minibatch in rows_of(step, rank, 2)] for rank in range(2)]
+        for step in range(len(GROUPS))
+    ]
+    needed = [
+        sum((first + second + 1) // 2 for first, second in zip(*step, strict=True)) for step in rows
+    ]
     assert taken[0] == taken[1] == needed
     as_they_were = [sum(map(max, *step)) for step in rows]
     assert sum(needed) < sum(as_they_were), "the case is one in which rows move"
 
 
-def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(results: dict[int, Path]) -> None:
-    one, *two = (json.loads((results[size] / f"by_layer.{rank}.scores").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1)))
+def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(
+    results: dict[int, Path],
+) -> None:
+    one, *two = (
+        json.loads((results[size] / f"by_layer.{rank}.scores").read_text())
+        for size, rank in ((1, 0), (2, 0), (2, 1))
+    )
     for step, expected in enumerate(one):
-        assert [len(scores) for scores in (each[step] for each in two)] == [sum(GROUPS[step][rank::2]) for rank in range(2)]
+        assert [len(scores) for scores in (each[step] for each in two)] == [
+            sum(GROUPS[step][rank::2]) for rank in range(2)
+        ]
         for rank, scores in enumerate(each[step] for each in two):
             theirs = [(origin, logprobs) for origin, logprobs in expected if origin[0] % 2 == rank]
             assert [origin for origin, _ in scores] == [origin for origin, _ in theirs]
@@ -248,7 +349,9 @@ def test_checkpoints_of_one_and_two_ranks_hold_the_same(results: dict[int, Path]
             close(load_file(two / file), load_file(one / file))
 
 
-def test_bf16_keeps_fp32_master_weights(results: dict[int, Path], tiny_path: str, alone: World) -> None:
+def test_bf16_keeps_fp32_master_weights(
+    results: dict[int, Path], tiny_path: str, alone: World
+) -> None:
     """Forward and backward pass are rounded; the gradient is that of fp32 but for a few percent."""
     exact = make_trainer(tiny_path, alone, LossSpec(), {"grad_clip": 0.0}).step(rows_of(0, 0, 1))
     for size in (1, 2):
@@ -261,8 +364,18 @@ def test_bf16_keeps_fp32_master_weights(results: dict[int, Path], tiny_path: str
 
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(results: dict[int, Path], size: int, rank: int) -> None:
-    assert json.loads((results[size] / f"skipped.{rank}.json").read_text()) == [1, 0, True, True, True, True, True]
+def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(
+    results: dict[int, Path], size: int, rank: int
+) -> None:
+    assert json.loads((results[size] / f"skipped.{rank}.json").read_text()) == [
+        1,
+        0,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A reader of deltas in plain Python, written from docs/delta-format.md alone: what that page leaves out, this cannot do."""
+"""A reader of deltas in plain Python, written from docs/delta-format.md alone: what that page
+leaves out, this cannot do.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Bits:
         self.data, self.at = data, 0
 
     def take(self, count: int) -> int:
-        value = sum((self.data[i >> 3] >> (i & 7) & 1) << (i - self.at) for i in range(self.at, self.at + count))
+        value = sum(
+            (self.data[i >> 3] >> (i & 7) & 1) << (i - self.at)
+            for i in range(self.at, self.at + count)
+        )
         self.at += count
         return value
 
@@ -43,7 +48,10 @@ class Bits:
         """The values of each class."""
         low = [[self.take(k) for _ in range(n)] for n, k in lengths_and_k]
         self.pad()
-        values = [[self.unary() << k | bits for bits in part] for part, (_, k) in zip(low, lengths_and_k, strict=True)]
+        values = [
+            [self.unary() << k | bits for bits in part]
+            for part, (_, k) in zip(low, lengths_and_k, strict=True)
+        ]
         self.pad()
         return values
 
@@ -102,7 +110,9 @@ def read_block(codec: int, payload: bytes, old: list[int]) -> Iterator[tuple[int
             members = [[] for _ in classes]
             for i, word in enumerate(old):
                 members[min(max(top - (word >> 7 & 0xFF), 0), 7)].append(i)
-        positions = [of_class[rank] for of_class, some in zip(members, ranks, strict=True) for rank in some]
+        positions = [
+            of_class[rank] for of_class, some in zip(members, ranks, strict=True) for rank in some
+        ]
     diffs = [-1 if bits.take(1) else 1 for _ in positions]
     bits.pad()
     exceptions = bits.rice([(one.num_exceptions, one.exception_k) for one in classes])
@@ -117,10 +127,16 @@ def read_block(codec: int, payload: bytes, old: list[int]) -> Iterator[tuple[int
 
 
 def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
-    """All (position, diff) in ascending order; `old`: the words before. Every checksum and digest is compared."""
+    """All (position, diff) in ascending order; `old`: the words before. Every checksum and digest
+    is compared.
+    """
     magic, file_format, level, block_log2, reserved = struct.unpack_from("<4s4B", data)
     num_words, first, num_changed, *digests, checksum = struct.unpack_from("<8Q", data, 8)
-    assert (magic, file_format, block_log2, reserved) == (b"FTDL", 1, 16, 0) and level in (1, 2) and num_words == len(old)
+    assert (
+        (magic, file_format, block_log2, reserved) == (b"FTDL", 1, 16, 0)
+        and level in (1, 2)
+        and num_words == len(old)
+    )
     num_blocks = -(-num_words // 65536)
     at = 72 + 12 * num_blocks
     assert checksum == xxh3(struct.pack("<2Q", xxh3(data[:64] + bytes(8)), xxh3(data[72:at])))
@@ -128,11 +144,21 @@ def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
     for block in range(num_blocks):
         packed, payload_sum = struct.unpack_from("<IQ", data, 72 + 12 * block)
         codec, payload = packed >> 28, data[at : at + packed % 2**28]
-        assert payload_sum == (xxh3(payload) if payload else 0) and len(payload) == packed % 2**28 and (level == 2 or codec != CLASS_RICE)
+        assert (
+            payload_sum == (xxh3(payload) if payload else 0)
+            and len(payload) == packed % 2**28
+            and (level == 2 or codec != CLASS_RICE)
+        )
         start = block * 65536
-        found += [(start + position, diff) for position, diff in read_block(codec, payload, old[start : start + 65536])]
+        found += [
+            (start + position, diff)
+            for position, diff in read_block(codec, payload, old[start : start + 65536])
+        ]
         at += len(payload)
     changes = [digest_change(first + i, old[i], (old[i] + diff) % 2**16) for i, diff in found]
     assert at == len(data) and len(found) == num_changed
-    assert [sum(one) % 2**64 for one in zip(*changes, strict=True)] in ([(digests[2 + i] - digests[i]) % 2**64 for i in (0, 1)], [])
+    assert [sum(one) % 2**64 for one in zip(*changes, strict=True)] in (
+        [(digests[2 + i] - digests[i]) % 2**64 for i in (0, 1)],
+        [],
+    )
     return sorted(found)

@@ -1,4 +1,6 @@
-"""Small stores to look at, over HTTP and on the command line, or to damage; and a server that misbehaves as it is told."""
+"""Small stores to look at, over HTTP and on the command line, or to damage; and a server that
+misbehaves as it is told.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ import torch
 from http_servers import running
 from torch import Tensor
 
-from flowtrain.serving import address
+from flowtrain.utils.serving import address
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.__main__ import main
 from flowtrain.weights.files import seal, write_anchor
 from flowtrain.weights.manifest import File
-from flowtrain.weights.pieces import pieces
 from flowtrain.weights.serve import make_app
+from flowtrain.weights.tensor_shards import pieces
 
 TOKEN = "a-token-of-the-tests"
 LAST = 5
@@ -33,7 +35,11 @@ LAST = 5
 def weights_at(version: int) -> dict[str, Tensor]:
     """All versions differ, and the later ones in a few words only."""
     rng = torch.Generator().manual_seed(0)
-    weights = {"layer.weight": torch.randn(64, 96, generator=rng).bfloat16(), "norm": torch.ones(7), "step": torch.tensor(float(version))}
+    weights = {
+        "layer.weight": torch.randn(64, 96, generator=rng).bfloat16(),
+        "norm": torch.ones(7),
+        "step": torch.tensor(float(version)),
+    }
     for step in range(1, version + 1):
         weights["layer.weight"].view(-1)[torch.randint(0, 64 * 96, (40,), generator=rng)] += step
     return weights
@@ -49,7 +55,9 @@ def fill(root: Path, level: int = 1) -> WeightStore:
 
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def serving(store: WeightStore, token: str = TOKEN) -> contextlib.AbstractContextManager[str]:
@@ -68,7 +76,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        self.server.seen.append((name, self.headers.get("Range"), self.headers.get("Authorization")))
+        self.server.seen.append(
+            (name, self.headers.get("Range"), self.headers.get("Authorization"))
+        )
         answers = self.server.answers.get(name, [])
         (answers.pop(0) if answers else honest)(self)
 
@@ -95,7 +105,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Misbehaving(ThreadingHTTPServer):
-    """`answers`: by file name, what to do with the next requests for it; after them the server is honest. `seen`: every request."""
+    """`answers`: by file name, what to do with the next requests for it; after them the server is
+    honest. `seen`: every request.
+    """
 
     daemon_threads = True
 
@@ -153,8 +165,17 @@ def cut_after(num_bytes: int, has_length: bool = True) -> Answer:
     def answer(handler: Handler) -> None:
         data, start = handler.data() or b"", handler.start()
         announced = len(data) - start if has_length else None
-        extra = {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if handler.headers.get("Range") else {}
-        handler.reply(206 if extra else 200, data[start : start + num_bytes], Content_Length=announced, **extra)
+        extra = (
+            {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+            if handler.headers.get("Range")
+            else {}
+        )
+        handler.reply(
+            206 if extra else 200,
+            data[start : start + num_bytes],
+            Content_Length=announced,
+            **extra,
+        )
 
     return answer
 
@@ -258,8 +279,14 @@ def rewrite(store: WeightStore, version: int, **changes: Any) -> None:
 def reseal(store: WeightStore, base: int, version: int) -> None:
     """The manifest takes a delta file as it is now."""
     manifest = store.manifest(version)
-    rewrite(store, version, delta_files=manifest.delta_files | {base: (seal(delta_path(store, base, version)),)})
+    rewrite(
+        store,
+        version,
+        delta_files=manifest.delta_files | {base: (seal(delta_path(store, base, version)),)},
+    )
 
 
 def add_anchor(store: WeightStore, version: int) -> File:
-    return write_anchor(store.place(version) / "anchor-r0.safetensors", pieces(weights_at(version), None, 0, 1))
+    return write_anchor(
+        store.place(version) / "anchor-r0.safetensors", pieces(weights_at(version), None, 0, 1)
+    )

@@ -1,4 +1,6 @@
-"""Several publishers of one model in one process: threads that cut plain tensors by rows, in the place of DTensors."""
+"""Several publishers of one model in one process: threads that cut plain tensors by rows, in the
+place of DTensors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from weight_samples import chain
 
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights import publisher as module
-from flowtrain.weights.pieces import Piece, spec_of
+from flowtrain.weights.tensor_shards import Piece, spec_of
 
 
 @dataclass
@@ -57,7 +59,9 @@ def rows_of(tensors: dict[str, Tensor], _: object, rank: int, num_ranks: int) ->
     return found
 
 
-def publish_together(store: WeightStore, num_ranks: int, versions: range, resume: bool = False, level: int = 1) -> None:
+def publish_together(
+    store: WeightStore, num_ranks: int, versions: range, resume: bool = False, level: int = 1
+) -> None:
     """Publish the chain's versions by so many ranks; the first exception of a rank is raised."""
     meeting = Meeting(num_ranks)
 

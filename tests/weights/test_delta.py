@@ -1,4 +1,6 @@
-"""The sparse-delta codec: every bit comes back, every path agrees with the direct one, and what is wrong is refused by name."""
+"""The sparse-delta codec: every bit comes back, every path agrees with the direct one, and what is
+wrong is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,20 @@ from hypothesis import strategies as st
 from flowtrain import _delta
 
 CODECS = ("empty", "pairs", "rice", "class_rice", "bitmap", "dense")
-SPECIALS = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0xFFC1, 0xFFFF, 0x7F7F]
+SPECIALS = [
+    0x0000,
+    0x8000,
+    0x0001,
+    0x8001,
+    0x007F,
+    0x7F80,
+    0xFF80,
+    0x7F81,
+    0x7FC0,
+    0xFFC1,
+    0xFFFF,
+    0x7F7F,
+]
 """+-0, denormals, infinities, NaNs of several payloads, the largest number."""
 
 HEADER_BYTES = 72
@@ -25,13 +40,20 @@ HEADER_BYTES = 72
 
 def weights(num_words: int, seed: int = 0) -> np.ndarray:
     """bf16 of normal(0, 0.02)."""
-    return (np.random.default_rng(seed).normal(0, 0.02, num_words).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return (
+        np.random.default_rng(seed).normal(0, 0.02, num_words).astype(np.float32).view(np.uint32)
+        >> 16
+    ).astype(np.uint16)
 
 
 def changed(words: np.ndarray, density: float, kind: str = "unit", seed: int = 1) -> np.ndarray:
-    """A copy with about that share of its words changed: by one unit ("tiny": those near zero), to a special value, or to anything."""
+    """A copy with about that share of its words changed: by one unit ("tiny": those near zero), to
+    a special value, or to anything.
+    """
     rng = np.random.default_rng(seed)
-    where = rng.random(len(words)) < density * (20 * (words & 0x7FFF < 0x3B00) if kind == "tiny" else 1)
+    where = rng.random(len(words)) < density * (
+        20 * (words & 0x7FFF < 0x3B00) if kind == "tiny" else 1
+    )
     new = {
         "unit": words + rng.choice(np.array([1, 65535], np.uint16), len(words)),
         "tiny": words + rng.choice(np.array([1, 65535], np.uint16), len(words)),
@@ -41,8 +63,17 @@ def changed(words: np.ndarray, density: float, kind: str = "unit", seed: int = 1
     return np.where(where, new, words).astype(np.uint16)
 
 
-def delta_of(old: np.ndarray, new: np.ndarray, level: int = 1, first: int = 0, num_threads: int = 1) -> np.ndarray:
-    return _delta.encode(old, new, first=first, level=level, base_digest=_delta.digest(old, first=first), num_threads=num_threads)
+def delta_of(
+    old: np.ndarray, new: np.ndarray, level: int = 1, first: int = 0, num_threads: int = 1
+) -> np.ndarray:
+    return _delta.encode(
+        old,
+        new,
+        first=first,
+        level=level,
+        base_digest=_delta.digest(old, first=first),
+        num_threads=num_threads,
+    )
 
 
 def applied(delta: np.ndarray, words: np.ndarray, num_threads: int = 1) -> np.ndarray:
@@ -61,7 +92,10 @@ def resealed(delta: np.ndarray) -> np.ndarray:
     num_blocks = -(-int.from_bytes(data[8:16], "little") // _delta.BLOCK_WORDS)
     data[64:72] = bytes(8)
     end = HEADER_BYTES + 12 * num_blocks
-    sums = [xxhash.xxh3_64_intdigest(bytes(part)).to_bytes(8, "little") for part in (data[:HEADER_BYTES], data[HEADER_BYTES:end])]
+    sums = [
+        xxhash.xxh3_64_intdigest(bytes(part)).to_bytes(8, "little")
+        for part in (data[:HEADER_BYTES], data[HEADER_BYTES:end])
+    ]
     data[64:72] = xxhash.xxh3_64_intdigest(b"".join(sums)).to_bytes(8, "little")
     return np.frombuffer(bytes(data), np.uint8)
 
@@ -107,20 +141,40 @@ def test_the_digest_sees_one_word_and_its_place() -> None:
     words = weights(1000)
     swapped = words.copy()
     swapped[[3, 4]] = words[[4, 3]]
-    assert words[3] != words[4] and _delta.digest(swapped) != _delta.digest(words) != _delta.digest(words, first=1)
+    assert words[3] != words[4] and _delta.digest(swapped) != _delta.digest(words) != _delta.digest(
+        words, first=1
+    )
 
 
 # ---- round trips
 
 SIZES = [0, 1, 2, 63, 64, 65, 1000, 65535, 65536, 65537, 140_000]
 DENSITIES = [0, 0.00002, 0.001, 0.01, 0.1, 0.3, 0.6, 0.9, 1]
-versions = st.tuples(st.sampled_from(DENSITIES), st.sampled_from(["unit", "tiny", "special", "any"]), st.integers(0, 2**32))
+versions = st.tuples(
+    st.sampled_from(DENSITIES),
+    st.sampled_from(["unit", "tiny", "special", "any"]),
+    st.integers(0, 2**32),
+)
 
 
-@given(st.sampled_from(SIZES), versions, versions, versions, st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(1, 3))
+@given(
+    st.sampled_from(SIZES),
+    versions,
+    versions,
+    versions,
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 3),
+)
 @settings(max_examples=300, deadline=None)
 def test_every_way_there_is_the_direct_one(
-    num_words: int, zeroth: Any, there: Any, further: Any, level: int, other_level: int, num_threads: int
+    num_words: int,
+    zeroth: Any,
+    there: Any,
+    further: Any,
+    level: int,
+    other_level: int,
+    num_threads: int,
 ) -> None:
     old = changed(weights(num_words), *zeroth)
     new = changed(old, *there)
@@ -129,12 +183,24 @@ def test_every_way_there_is_the_direct_one(
     delta = delta_of(old, new, level, first, num_threads)
     told = _delta.validate(delta, old, num_threads=num_threads)
     assert told == _delta.info(delta)
-    assert (told["num_words"], told["first"], told["level"], told["num_bytes"]) == (num_words, first, level, delta.size)
-    assert told["num_changed"] == (old != new).sum() and sum(told["num_blocks"]) == -(-num_words // 65536)
-    assert (told["base_digest"], told["target_digest"]) == (_delta.digest(old, first=first), _delta.digest(new, first=first))
+    assert (told["num_words"], told["first"], told["level"], told["num_bytes"]) == (
+        num_words,
+        first,
+        level,
+        delta.size,
+    )
+    assert told["num_changed"] == (old != new).sum() and sum(told["num_blocks"]) == -(
+        -num_words // 65536
+    )
+    assert (told["base_digest"], told["target_digest"]) == (
+        _delta.digest(old, first=first),
+        _delta.digest(new, first=first),
+    )
     assert delta.size <= _delta.worst_case_size(num_words)
     positions, diffs = _delta.decode(delta, old)
-    assert np.array_equal(positions, np.flatnonzero(old != new)) and np.array_equal(diffs, (new - old)[old != new])
+    assert np.array_equal(positions, np.flatnonzero(old != new)) and np.array_equal(
+        diffs, (new - old)[old != new]
+    )
     assert np.array_equal(applied(delta, old, num_threads), new)
 
     more = delta_of(new, last, other_level, first)
@@ -144,7 +210,9 @@ def test_every_way_there_is_the_direct_one(
     assert np.array_equal(back, delta_of(new, old, level, first))
     assert np.array_equal(_delta.compose([delta, back], old), delta_of(old, old, 1, first))
     if level == other_level == 1:  # what stands alone is composed and inverted alone
-        assert np.array_equal(_delta.compose([delta, more]), both) and np.array_equal(_delta.invert(delta), back)
+        assert np.array_equal(_delta.compose([delta, more]), both) and np.array_equal(
+            _delta.invert(delta), back
+        )
         assert np.array_equal(_delta.decode(delta)[0], positions) and _delta.validate(delta) == told
 
 
@@ -205,7 +273,14 @@ def test_instruction_sets_agree(name: str, isa: Callable[[str], None]) -> None:
                     delta = delta_of(old, new, level, first=11)
                     back = _delta.invert(delta, old, level=2)
                     positions, diffs = _delta.decode(delta, old)
-                    for result in (delta, back, positions, diffs, applied(delta, old), applied(back, new)):
+                    for result in (
+                        delta,
+                        back,
+                        positions,
+                        diffs,
+                        applied(delta, old),
+                        applied(back, new),
+                    ):
                         yield result.tobytes()
                     yield repr(_delta.digest(new, first=3)).encode()
 
@@ -236,7 +311,9 @@ def test_pairs_give_the_bytes_of_encode(num_words: int, version: Any, num_thread
     new = changed(old, *version)
     base = _delta.digest(old, first=9)
     change = minus(_delta.digest(new, first=9), base)
-    ours = _delta.encode_pairs(*pairs_of(old, new), num_words, change, first=9, base_digest=base, num_threads=num_threads)
+    ours = _delta.encode_pairs(
+        *pairs_of(old, new), num_words, change, first=9, base_digest=base, num_threads=num_threads
+    )
     assert np.array_equal(ours, delta_of(old, new, first=9))
 
 
@@ -253,7 +330,9 @@ def test_pairs_give_the_bytes_of_encode(num_words: int, version: Any, num_thread
         ([1], [1, 2], [1], "differ in length"),
     ],
 )
-def test_wrong_pairs_are_refused(counts: list[int], positions: list[int], diffs: list[int], says: str) -> None:
+def test_wrong_pairs_are_refused(
+    counts: list[int], positions: list[int], diffs: list[int], says: str
+) -> None:
     arrays = np.array(counts, np.uint32), np.array(positions, np.uint16), np.array(diffs, np.uint16)
     with pytest.raises(ValueError, match=says):
         _delta.encode_pairs(*arrays, 100, (0, 0))
@@ -263,7 +342,9 @@ def test_wrong_pairs_are_refused(counts: list[int], positions: list[int], diffs:
 
 
 def lets_others_run(call: Callable[[], Any]) -> bool:
-    """Whether another thread gets on during many calls. Nobody is ever asked to give the GIL up here: a call must do it by itself."""
+    """Whether another thread gets on during many calls. Nobody is ever asked to give the GIL up
+    here: a call must do it by itself.
+    """
     gate, progress = threading.Lock(), []
     other = threading.Thread(target=lambda: (gate.acquire(), progress.append(True), gate.release()))
     before = sys.getswitchinterval()
@@ -281,11 +362,29 @@ def lets_others_run(call: Callable[[], Any]) -> bool:
         other.join()
 
 
-@pytest.mark.parametrize("name", ["encode", "encode_pairs", "apply", "validate", "decode", "compose", "invert", "digest", "xxh3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encode",
+        "encode_pairs",
+        "apply",
+        "validate",
+        "decode",
+        "compose",
+        "invert",
+        "digest",
+        "xxh3",
+    ],
+)
 def test_the_gil_is_released(name: str) -> None:
     old = weights(65536)
     new = changed(old, 0.1)
-    delta, back, words, pairs = delta_of(old, new), delta_of(new, old), old.copy(), pairs_of(old, new)
+    delta, back, words, pairs = (
+        delta_of(old, new),
+        delta_of(new, old),
+        old.copy(),
+        pairs_of(old, new),
+    )
     data = old.view(np.uint8)
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: _delta.encode(old, new),

@@ -1,4 +1,6 @@
-"""docs/delta-format.md tells all: a reader written from it alone agrees with the codec, on every codec of a block."""
+"""docs/delta-format.md tells all: a reader written from it alone agrees with the codec, on every
+codec of a block.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from flowtrain import _delta
         (65_537, 1, "any", 2, "dense"),
     ],
 )
-def test_the_page_is_enough_to_read(num_words: int, density: float, kind: str, level: int, codec: str | None) -> None:
+def test_the_page_is_enough_to_read(
+    num_words: int, density: float, kind: str, level: int, codec: str | None
+) -> None:
     old = changed(weights(num_words), 0.02, "special", seed=4)
     new = changed(old, density, kind)
     if kind == "tiny":  # some exceptions too, -32768 among them
@@ -36,7 +40,9 @@ def test_the_page_is_enough_to_read(num_words: int, density: float, kind: str, l
     if codec:
         assert _delta.info(delta)["num_blocks"][CODECS.index(codec)] > 0
     positions, diffs = _delta.decode(delta, old)
-    assert read(delta.tobytes(), old.tolist()) == list(zip(positions.tolist(), diffs.tolist(), strict=True))
+    assert read(delta.tobytes(), old.tolist()) == list(
+        zip(positions.tolist(), diffs.tolist(), strict=True)
+    )
     assert np.array_equal(old[positions] + diffs, new[positions])
 
 

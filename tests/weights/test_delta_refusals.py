@@ -16,7 +16,13 @@ NEW = changed(OLD, 0.01)
 LEVELS = pytest.mark.parametrize("level", [1, 2])
 
 
-def refused(error: type[Exception], delta: np.ndarray, words: np.ndarray = OLD, match: str | None = None, num_threads: int = 1) -> None:
+def refused(
+    error: type[Exception],
+    delta: np.ndarray,
+    words: np.ndarray = OLD,
+    match: str | None = None,
+    num_threads: int = 1,
+) -> None:
     """By every function that reads it, and `words` stay what they are."""
     kept = words.copy()
     with pytest.raises(error, match=match):
@@ -32,13 +38,17 @@ def refused(error: type[Exception], delta: np.ndarray, words: np.ndarray = OLD, 
 
 def test_the_errors_have_one_parent() -> None:
     names = ("NotADelta", "NewerFormat", "CorruptDelta", "WrongBase", "WrongLayout")
-    assert all(issubclass(getattr(_delta, name), _delta.DeltaError) for name in names) and issubclass(_delta.DeltaError, ValueError)
+    assert all(
+        issubclass(getattr(_delta, name), _delta.DeltaError) for name in names
+    ) and issubclass(_delta.DeltaError, ValueError)
 
 
 # ---- bytes that are not a delta, or no longer
 
 
-@pytest.mark.parametrize("data", [b"", b"FTDL", b"\0" * 500, b"PK\3\4" + b"\7" * 200, bytes(range(256))])
+@pytest.mark.parametrize(
+    "data", [b"", b"FTDL", b"\0" * 500, b"PK\3\4" + b"\7" * 200, bytes(range(256))]
+)
 def test_other_bytes(data: bytes) -> None:
     refused(_delta.NotADelta, np.frombuffer(data, np.uint8))
 
@@ -69,13 +79,21 @@ def test_any_flipped_bit_is_seen(level: int) -> None:
             words = old.copy()
             with pytest.raises(_delta.DeltaError) as caught:
                 _delta.apply([mutated], [words])
-            kind = _delta.NotADelta if byte < 4 else _delta.NewerFormat if byte == 4 and mutated[4] > 1 else _delta.CorruptDelta
+            kind = (
+                _delta.NotADelta
+                if byte < 4
+                else _delta.NewerFormat
+                if byte == 4 and mutated[4] > 1
+                else _delta.CorruptDelta
+            )
             assert caught.type is kind and np.array_equal(words, old), byte
 
 
 @LEVELS
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_flipped_bit_in_the_last_block_leaves_the_first_alone(level: int, num_threads: int) -> None:
+def test_a_flipped_bit_in_the_last_block_leaves_the_first_alone(
+    level: int, num_threads: int
+) -> None:
     delta = delta_of(OLD, NEW, level)
     delta[-5] ^= 4
     refused(_delta.CorruptDelta, delta, match="block 2", num_threads=num_threads)
@@ -92,7 +110,9 @@ def test_a_flipped_bit_in_the_last_block_leaves_the_first_alone(level: int, num_
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_lying_header_under_right_checksums_is_undone(at: int, value: int, error: type[Exception], num_threads: int) -> None:
+def test_a_lying_header_under_right_checksums_is_undone(
+    at: int, value: int, error: type[Exception], num_threads: int
+) -> None:
     delta = delta_of(OLD, NEW)
     delta[at] ^= value
     words = OLD.copy()
@@ -173,7 +193,11 @@ def test_one_bad_patch_of_several_changes_none(bad: str, num_threads: int) -> No
 
 def test_several_good_patches_are_applied_together() -> None:
     words = [OLD.copy(), OLD[:5].copy(), OLD[:0].copy()]
-    deltas = [delta_of(OLD, NEW, 2), delta_of(OLD[:5], OLD[:5] + np.uint16(1)), delta_of(OLD[:0], OLD[:0])]
+    deltas = [
+        delta_of(OLD, NEW, 2),
+        delta_of(OLD[:5], OLD[:5] + np.uint16(1)),
+        delta_of(OLD[:0], OLD[:0]),
+    ]
     _delta.apply(deltas, words, num_threads=2)
     assert np.array_equal(words[0], NEW) and np.array_equal(words[1], OLD[:5] + np.uint16(1))
     _delta.apply([], [])
@@ -221,7 +245,12 @@ def test_another_base_makes_no_composition(level: int) -> None:
 
 def test_level_2_needs_its_base() -> None:
     delta = delta_of(OLD, NEW, 2)
-    calls: list[Callable[[Any], Any]] = [_delta.decode, _delta.validate, _delta.invert, lambda delta: _delta.compose([delta])]
+    calls: list[Callable[[Any], Any]] = [
+        _delta.decode,
+        _delta.validate,
+        _delta.invert,
+        lambda delta: _delta.compose([delta]),
+    ]
     for call in calls:
         with pytest.raises(_delta.WrongBase, match="base weights"):
             call(delta)
@@ -235,7 +264,12 @@ def test_level_2_needs_its_base() -> None:
 
 def test_other_arrays_are_refused_not_copied() -> None:
     delta = delta_of(OLD, NEW)
-    wrong = {"dtype": OLD.view(np.int16), "byte order": OLD.astype(">u2"), "strides": np.repeat(OLD, 2)[::2], "list": OLD.tolist()}
+    wrong = {
+        "dtype": OLD.view(np.int16),
+        "byte order": OLD.astype(">u2"),
+        "strides": np.repeat(OLD, 2)[::2],
+        "list": OLD.tolist(),
+    }
     for words in wrong.values():
         with pytest.raises(TypeError):
             _delta.encode(words, words)
@@ -259,7 +293,11 @@ def test_read_only_words_are_refused() -> None:
 
 def test_words_at_an_odd_address_are_refused() -> None:
     odd = np.zeros(2 * 1000 + 1, np.uint8)[1:].view(np.uint16)
-    for call in (lambda: _delta.digest(odd), lambda: _delta.encode(odd, odd), lambda: _delta.apply([delta_of(OLD, OLD)], [odd])):
+    for call in (
+        lambda: _delta.digest(odd),
+        lambda: _delta.encode(odd, odd),
+        lambda: _delta.apply([delta_of(OLD, OLD)], [odd]),
+    ):
         with pytest.raises(ValueError, match="even address"):
             call()
 

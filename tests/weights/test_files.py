@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
 from flowtrain.weights.files import open_delta, read_anchor
 from flowtrain.weights.manifest import Manifest
-from flowtrain.weights.pieces import TensorSpec
+from flowtrain.weights.tensor_shards import TensorSpec
 
 
 @pytest.fixture
@@ -33,15 +33,30 @@ def circle(record: dict[str, Any]) -> None:
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a circle": (circle, "not before it"),
     "a later anchor": (lambda r: r.update(anchor=3), "not before it"),
-    "no dtype": (lambda r: r["tensors"]["w"].update(dtype="bfloat17"), "no dtype that this torch knows"),
-    "no dtype but a name": (lambda r: r["tensors"]["w"].update(dtype="nn"), "no dtype that this torch knows"),
-    "a negative shape": (lambda r: r["tensors"]["w"].update(shape=[-4]), "no tensor of 16-bit words"),
-    "odd bytes": (lambda r: r["tensors"]["w"].update(dtype="uint8", shape=[3]), "no tensor of 16-bit words"),
+    "no dtype": (
+        lambda r: r["tensors"]["w"].update(dtype="bfloat17"),
+        "no dtype that this torch knows",
+    ),
+    "no dtype but a name": (
+        lambda r: r["tensors"]["w"].update(dtype="nn"),
+        "no dtype that this torch knows",
+    ),
+    "a negative shape": (
+        lambda r: r["tensors"]["w"].update(shape=[-4]),
+        "no tensor of 16-bit words",
+    ),
+    "odd bytes": (
+        lambda r: r["tensors"]["w"].update(dtype="uint8", shape=[3]),
+        "no tensor of 16-bit words",
+    ),
     "an infinite version": (lambda r: r.update(version=float("inf")), "is damaged"),
     "another root": (lambda r: r.update(root="0" * 32), "its root is not that of its tensors"),
     "a newer format": (lambda r: r.update(format=2), "a newer flowtrain is needed"),
     **{
-        f"file {name!r}": (lambda r, name=name: r["delta_files"]["1"][0].update(name=name), "outside its folder or no safetensors file")
+        f"file {name!r}": (
+            lambda r, name=name: r["delta_files"]["1"][0].update(name=name),
+            "outside its folder or no safetensors file",
+        )
         for name in (
             "",
             ".",
@@ -68,7 +83,9 @@ def test_a_manifest_that_lies(store: WeightStore, lie: str) -> None:
         store.manifest(2)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "", '{"format": "1"}', '{"format": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "null", "", '{"format": "1"}', '{"format": 1}', "\udcff"]
+)
 def test_text_that_is_no_manifest(store: WeightStore, text: str) -> None:
     (store.place(2) / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(StoreError, match=r"manifest.json is (damaged|no manifest)"):
@@ -101,16 +118,28 @@ BYTES = torch.zeros(3, dtype=torch.uint8)
         (HEAD, BYTES.view(3, 1), "a delta is a run of bytes"),
     ],
 )
-def test_a_file_that_is_no_delta(tmp_path: Path, head: Any, tensor: torch.Tensor, message: str) -> None:
-    metadata = {} if head is None else {"flowtrain_delta": head if isinstance(head, str) else json.dumps(head)}
+def test_a_file_that_is_no_delta(
+    tmp_path: Path, head: Any, tensor: torch.Tensor, message: str
+) -> None:
+    metadata = (
+        {}
+        if head is None
+        else {"flowtrain_delta": head if isinstance(head, str) else json.dumps(head)}
+    )
     save_file({"w": tensor}, tmp_path / "x.safetensors", metadata=metadata)
     with pytest.raises(StoreError, match=message):
         open_delta(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("first", ["{", "[]", "3", '{"w": "x"}', '{"w": null}', '{"v": 0}', None])
-def test_an_anchor_that_does_not_say_where_its_rows_belong(tmp_path: Path, first: str | None) -> None:
-    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors", metadata={} if first is None else {"first": first})
+def test_an_anchor_that_does_not_say_where_its_rows_belong(
+    tmp_path: Path, first: str | None
+) -> None:
+    save_file(
+        {"w": torch.zeros(3)},
+        tmp_path / "x.safetensors",
+        metadata={} if first is None else {"first": first},
+    )
     with pytest.raises(StoreError, match="holds 'w'"):
         read_anchor(tmp_path / "x.safetensors", {"w": TensorSpec("float32", (3,))})
 
@@ -121,7 +150,11 @@ def test_tied_weights_are_anchored(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     Publisher(store).publish({"embed": head, "head": head, "part": head[1:]}, 0)
     pulled = pull(store, 0)
-    assert torch.equal(pulled["embed"], head) and torch.equal(pulled["head"], head) and torch.equal(pulled["part"], head[1:])
+    assert (
+        torch.equal(pulled["embed"], head)
+        and torch.equal(pulled["head"], head)
+        and torch.equal(pulled["part"], head[1:])
+    )
 
 
 def test_garbage_is_named_before_it_is_deleted(store: WeightStore) -> None:

@@ -1,4 +1,6 @@
-"""Two FSDP2 ranks publish what one rank publishes. Run as a script (under torchrun) this file publishes; the tests compare the stores."""
+"""Two FSDP2 ranks publish what one rank publishes. Run as a script (under torchrun) this file
+publishes; the tests compare the stores.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def change(model: torch.nn.Module, version: int) -> None:
     """The same change of one weight in fifty, however the model is sharded."""
     for number, parameter in enumerate(model.parameters()):
         rng = torch.Generator().manual_seed(1000 * version + number)
-        amount = torch.randn(parameter.shape, generator=rng) * (torch.rand(parameter.shape, generator=rng) < 0.02)
+        amount = torch.randn(parameter.shape, generator=rng) * (
+            torch.rand(parameter.shape, generator=rng) < 0.02
+        )
         if isinstance(parameter, DTensor):
             amount = distribute_tensor(amount, parameter.device_mesh, parameter.placements)
         with torch.no_grad():
@@ -36,13 +40,17 @@ def change(model: torch.nn.Module, version: int) -> None:
 
 
 def run(path: str, out: Path) -> None:
-    """What every rank does: seven versions, of which the fourth fails at first, on the last rank alone."""
+    """What every rank does: seven versions, of which the fourth fails at first, on the last rank
+    alone.
+    """
     torch.set_num_threads(1)
     world = World.join("cpu", timeout_s=60)
     gathered = world.gather_text(TEXTS[world.rank])
     texts = world.gather_text(TEXTS[2 - world.rank])
     models._SMALL = 0  # layer by layer
-    model = models.shard(models.load_model(path, torch.float32), world, models.ShardSpec(torch.bfloat16))
+    model = models.shard(
+        models.load_model(path, torch.float32), world, models.ShardSpec(torch.bfloat16)
+    )
     store = WeightStore(out / "weights")
     publisher = Publisher(store, PublishOptions(torch.bfloat16), world)
     published, failures = [], []
@@ -62,7 +70,13 @@ def run(path: str, out: Path) -> None:
     resumed = fresh.resume(models.named_weights(model), NUM_VERSIONS)
     change(model, NUM_VERSIONS + 1)
     published.append(fresh.publish(models.named_weights(model), NUM_VERSIONS + 1).num_changed)
-    report = {"published": published, "failures": failures, "resumed": resumed, "gathered": gathered, "texts": texts}
+    report = {
+        "published": published,
+        "failures": failures,
+        "resumed": resumed,
+        "gathered": gathered,
+        "texts": texts,
+    }
     (out / f"{world.rank}.json").write_text(json.dumps(report))
     end_process(0)
 
@@ -77,9 +91,23 @@ def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     places = {}
     for size in (1, 2):
         places[size] = tmp_path_factory.mktemp(f"ranks{size}")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(size),
+        ]
         command = [*torchrun, __file__, tiny_path, str(places[size])]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-12000:]
     return places
 
@@ -94,16 +122,29 @@ def test_two_ranks_publish_what_one_publishes(results: dict[int, Path]) -> None:
     assert one.versions() == two.versions() == list(range(1, NUM_VERSIONS + 2))
     for version in one.versions():
         ours, theirs = one.manifest(version), two.manifest(version)
-        assert (ours.root, ours.digests, ours.num_changed) == (theirs.root, theirs.digests, theirs.num_changed)
+        assert (ours.root, ours.digests, ours.num_changed) == (
+            theirs.root,
+            theirs.digests,
+            theirs.num_changed,
+        )
         assert sorted(ours.delta_files) == sorted(theirs.delta_files)
         weights = [pull(store, version) for store in (one, two)]
-        assert all(torch.equal(weights[0][name].view(torch.int16), w.view(torch.int16)) for name, w in weights[1].items())
-    assert report(results, 1, 0)["published"] == report(results, 2, 0)["published"] == report(results, 2, 1)["published"]
+        assert all(
+            torch.equal(weights[0][name].view(torch.int16), w.view(torch.int16))
+            for name, w in weights[1].items()
+        )
+    assert (
+        report(results, 1, 0)["published"]
+        == report(results, 2, 0)["published"]
+        == report(results, 2, 1)["published"]
+    )
 
 
 def test_each_rank_encodes_its_own_rows(results: dict[int, Path]) -> None:
     """Nothing was gathered: both ranks have a file of about the same size."""
-    sizes = [file.num_bytes for file in WeightStore(results[2] / "weights").manifest(3).delta_files[2]]
+    sizes = [
+        file.num_bytes for file in WeightStore(results[2] / "weights").manifest(3).delta_files[2]
+    ]
     assert len(sizes) == 2 and max(sizes) < 2 * min(sizes)
     assert len(WeightStore(results[2] / "weights").manifest(1).anchor_files) == 2
 
@@ -112,18 +153,26 @@ def test_a_failure_on_one_rank_fails_all_and_loses_nothing(results: dict[int, Pa
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         (failure,) = report(results, size, rank)["failures"]
         assert "No space left on device" in failure
-    assert sorted(WeightStore(results[2] / "weights").manifest(FAILS_AT).delta_files) == [FAILS_AT - 1]
+    assert sorted(WeightStore(results[2] / "weights").manifest(FAILS_AT).delta_files) == [
+        FAILS_AT - 1
+    ]
 
 
 def test_all_ranks_resume_together(results: dict[int, Path]) -> None:
-    assert all(report(results, size, rank)["resumed"] is True for size, rank in ((1, 0), (2, 0), (2, 1)))
-    assert sorted(WeightStore(results[2] / "weights").manifest(NUM_VERSIONS + 1).delta_files) == [NUM_VERSIONS]
+    assert all(
+        report(results, size, rank)["resumed"] is True for size, rank in ((1, 0), (2, 0), (2, 1))
+    )
+    assert sorted(WeightStore(results[2] / "weights").manifest(NUM_VERSIONS + 1).delta_files) == [
+        NUM_VERSIONS
+    ]
 
 
 def test_texts_of_any_length_are_gathered(results: dict[int, Path]) -> None:
     assert report(results, 1, 0)["gathered"] == TEXTS[:1]
     for rank in (0, 1):
-        assert report(results, 2, rank)["gathered"] == TEXTS[:2] and report(results, 2, rank)["texts"] == [TEXTS[2], TEXTS[1]]
+        assert report(results, 2, rank)["gathered"] == TEXTS[:2] and report(results, 2, rank)[
+            "texts"
+        ] == [TEXTS[2], TEXTS[1]]
 
 
 def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: WeightStore) -> None:
@@ -132,7 +181,9 @@ def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: We
     try:
         mesh = init_device_mesh("cpu", (1,))
         columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
-        with pytest.raises(ValueError, match=r"tensor 'w' is placed as .*; the store takes rows over all 1"):
+        with pytest.raises(
+            ValueError, match=r"tensor 'w' is placed as .*; the store takes rows over all 1"
+        ):
             Publisher(store).publish({"w": columns}, 1)
         Publisher(store).publish({"w": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])}, 1)
     finally:

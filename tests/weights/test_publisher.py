@@ -1,4 +1,6 @@
-"""What is published: anchors, deltas, skips; and that a publish which fails leaves store and publisher as they were."""
+"""What is published: anchors, deltas, skips; and that a publish which fails leaves store and
+publisher as they were.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,14 @@ def test_a_delta_is_a_safetensors_file_of_what_changed(store: WeightStore) -> No
         head = json.loads(opened.metadata()["flowtrain_delta"])
         assert (head["base"], head["version"], head["format"]) == (1, 2, 1)
         assert all(opened.get_tensor(name).dtype == torch.uint8 for name in opened.keys())  # noqa: SIM118
-    ours, theirs = (torch.cat([t.view(torch.int16).view(-1) for t in chain(v).values()]) for v in (1, 2))
-    assert published.num_changed == (ours != theirs).sum() and published.anchor_bytes == 0 and published.reason == ""
+    ours, theirs = (
+        torch.cat([t.view(torch.int16).view(-1) for t in chain(v).values()]) for v in (1, 2)
+    )
+    assert (
+        published.num_changed == (ours != theirs).sum()
+        and published.anchor_bytes == 0
+        and published.reason == ""
+    )
     assert published.delta_bytes == file.num_bytes
     metrics = published.metrics()
     assert metrics["weights_density"] == published.num_changed / 72_000
@@ -110,7 +118,9 @@ def test_a_changed_layout_asks_for_an_anchor(store: WeightStore) -> None:
     other = {**chain(2), "new": torch.ones(3, dtype=torch.bfloat16)}
     assert publisher.publish(other, 2).reason == "the layout of the model changed"
     assert same_bits(pull(store, 2), other)
-    assert publisher.publish({**chain(3), "new": torch.ones(3, dtype=torch.bfloat16)}, 3).reason == ""
+    assert (
+        publisher.publish({**chain(3), "new": torch.ones(3, dtype=torch.bfloat16)}, 3).reason == ""
+    )
 
 
 def test_nothing_changed_is_a_version_too(store: WeightStore) -> None:
@@ -129,7 +139,9 @@ def test_weights_are_cast_to_the_dtype_of_the_store(store: WeightStore) -> None:
 
 
 def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None:
-    with pytest.raises(ValueError, match=r"tensor 'odd' has an odd number of bytes \(\(3,\) torch.uint8\)"):
+    with pytest.raises(
+        ValueError, match=r"tensor 'odd' has an odd number of bytes \(\(3,\) torch.uint8\)"
+    ):
         Publisher(store).publish({"odd": torch.zeros(3, dtype=torch.uint8)}, 1)
     assert store.head() is None
     even = {"even": torch.arange(4, dtype=torch.uint8)}
@@ -140,8 +152,12 @@ def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("place", ["write_delta", "write_anchor", "WeightStore.commit", "WeightStore.begin"])
-@pytest.mark.parametrize("error", [FULL, SafetensorError("I/O error: no space left")], ids=["OSError", "SafetensorError"])
+@pytest.mark.parametrize(
+    "place", ["write_delta", "write_anchor", "WeightStore.commit", "WeightStore.begin"]
+)
+@pytest.mark.parametrize(
+    "error", [FULL, SafetensorError("I/O error: no space left")], ids=["OSError", "SafetensorError"]
+)
 def test_a_failed_publish_leaves_store_and_publisher_as_they_were(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
@@ -162,7 +178,9 @@ def test_a_failed_publish_leaves_store_and_publisher_as_they_were(
     assert store.head() == 1 and same_bits(pull(store, 1), chain(1))
     for version in (3, 4, 5, 6, 7):
         publisher.publish(chain(version), version)
-    assert sorted(store.manifest(3).delta_files) == [1] and sorted(store.manifest(6).delta_files) == [1, 5]
+    assert sorted(store.manifest(3).delta_files) == [1] and sorted(
+        store.manifest(6).delta_files
+    ) == [1, 5]
     for version in (3, 6, 7):
         assert reader.load(version).mode == "delta"
         assert reader.damaged() == []
@@ -190,7 +208,11 @@ def test_a_restarted_publisher_goes_on_with_the_chain(store: WeightStore) -> Non
     assert same_bits(pull(store, 4), chain(4))
     sizes = [sum(f.num_bytes for f in store.manifest(v).delta_files[v - 1]) for v in (2, 3, 4)]
     again = Publisher(store)
-    assert again.resume(chain(4), 4) and again._baseline is not None and again._baseline.num_bytes_since == sum(sizes)
+    assert (
+        again.resume(chain(4), 4)
+        and again._baseline is not None
+        and again._baseline.num_bytes_since == sum(sizes)
+    )
 
 
 @pytest.mark.parametrize("case", ["other weights", "other layout", "not HEAD", "empty store"])
@@ -199,7 +221,9 @@ def test_a_restart_with_anything_else_starts_with_an_anchor(store: WeightStore, 
         publisher = Publisher(store)
         publisher.publish(chain(1), 1)
         publisher.publish(chain(2), 2)
-    found = {"other weights": chain(3), "other layout": {"matrix": chain(2)["matrix"]}}.get(case, chain(2))
+    found = {"other weights": chain(3), "other layout": {"matrix": chain(2)["matrix"]}}.get(
+        case, chain(2)
+    )
     fresh = Publisher(store)
     assert not fresh.resume(found, 1 if case == "not HEAD" else 2)
     assert fresh.publish(found, 3).reason == "the publisher has just started"
@@ -209,7 +233,9 @@ def test_a_restart_with_anything_else_starts_with_an_anchor(store: WeightStore, 
 # ---- weights on a device, here on the CPU
 
 
-def test_changes_found_on_a_device_make_the_same_files(store: WeightStore, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_found_on_a_device_make_the_same_files(
+    store: WeightStore, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_device = WeightStore(tmp_path / "device")
     files = []
     for each in (store, on_device):
@@ -218,12 +244,21 @@ def test_changes_found_on_a_device_make_the_same_files(store: WeightStore, tmp_p
         publisher = Publisher(each)
         for version in range(1, 6):
             publisher.publish(chain(version), version)
-        files.append([f for v in range(2, 6) for listed in each.manifest(v).delta_files.values() for f in listed])
+        files.append(
+            [
+                f
+                for v in range(2, 6)
+                for listed in each.manifest(v).delta_files.values()
+                for f in listed
+            ]
+        )
         assert same_bits(pull(each, 5), chain(5))
     assert files[0] == files[1] and len(files[0]) == 5, "names, sizes and checksums"
 
 
-def test_level_2_is_refused_on_a_device(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_2_is_refused_on_a_device(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "make_copy", lambda piece, num_threads: DeviceCopy(piece))
     publisher = Publisher(store, PublishOptions(level=2))
     publisher.publish(chain(1), 1)

@@ -1,4 +1,6 @@
-"""What a reader does: the smallest way, in place, all or nothing; an anchor with a reason where deltas do not lead."""
+"""What a reader does: the smallest way, in place, all or nothing; an anchor with a reason where
+deltas do not lead.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from flowtrain import _delta
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
 from flowtrain.weights.files import seal, write_delta
 from flowtrain.weights.manifest import File
-from flowtrain.weights.pieces import TensorSpec, words_of
 from flowtrain.weights.reader import find_path
+from flowtrain.weights.tensor_shards import TensorSpec, words_of
 
 pytest.register_assert_rewrite("weight_samples")
 from many_ranks import publish_together  # noqa: E402
@@ -59,19 +61,35 @@ def test_a_reader_follows_in_place(full: WeightStore) -> None:
     pointers = {name: t.data_ptr() for name, t in own.items()}
     for version in range(2, NUM_VERSIONS + 1):
         loaded = reader.load(version)
-        assert (loaded.mode, loaded.num_steps, loaded.version) == ("delta", 1, version) and loaded.num_bytes < 2000
-        assert same_bits(own, chain(version)) and reader.version == version and reader.damaged() == []
+        assert (loaded.mode, loaded.num_steps, loaded.version) == (
+            "delta",
+            1,
+            version,
+        ) and loaded.num_bytes < 2000
+        assert (
+            same_bits(own, chain(version)) and reader.version == version and reader.damaged() == []
+        )
     assert {name: t.data_ptr() for name, t in own.items()} == pointers
 
 
-@pytest.mark.parametrize(("start", "end", "num_steps"), [(1, 17, 1), (1, 33, 2), (2, 40, 11), (5, 9, 1), (17, 40, 5), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("start", "end", "num_steps"),
+    [(1, 17, 1), (1, 33, 2), (2, 40, 11), (5, 9, 1), (17, 40, 5), (3, 4, 1)],
+)
 def test_a_late_reader_applies_one_composed_delta(
     full: WeightStore, monkeypatch: pytest.MonkeyPatch, start: int, end: int, num_steps: int
 ) -> None:
     reader, own = reader_at(full, start)
     applied = []
     real = _delta.apply
-    monkeypatch.setattr(_delta, "apply", lambda deltas, *args, **options: (applied.append(len(deltas)), real(deltas, *args, **options)))
+    monkeypatch.setattr(
+        _delta,
+        "apply",
+        lambda deltas, *args, **options: (
+            applied.append(len(deltas)),
+            real(deltas, *args, **options),
+        ),
+    )
     loaded = reader.load(end)
     assert (loaded.mode, loaded.num_steps) == ("delta", num_steps)
     assert applied == [2], "one delta for each of the two tensors that change"
@@ -85,9 +103,23 @@ def test_the_way_is_logarithmic(tmp_path: Path) -> None:
     for version in range(200):
         words["w"].view(torch.int16)[version] += 1
         publisher.publish(words, version)
-    longest = max(len(find_path(store, start, store.manifest(end))) for start in range(0, 200, 7) for end in range(start + 1, 200, 11))
-    assert longest <= 3 * 2 * 3 + 3, "three steps on each of three tiers, up and down, and three of 64"
-    assert [base for base, _ in find_path(store, 0, store.manifest(199))] == [0, 64, 128, 192, 196, 197, 198]
+    longest = max(
+        len(find_path(store, start, store.manifest(end)))
+        for start in range(0, 200, 7)
+        for end in range(start + 1, 200, 11)
+    )
+    assert longest <= 3 * 2 * 3 + 3, (
+        "three steps on each of three tiers, up and down, and three of 64"
+    )
+    assert [base for base, _ in find_path(store, 0, store.manifest(199))] == [
+        0,
+        64,
+        128,
+        192,
+        196,
+        197,
+        198,
+    ]
 
 
 def test_a_first_load_and_a_return_to_an_older_version_use_anchors(full: WeightStore) -> None:
@@ -103,14 +135,20 @@ def test_deltas_longer_than_the_weights_give_way_to_an_anchor(store: WeightStore
     for version in range(1, 12):
         rng = torch.Generator().manual_seed(version)
         at = torch.randperm(20_000, generator=rng)[:2600]
-        found["w"].view(torch.int16)[at] = torch.randint(-(2**15), 2**15, (2600,), generator=rng, dtype=torch.int16)
+        found["w"].view(torch.int16)[at] = torch.randint(
+            -(2**15), 2**15, (2600,), generator=rng, dtype=torch.int16
+        )
         publisher.publish(found, version)
         if version == 3:
             own = empty_like(found)
             reader = WeightReader(store, own)
             reader.load(3)
     loaded = reader.load(11)
-    assert loaded.mode == "anchor" and "are longer than the weights" in loaded.reason and same_bits(own, found)
+    assert (
+        loaded.mode == "anchor"
+        and "are longer than the weights" in loaded.reason
+        and same_bits(own, found)
+    )
 
 
 def test_the_same_version_costs_nothing(full: WeightStore) -> None:
@@ -120,7 +158,10 @@ def test_the_same_version_costs_nothing(full: WeightStore) -> None:
 
 def test_tensors_that_cannot_be_written_to_directly_are_copied_to(store: WeightStore) -> None:
     Publisher(store).publish(weights(1), 1)
-    own = {name: torch.zeros(t.T.shape, dtype=t.dtype).T if t.dim() == 2 else torch.zeros_like(t) for name, t in weights(1).items()}
+    own = {
+        name: torch.zeros(t.T.shape, dtype=t.dtype).T if t.dim() == 2 else torch.zeros_like(t)
+        for name, t in weights(1).items()
+    }
     assert not own["transposed"].is_contiguous() or own["transposed"].numel() == 0
     WeightReader(store, own).load(1)
     assert same_bits(own, weights(1))
@@ -165,7 +206,10 @@ def damage(store: WeightStore, kind: str) -> None:
         data = bytearray(bytes(data).replace(b'\\"format\\": 1', b'\\"format\\": 9'))
     elif kind == "wrong base":
         blobs = {
-            n: _delta.encode(*(chain(v)[n].view(torch.int16).numpy().view("uint16").ravel() for v in (4, 6))) for n in ("matrix", "vector")
+            n: _delta.encode(
+                *(chain(v)[n].view(torch.int16).numpy().view("uint16").ravel() for v in (4, 6))
+            )
+            for n in ("matrix", "vector")
         }
         write_delta(path, blobs, manifest.layout, 5, 6)
         data = bytearray(path.read_bytes())
@@ -180,7 +224,9 @@ def damage(store: WeightStore, kind: str) -> None:
 def test_a_delta_that_is_not_right_gives_way_to_an_anchor_with_the_reason(
     copy: WeightStore, caplog: pytest.LogCaptureFixture, kind: str, message: str
 ) -> None:
-    """The way from 5 to 6 is closed, and the one from the anchor at 1 leads over it, too: version 6 is lost, those after it are not."""
+    """The way from 5 to 6 is closed, and the one from the anchor at 1 leads over it, too: version 6
+    is lost, those after it are not.
+    """
     damage(copy, kind)
     reader, own = reader_at(copy, 5)
     with pytest.raises(StoreError, match=message):
@@ -197,7 +243,9 @@ def test_a_delta_that_is_not_right_gives_way_to_an_anchor_with_the_reason(
     assert damage_free.mode == "anchor" and same_bits(own, chain(10))
 
 
-def test_a_missing_delta_with_an_anchor_behind_it_is_logged_and_overcome(store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_delta_with_an_anchor_behind_it_is_logged_and_overcome(
+    store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher = Publisher(store, PublishOptions(anchor_every=2))
     for version in (1, 2, 3):
         publisher.publish(chain(version), version)
@@ -210,27 +258,44 @@ def test_a_missing_delta_with_an_anchor_behind_it_is_logged_and_overcome(store: 
 
 def test_weights_that_were_changed_by_something_else_are_not_built_upon(full: WeightStore) -> None:
     """Where the delta touches them, at once; elsewhere when all words are compared."""
-    at = int((chain(5)["matrix"].view(torch.int16) != chain(6)["matrix"].view(torch.int16)).flatten().nonzero()[0])
+    at = int(
+        (chain(5)["matrix"].view(torch.int16) != chain(6)["matrix"].view(torch.int16))
+        .flatten()
+        .nonzero()[0]
+    )
     reader, own = reader_at(full, 5)
     own["matrix"].view(-1)[at] += 1
     loaded = reader.load(6)
-    assert loaded.mode == "anchor" and "not its base, or were damaged" in loaded.reason and same_bits(own, chain(6))
+    assert (
+        loaded.mode == "anchor"
+        and "not its base, or were damaged" in loaded.reason
+        and same_bits(own, chain(6))
+    )
 
 
-def test_scrubbing_finds_and_mends_what_deltas_do_not_touch(full: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_scrubbing_finds_and_mends_what_deltas_do_not_touch(
+    full: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
     own = empty_like(chain(1))
-    reader = WeightReader(full, own, scrub_every=2)
+    reader = WeightReader(full, own, verify_every=2)
     assert reader.load(5).num_damaged is None
     own["still"][3] = -1.0
     assert reader.damaged() == ["still"]
     loaded = reader.load(6)
-    assert loaded.num_damaged == 1 and loaded.mode == "anchor" and same_bits(own, chain(6)) and reader.damaged() == []
+    assert (
+        loaded.num_damaged == 1
+        and loaded.mode == "anchor"
+        and same_bits(own, chain(6))
+        and reader.damaged() == []
+    )
     assert "1 tensors were not those of version 6 and are loaded anew: still" in caplog.text
     assert loaded.metrics()["weights_damaged"] == 1
 
 
 def test_a_version_that_was_published_anew_is_recognised(store: WeightStore) -> None:
-    """The trainer went back to 2 and published another 3: a reader that holds the old 3 must not take the new delta to 4."""
+    """The trainer went back to 2 and published another 3: a reader that holds the old 3 must not
+    take the new delta to 4.
+    """
     publisher = Publisher(store)
     for version in (1, 2, 3):
         publisher.publish(chain(version), version)
@@ -254,7 +319,9 @@ def test_another_model_is_refused_and_changes_nothing(full: WeightStore, kind: s
         "shape": {"vector": torch.zeros(999, dtype=torch.bfloat16)},
     }[kind]
     reader = WeightReader(full, own)
-    with pytest.raises(StoreError, match="version 3 holds another model than the one here: 1 tensors differ"):
+    with pytest.raises(
+        StoreError, match="version 3 holds another model than the one here: 1 tensors differ"
+    ):
         reader.load(3)
     assert reader.version is None and not any(t.any() for t in own.values())
 

@@ -1,4 +1,6 @@
-"""A store over HTTP: whatever the server does, what is fetched is the file of the manifest, or there is an error that says what to do."""
+"""A store over HTTP: whatever the server does, what is fetched is the file of the manifest, or
+there is an error that says what to do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 import torch
 
 from flowtrain.types import UserError
-from flowtrain.weights import HttpStore, StoreError, WeightReader, WeightStore, open_source, pull, remote
+from flowtrain.weights import (
+    HttpStore,
+    StoreError,
+    WeightReader,
+    WeightStore,
+    open_source,
+    pull,
+    remote,
+)
 from flowtrain.weights.manifest import File
 
 pytest.register_assert_rewrite("http_stores")
@@ -27,7 +37,9 @@ def server(filled: WeightStore) -> Iterator[Misbehaving]:
         yield running
 
 
-def store_at(url: str, cache: Path, retries: int = 3, timeout_s: float = 20.0, token: str = "") -> HttpStore:
+def store_at(
+    url: str, cache: Path, retries: int = 3, timeout_s: float = 20.0, token: str = ""
+) -> HttpStore:
     return HttpStore(url, cache, token, timeout_s, retries, backoff_s=0.0)
 
 
@@ -57,7 +69,10 @@ def test_what_was_loaded_leaves_the_cache(filled: WeightStore, tmp_path: Path) -
     with hs.serving(filled) as url:
         source = store_at(url, tmp_path, token=TOKEN)
         for version in (0, 1, 2):
-            for file in (*filled.manifest(version).anchor_files, *(f for fs in filled.manifest(version).delta_files.values() for f in fs)):
+            for file in (
+                *filled.manifest(version).anchor_files,
+                *(f for fs in filled.manifest(version).delta_files.values() for f in fs),
+            ):
                 source.fetch(version, file)
     (tmp_path / "v00000001.keep").mkdir()
     source.loaded(1)
@@ -87,19 +102,32 @@ def test_a_cut_download_goes_on_where_it_was(
     assert [p.name for p in path.parent.iterdir()] == [file.name], "no part is left"
 
 
-def test_another_process_goes_on_where_one_was_cut(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+def test_another_process_goes_on_where_one_was_cut(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
     file = anchor_of(filled)
     server.answers[file.name] = [hs.cut_after(5000)]
-    with pytest.raises(StoreError, match=rf"anchor-r0.safetensors: the connection was cut after 5000 of {file.num_bytes} bytes, 1 times"):
+    with pytest.raises(
+        StoreError,
+        match=rf"anchor-r0.safetensors: the connection was cut after 5000 of {file.num_bytes} "
+        rf"bytes, 1 times",
+    ):
         store_at(server.url, tmp_path, retries=0).fetch(0, file)
     part = tmp_path / "v00000000" / f"{file.name}.part"
     assert part.read_bytes() == (filled.place(0) / file.name).read_bytes()[:5000]
-    assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert (
+        store_at(server.url, tmp_path).fetch(0, file).read_bytes()
+        == (filled.place(0) / file.name).read_bytes()
+    )
     assert server.ranges(file.name) == [None, "bytes=5000-"]
 
 
-def test_a_whole_part_is_taken_without_a_request(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
-    """The process ended between the last byte and the renaming; and what is whole is not fetched again."""
+def test_a_whole_part_is_taken_without_a_request(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
+    """The process ended between the last byte and the renaming; and what is whole is not fetched
+    again.
+    """
     file = anchor_of(filled)
     part = tmp_path / "v00000000" / f"{file.name}.part"
     part.parent.mkdir()
@@ -111,18 +139,29 @@ def test_a_whole_part_is_taken_without_a_request(server: Misbehaving, filled: We
 
 @pytest.mark.parametrize("answer", [hs.without_ranges, hs.another_range, hs.with_status(416)])
 def test_a_server_without_ranges_starts_anew(
-    server: Misbehaving, filled: WeightStore, tmp_path: Path, answer: Answer, caplog: pytest.LogCaptureFixture
+    server: Misbehaving,
+    filled: WeightStore,
+    tmp_path: Path,
+    answer: Answer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     file = anchor_of(filled)
     server.answers[file.name] = [hs.cut_after(5000), answer]
-    assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert (
+        store_at(server.url, tmp_path).fetch(0, file).read_bytes()
+        == (filled.place(0) / file.name).read_bytes()
+    )
     assert server.ranges(file.name)[:2] == [None, "bytes=5000-"]
     assert server.ranges(file.name)[2:] == ([] if answer is hs.without_ranges else [None])
     assert "damaged" not in caplog.text, "no wrong byte was written"
 
 
-def test_gains_renew_the_patience(filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long download over a poor line ends; one that gains a few bytes each time does not go on for ever."""
+def test_gains_renew_the_patience(
+    filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long download over a poor line ends; one that gains a few bytes each time does not go on
+    for ever.
+    """
     file = anchor_of(filled)
     for chunk, is_enough in ((1000, True), (1001, False)):
         monkeypatch.setattr(remote, "_CHUNK", chunk - 1 if is_enough else chunk)
@@ -148,16 +187,27 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_file_is_fetched_once_more(
-    server: Misbehaving, filled: WeightStore, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+    server: Misbehaving,
+    filled: WeightStore,
+    tmp_path: Path,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     file, (answer, message) = anchor_of(filled), DAMAGE[kind]
     server.answers[file.name] = [answer]
     with caplog.at_level(logging.WARNING):
-        assert store_at(server.url, tmp_path).fetch(0, file).read_bytes() == (filled.place(0) / file.name).read_bytes()
+        assert (
+            store_at(server.url, tmp_path).fetch(0, file).read_bytes()
+            == (filled.place(0) / file.name).read_bytes()
+        )
     assert "came damaged" in caplog.text and len(server.seen) == 2
 
     server.answers[file.name] = [answer, answer]
-    with pytest.raises(StoreError, match=f"{server.url}/v00000000/{file.name} came damaged twice: .*{message}.*publish an anchor"):
+    with pytest.raises(
+        StoreError,
+        match=f"{server.url}/v00000000/{file.name} came damaged twice: .*{message}.*publish an "
+        "anchor",
+    ):
         store_at(server.url, tmp_path / "other").fetch(0, file)
     assert list((tmp_path / "other" / "v00000000").iterdir()) == [], "nothing of it is left"
 
@@ -171,7 +221,9 @@ def test_never_more_bytes_than_the_manifest_says(filled: WeightStore, tmp_path: 
 
 
 @pytest.mark.parametrize("where", ["cached", "part", "long part"])
-def test_what_was_damaged_in_the_cache_is_fetched_again(server: Misbehaving, filled: WeightStore, tmp_path: Path, where: str) -> None:
+def test_what_was_damaged_in_the_cache_is_fetched_again(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, where: str
+) -> None:
     """Also what is left of another version of that number, from before a rollback."""
     file = anchor_of(filled)
     path = tmp_path / "v00000000" / file.name
@@ -184,7 +236,9 @@ def test_what_was_damaged_in_the_cache_is_fetched_again(server: Misbehaving, fil
     assert path.read_bytes() == (filled.place(0) / file.name).read_bytes()
 
 
-def test_a_full_disk_is_not_taken_for_the_network(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+def test_a_full_disk_is_not_taken_for_the_network(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
     file = anchor_of(filled)
@@ -200,7 +254,9 @@ def test_a_full_disk_is_not_taken_for_the_network(server: Misbehaving, filled: W
 
 def test_a_token_is_asked_for(filled: WeightStore, tmp_path: Path) -> None:
     with hs.serving(filled) as url:
-        with pytest.raises(StoreError, match=rf"{url}/HEAD: the server wants a token \(401\); set FLOWTRAIN_TOKEN"):
+        with pytest.raises(
+            StoreError, match=rf"{url}/HEAD: the server wants a token \(401\); set FLOWTRAIN_TOKEN"
+        ):
             store_at(url, tmp_path).head()
         with pytest.raises(StoreError, match=r"the server refuses the token \(401\)") as caught:
             store_at(url, tmp_path, token="guessed").fetch(0, anchor_of(filled))
@@ -209,7 +265,9 @@ def test_a_token_is_asked_for(filled: WeightStore, tmp_path: Path) -> None:
 
 def test_what_is_not_there(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
     source = store_at(server.url, tmp_path)
-    with pytest.raises(StoreError, match=rf"version 77 is not at {server.url}; the newest there is {LAST}"):
+    with pytest.raises(
+        StoreError, match=rf"version 77 is not at {server.url}; the newest there is {LAST}"
+    ):
         source.manifest(77)
     with pytest.raises(StoreError, match=r"v00000003/none.safetensors is not there \(404\)"):
         source.fetch(3, File("none.safetensors", 5, "0" * 16))
@@ -221,13 +279,18 @@ def test_what_is_not_there(server: Misbehaving, filled: WeightStore, tmp_path: P
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
-def test_a_server_in_trouble_is_asked_again(server: Misbehaving, filled: WeightStore, tmp_path: Path, status: int) -> None:
+def test_a_server_in_trouble_is_asked_again(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, status: int
+) -> None:
     file, trouble = anchor_of(filled), [hs.with_status(status), hs.with_status(status)]
     server.answers = {"HEAD": [*trouble, hs.cut_after(0)], file.name: [*trouble]}
     source = store_at(server.url, tmp_path)
     assert source.head() == LAST and source.fetch(0, file).exists()
     server.answers["HEAD"] = trouble * 2
-    with pytest.raises(StoreError, match=rf"{server.url}/HEAD: the server answered {status} .*, 4 times; check the address"):
+    with pytest.raises(
+        StoreError,
+        match=rf"{server.url}/HEAD: the server answered {status} .*, 4 times; check the address",
+    ):
         source.head()
     assert server.answers["HEAD"] == []
 
@@ -245,20 +308,28 @@ def test_redirects_are_refused(server: Misbehaving, filled: WeightStore, tmp_pat
     with hs.misbehaving(filled.root) as elsewhere:
         for status in (301, 302, 303, 307, 308):
             server.answers["HEAD"] = [hs.with_status(status, Location=f"{elsewhere.url}/HEAD")]
-            with pytest.raises(StoreError, match=rf"redirects to '{elsewhere.url}/HEAD' \({status}\); .*give the final address"):
+            with pytest.raises(
+                StoreError,
+                match=rf"redirects to '{elsewhere.url}/HEAD' \({status}\); .*give the final "
+                rf"address",
+            ):
                 store_at(server.url, tmp_path, token=TOKEN).head()
         assert elsewhere.seen == []
     assert {token for _, _, token in server.seen} == {f"Bearer {TOKEN}"}
 
 
-def test_endless_texts_are_cut_off(server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_texts_are_cut_off(
+    server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "_MAX_MANIFEST", 1 << 20)
     server.answers = {"manifest.json": [hs.endless]}
     source = store_at(server.url, tmp_path)
     with pytest.raises(StoreError, match=r"v00000003/manifest.json is longer than 1048576 bytes"):
         source.manifest(3)
     server.answers = {"HEAD": [hs.endless]}
-    with pytest.raises(StoreError, match=r"/HEAD is longer than 64 bytes; is this the address of a weight store\?"):
+    with pytest.raises(
+        StoreError, match=r"/HEAD is longer than 64 bytes; is this the address of a weight store\?"
+    ):
         source.head()
 
 
@@ -269,16 +340,22 @@ def test_a_head_that_is_no_version(server: Misbehaving, tmp_path: Path, text: by
         store_at(server.url, tmp_path).head()
 
 
-def test_a_manifest_of_another_version_or_of_nothing(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+def test_a_manifest_of_another_version_or_of_nothing(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
     other = (filled.place(2) / "manifest.json").read_bytes()
     texts = [other, b"{}", b"[" * 100_000, other[:-20], b"\xff" * 20]
-    for text, message in zip(texts, ("describes version 2", "no manifest", "damaged", "damaged", "damaged"), strict=True):
+    for text, message in zip(
+        texts, ("describes version 2", "no manifest", "damaged", "damaged", "damaged"), strict=True
+    ):
         server.answers["manifest.json"] = [lambda handler, text=text: handler.reply(200, text)]
         with pytest.raises(StoreError, match=f"{server.url}/v00000003/manifest.json .*{message}"):
             store_at(server.url, tmp_path).manifest(3)
 
 
-def test_a_reader_falls_back_to_the_anchor(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+def test_a_reader_falls_back_to_the_anchor(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
     tensors = weights_at(2)
     source = store_at(server.url, tmp_path)
     reader = WeightReader(source, tensors)
@@ -286,17 +363,30 @@ def test_a_reader_falls_back_to_the_anchor(server: Misbehaving, filled: WeightSt
     delta = filled.manifest(3).delta_files[2][0]
     server.answers[delta.name] = [hs.flipped, hs.flipped]
     loaded = reader.load(3)
-    assert loaded.mode == "anchor" and "came damaged twice" in loaded.reason and same(tensors, weights_at(3))
+    assert (
+        loaded.mode == "anchor"
+        and "came damaged twice" in loaded.reason
+        and same(tensors, weights_at(3))
+    )
 
 
 def test_nobody_answers(tmp_path: Path) -> None:
-    with hs.silent() as url, pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(timed out\), 2 times"):
+    with (
+        hs.silent() as url,
+        pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(timed out\), 2 times"),
+    ):
         store_at(url, tmp_path, retries=1, timeout_s=0.05).head()
-    with pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(.*refused.*\), 2 times; check the address and that the server runs"):
+    with pytest.raises(
+        StoreError,
+        match=rf"{url}/HEAD: no answer \(.*refused.*\), 2 times; check the address and that the "
+        rf"server runs",
+    ):
         store_at(url, tmp_path, retries=1).head()
 
 
-def test_a_trickle_is_not_waited_for(server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trickle_is_not_waited_for(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HttpStore, "_deadline", lambda self, num_bytes: 0.0)
     with pytest.raises(StoreError, match="slower than 64 KiB per second, 4 times"):
         store_at(server.url, tmp_path).fetch(0, anchor_of(filled))

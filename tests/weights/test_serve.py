@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.serving import address, make_server
 from flowtrain.types import UserError
+from flowtrain.utils.serving import address, make_server
 from flowtrain.weights import WeightStore
 from flowtrain.weights.serve import make_app
 
@@ -60,13 +60,21 @@ def connection(store: WeightStore) -> Iterator[HTTPConnection]:
 
 
 def ask(
-    client: HTTPConnection, path: str, method: str = "GET", token: str | None = TOKEN, **headers: str
+    client: HTTPConnection,
+    path: str,
+    method: str = "GET",
+    token: str | None = TOKEN,
+    **headers: str,
 ) -> tuple[int, bytes, dict[str, str]]:
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     client.request(method, path, headers=headers)
     response = client.getresponse()
-    return response.status, response.read(), {key.lower(): value for key, value in response.getheaders()}
+    return (
+        response.status,
+        response.read(),
+        {key.lower(): value for key, value in response.getheaders()},
+    )
 
 
 # ---- what is served
@@ -74,7 +82,12 @@ def ask(
 
 def test_the_files_of_published_versions(connection: HTTPConnection, store: WeightStore) -> None:
     assert ask(connection, "/HEAD")[:2] == (200, f"{LAST}\n".encode())
-    for path in ("/v00000003/manifest.json", ANCHOR, "/v00000004/delta-00000000-r0.safetensors", "/v00000001/in.safetensors"):
+    for path in (
+        "/v00000003/manifest.json",
+        ANCHOR,
+        "/v00000004/delta-00000000-r0.safetensors",
+        "/v00000001/in.safetensors",
+    ):
         status, body, headers = ask(connection, path)
         assert status == 200 and body == (store.root / path[1:]).read_bytes()
         assert headers["cache-control"] == "no-cache" and "server" not in headers
@@ -83,7 +96,13 @@ def test_the_files_of_published_versions(connection: HTTPConnection, store: Weig
 
 
 @pytest.mark.parametrize(
-    ("asked", "cut"), [("5-", slice(5, None)), ("0-0", slice(0, 1)), ("100-199", slice(100, 200)), ("-10", slice(-10, None))]
+    ("asked", "cut"),
+    [
+        ("5-", slice(5, None)),
+        ("0-0", slice(0, 1)),
+        ("100-199", slice(100, 200)),
+        ("-10", slice(-10, None)),
+    ],
 )
 def test_ranges(connection: HTTPConnection, store: WeightStore, asked: str, cut: slice) -> None:
     whole = (store.root / ANCHOR[1:]).read_bytes()
@@ -104,7 +123,9 @@ def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
 @pytest.mark.parametrize("path", ["/HEAD", ANCHOR, "/nothing", "/../HEAD"])
-def test_without_the_token_everything_looks_alike(connection: HTTPConnection, token: str | None, path: str) -> None:
+def test_without_the_token_everything_looks_alike(
+    connection: HTTPConnection, token: str | None, path: str
+) -> None:
     for method in ("GET", "HEAD", "POST"):
         status, body, headers = ask(connection, path, method, token)
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
@@ -127,8 +148,26 @@ def test_nothing_but_reading(connection: HTTPConnection, store: WeightStore, met
 @pytest.mark.parametrize(
     "path",
     [
-        *("/", "//", "/v00000001", "/v00000001/", "/leases", "/leases/", "/leases/engine.json", "/notes.txt", "/HEAD/", "/HEAD.writing"),
-        *("/../HEAD", "/%2e%2e/HEAD", "/..%2fHEAD", "/v00000001/../../HEAD", "/v00000001/%2e%2e/%2e%2e/secret.safetensors", "/./HEAD"),
+        *(
+            "/",
+            "//",
+            "/v00000001",
+            "/v00000001/",
+            "/leases",
+            "/leases/",
+            "/leases/engine.json",
+            "/notes.txt",
+            "/HEAD/",
+            "/HEAD.writing",
+        ),
+        *(
+            "/../HEAD",
+            "/%2e%2e/HEAD",
+            "/..%2fHEAD",
+            "/v00000001/../../HEAD",
+            "/v00000001/%2e%2e/%2e%2e/secret.safetensors",
+            "/./HEAD",
+        ),
         *(
             "/v00000001/..%2f..%2fsecret.safetensors",
             "/v00000001/..%5c..%5csecret.safetensors",
@@ -145,10 +184,27 @@ def test_nothing_but_reading(connection: HTTPConnection, store: WeightStore, met
             "/%ff",
             "/head",
         ),
-        *("/v00000001/out.safetensors", "/v00000001/loop.safetensors", "/v00000001/folder.safetensors", "/v00000001/.hidden.safetensors"),
-        *("/v00000001/notes.json", "/v00000009/secret.safetensors", "/v1/manifest.json", "/v000000001/manifest.json"),
-        *(f"/v{LAST + 1:08d}/manifest.json", "/v00000006.writing/manifest.json", "/v99999999/manifest.json", f"/v{'9' * 40}/manifest.json"),
-        "/v\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661/manifest.json".encode().decode("latin-1"),
+        *(
+            "/v00000001/out.safetensors",
+            "/v00000001/loop.safetensors",
+            "/v00000001/folder.safetensors",
+            "/v00000001/.hidden.safetensors",
+        ),
+        *(
+            "/v00000001/notes.json",
+            "/v00000009/secret.safetensors",
+            "/v1/manifest.json",
+            "/v000000001/manifest.json",
+        ),
+        *(
+            f"/v{LAST + 1:08d}/manifest.json",
+            "/v00000006.writing/manifest.json",
+            "/v99999999/manifest.json",
+            f"/v{'9' * 40}/manifest.json",
+        ),
+        "/v\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661/manifest.json".encode().decode(
+            "latin-1"
+        ),
     ],
 )
 def test_no_other_path_leads_anywhere(connection: HTTPConnection, path: str) -> None:
@@ -161,7 +217,10 @@ def test_no_other_path_leads_anywhere(connection: HTTPConnection, path: str) -> 
 def ask_raw(connection: HTTPConnection, path: str) -> bytes:
     """A client would tidy the path up."""
     with socket.create_connection((connection.host, connection.port), timeout=20) as raw:
-        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode("latin-1"))
+        raw.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\nConnection: "
+            "close\r\n\r\n".encode("latin-1")
+        )
         return raw.makefile("rb").read()
 
 
@@ -172,7 +231,9 @@ def test_a_damaged_head_publishes_nothing(filled: WeightStore, tmp_path: Path) -
         client = HTTPConnection(url.removeprefix("http://"), timeout=20)
         (root / "HEAD").write_text("a lot")
         assert ask(client, ANCHOR)[0] == 404
-        assert ask(client, "/HEAD")[:2] == (200, b"a lot"), "so that the reader can say what is wrong"
+        assert ask(client, "/HEAD")[:2] == (200, b"a lot"), (
+            "so that the reader can say what is wrong"
+        )
         (root / "HEAD").unlink()
         assert ask(client, ANCHOR)[0] == 404 and ask(client, "/HEAD")[0] == 404
         client.close()
@@ -194,7 +255,9 @@ def test_it_listens_on_loopback_unless_told(filled: WeightStore) -> None:
 
 
 @pytest.mark.parametrize("missing", ["starlette.requests", "uvicorn"])
-def test_the_extra_is_named_when_it_is_missing(filled: WeightStore, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_the_extra_is_named_when_it_is_missing(
+    filled: WeightStore, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=rf"{missing}: pip install 'flowtrain\[serve\]'"):
         make_server(make_app(filled, TOKEN))
@@ -207,5 +270,8 @@ def test_there_is_no_server_without_a_token(filled: WeightStore) -> None:
 
 
 def test_importing_the_store_needs_no_server() -> None:
-    code = "import sys, flowtrain.weights, flowtrain.weights.serve; assert not {'starlette', 'uvicorn'} & set(sys.modules)"
+    code = (
+        "import sys, flowtrain.weights, flowtrain.weights.serve; assert not {'starlette', "
+        "'uvicorn'} & set(sys.modules)"
+    )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -33,7 +33,9 @@ def test_every_version_keeps_its_own_weights(store: WeightStore) -> None:
         assert store.head() == version
     assert store.versions() == [0, 1, 12, 100_000_000]
     for version in store.versions():
-        assert same_bits(pull(store, version), weights(version)) and not same_bits(pull(store, version), weights(version + 1))
+        assert same_bits(pull(store, version), weights(version)) and not same_bits(
+            pull(store, version), weights(version + 1)
+        )
     assert (store.root / "HEAD").read_text() == "100000000\n"
     assert WeightStore(store.root).head() == 100_000_000, "another process sees the same"
 
@@ -41,9 +43,17 @@ def test_every_version_keeps_its_own_weights(store: WeightStore) -> None:
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_a_version_never_changes(store: WeightStore, version: int) -> None:
     publish(store, 1, 2)
-    with pytest.raises(StoreError, match=rf"version {version} cannot be published in .*: it is at 2, and versions never change"):
+    with pytest.raises(
+        StoreError,
+        match=rf"version {version} cannot be published in .*: it is at 2, and versions never "
+        rf"change",
+    ):
         publish(store, version)
-    assert store.head() == 2 and same_bits(pull(store, 1), weights(1)) and names(store) == ["HEAD", "v00000001", "v00000002"]
+    assert (
+        store.head() == 2
+        and same_bits(pull(store, 1), weights(1))
+        and names(store) == ["HEAD", "v00000001", "v00000002"]
+    )
 
 
 def test_pulled_weights_are_a_copy(store: WeightStore) -> None:
@@ -64,7 +74,9 @@ def test_a_missing_version_is_named(store: WeightStore) -> None:
 def test_a_head_that_is_no_version_is_named(store: WeightStore, text: str) -> None:
     publish(store, 1)
     (store.root / "HEAD").write_text(text)
-    with pytest.raises(StoreError, match=r"HEAD holds .*, not a version; write the number of the newest folder"):
+    with pytest.raises(
+        StoreError, match=r"HEAD holds .*, not a version; write the number of the newest folder"
+    ):
         store.head()
 
 
@@ -76,8 +88,12 @@ def test_a_head_that_points_nowhere_is_named(store: WeightStore) -> None:
 
 
 @pytest.mark.parametrize("call", ["write_anchor", "commit", "rename", "HEAD"])
-def test_nothing_is_seen_before_it_is_whole(store: WeightStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Killed before the files, the manifest, the rename or HEAD: readers see the version before, and the next publish goes through."""
+def test_nothing_is_seen_before_it_is_whole(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Killed before the files, the manifest, the rename or HEAD: readers see the version before,
+    and the next publish goes through.
+    """
     publish(store, 1)
 
     def killed(*_: object, **__: object) -> None:
@@ -98,7 +114,11 @@ def test_nothing_is_seen_before_it_is_whole(store: WeightStore, monkeypatch: pyt
     if call != "HEAD":
         (store.root / "v00000002.writing" / "no_such_file").write_bytes(b"")
     publish(store, 2)
-    assert same_bits(pull(store, 2), weights(2)) and names(store) == ["HEAD", "v00000001", "v00000002"]
+    assert same_bits(pull(store, 2), weights(2)) and names(store) == [
+        "HEAD",
+        "v00000001",
+        "v00000002",
+    ]
     assert not (store.root / "v00000002" / "no_such_file").exists()
 
 
@@ -130,7 +150,9 @@ def test_rollback_goes_to_the_newest_that_is_left(store: WeightStore, version: i
     assert same_bits(pull(store, 2), weights(2))
 
 
-def test_rollback_moves_head_before_it_deletes(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_moves_head_before_it_deletes(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(store, 1, 2)
 
     def killed(path: Path) -> None:
@@ -153,7 +175,9 @@ def test_garbage_is_all_that_the_newest_do_not_need(store: WeightStore) -> None:
     assert same_bits(pull(store, 10), weights(10))
 
 
-def test_garbage_leaves_the_anchor_and_the_deltas_that_lead_to_what_is_kept(store: WeightStore) -> None:
+def test_garbage_leaves_the_anchor_and_the_deltas_that_lead_to_what_is_kept(
+    store: WeightStore,
+) -> None:
     publisher = Publisher(store, PublishOptions(anchor_every=5))
     for version in range(1, 13):
         publisher.publish(chain(version), version)
@@ -186,7 +210,9 @@ def test_a_damaged_lease_is_named(store: WeightStore, text: str) -> None:
     publish(store, 1)
     store.lease("node", 1, seconds=3600)
     (store.root / "leases" / "node.json").write_text(text)
-    with pytest.raises(StoreError, match=r"node.json is no lease .*; delete it if no reader needs it"):
+    with pytest.raises(
+        StoreError, match=r"node.json is no lease .*; delete it if no reader needs it"
+    ):
         store.collect_garbage(keep=1)
 
 
@@ -199,7 +225,11 @@ def test_a_manifest_goes_through_json(store: WeightStore) -> None:
         publisher.publish(chain(version), version)
     manifest = store.manifest(5)
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
-    assert sorted(manifest.delta_files) == [1, 4] and manifest.anchor == 1 and manifest.num_changed <= 200
+    assert (
+        sorted(manifest.delta_files) == [1, 4]
+        and manifest.anchor == 1
+        and manifest.num_changed <= 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,11 +240,16 @@ def test_a_manifest_goes_through_json(store: WeightStore) -> None:
         ({"version": "x"}, "is damaged"),
         ({"tensors": {}}, "is damaged: its root is not that of its tensors"),
         ({"root": "0" * 32}, "is damaged: its root"),
-        ({"anchor_files": [{"name": "../../etc/passwd", "num_bytes": 1, "xxh3": "0"}]}, "which is outside its folder"),
+        (
+            {"anchor_files": [{"name": "../../etc/passwd", "num_bytes": 1, "xxh3": "0"}]},
+            "which is outside its folder",
+        ),
         ({"delta_files": {"0": [{"name": "x"}]}}, "is damaged: KeyError"),
     ],
 )
-def test_a_manifest_that_is_wrong_is_refused(store: WeightStore, change: dict[str, object], message: str) -> None:
+def test_a_manifest_that_is_wrong_is_refused(
+    store: WeightStore, change: dict[str, object], message: str
+) -> None:
     publish(store, 1)
     path = store.root / "v00000001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

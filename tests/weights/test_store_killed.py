@@ -1,4 +1,6 @@
-"""kill -9 of a publisher and of a reader at hundreds of points: whoever comes after sees exactly one version, and work goes on."""
+"""kill -9 of a publisher and of a reader at hundreds of points: whoever comes after sees exactly
+one version, and work goes on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ pytest.register_assert_rewrite("weight_samples")
 from weight_samples import Weights, chain, empty_like, same_bits  # noqa: E402
 
 NUM_RANDOM = 150
-CALLS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
+CALLS = {
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.listdir",
+    "os.scandir",
+}
 """Audit events around which a process is killed; what they announce has not happened yet."""
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -29,8 +40,12 @@ def versions() -> list[Weights]:
     return [chain(version) for version in range(60)]
 
 
-def in_child(work: Callable[[], None], kill_at: int | None = None, kill_after_s: float | None = None) -> tuple[int, int]:
-    """Fork, do the work, be killed at the n-th file operation or after a while. Returns the signal (0: none) and the operations seen."""
+def in_child(
+    work: Callable[[], None], kill_at: int | None = None, kill_after_s: float | None = None
+) -> tuple[int, int]:
+    """Fork, do the work, be killed at the n-th file operation or after a while. Returns the signal
+    (0: none) and the operations seen.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -76,7 +91,9 @@ def go_on(store: WeightStore, versions: list[Weights], up_to: int) -> None:
         store.collect_garbage(keep=2)
 
 
-def check_one_version(store: WeightStore, versions: list[Weights], reader: WeightReader, own: Weights) -> int:
+def check_one_version(
+    store: WeightStore, versions: list[Weights], reader: WeightReader, own: Weights
+) -> int:
     """A new reader and one that was there before both hold exactly HEAD."""
     head = store.head()
     if head is None:
@@ -87,17 +104,28 @@ def check_one_version(store: WeightStore, versions: list[Weights], reader: Weigh
     return head
 
 
-def test_a_publisher_killed_at_every_file_operation(tmp_path: Path, versions: list[Weights]) -> None:
-    """Five versions with anchors, deltas, a skip and garbage; each run is killed one operation later than the one before."""
-    go_on(WeightStore(tmp_path / "imports"), versions, 6)  # what is imported on the way opens files, too, but only once
-    signalled, num_operations = in_child(lambda: go_on(WeightStore(tmp_path / "whole"), versions, 6))
+def test_a_publisher_killed_at_every_file_operation(
+    tmp_path: Path, versions: list[Weights]
+) -> None:
+    """Five versions with anchors, deltas, a skip and garbage; each run is killed one operation
+    later than the one before.
+    """
+    go_on(
+        WeightStore(tmp_path / "imports"), versions, 6
+    )  # what is imported on the way opens files, too, but only once
+    signalled, num_operations = in_child(
+        lambda: go_on(WeightStore(tmp_path / "whole"), versions, 6)
+    )
     assert signalled == 0 and num_operations > 100
     heads = set()
     for kill_at in range(1, num_operations + 1, 2):
         store = WeightStore(tmp_path / f"killed{kill_at}")
         own = empty_like(versions[0])
         reader = WeightReader(store, own)
-        assert in_child(lambda store=store: go_on(store, versions, 6), kill_at=kill_at)[0] == signal.SIGKILL
+        assert (
+            in_child(lambda store=store: go_on(store, versions, 6), kill_at=kill_at)[0]
+            == signal.SIGKILL
+        )
         heads.add(check_one_version(store, versions, reader, own))
         go_on(store, versions, 7)
         assert check_one_version(store, versions, reader, own) == 6
@@ -113,12 +141,17 @@ def test_a_publisher_killed_at_random_moments(store: WeightStore, versions: list
         if before > 50:
             store.rollback(-1)
             before = 0
-        kills += in_child(lambda: go_on(store, versions, 60), kill_after_s=rng.uniform(0.0005, 0.06))[0] == signal.SIGKILL
+        kills += (
+            in_child(lambda: go_on(store, versions, 60), kill_after_s=rng.uniform(0.0005, 0.06))[0]
+            == signal.SIGKILL
+        )
         moved += check_one_version(store, versions, reader, own) > before
     assert moved > 10, "some got a version out before they died"
 
 
-def test_a_reader_killed_at_random_moments_leaves_the_store_as_it_is(store: WeightStore, versions: list[Weights]) -> None:
+def test_a_reader_killed_at_random_moments_leaves_the_store_as_it_is(
+    store: WeightStore, versions: list[Weights]
+) -> None:
     go_on(store, versions, 12)
     before = {path: path.read_bytes() for path in sorted(store.root.rglob("*")) if path.is_file()}
     rng = random.Random(1)
@@ -132,6 +165,8 @@ def test_a_reader_killed_at_random_moments_leaves_the_store_as_it_is(store: Weig
 
     for _ in range(NUM_RANDOM // 3):
         assert in_child(follow, kill_after_s=rng.uniform(0.0005, 0.01))[0] == signal.SIGKILL
-    assert before == {path: path.read_bytes() for path in sorted(store.root.rglob("*")) if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in sorted(store.root.rglob("*")) if path.is_file()
+    }
     head = store.head()
     assert head == 11 and same_bits(pull(store, head), versions[head])

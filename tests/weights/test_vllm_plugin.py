@@ -1,4 +1,6 @@
-"""Sparse deltas in real vLLM on a CPU: words and greedy outputs after each update, failures, requests in flight, plans for TP 2 and 4."""
+"""Sparse deltas in real vLLM on a CPU: words and greedy outputs after each update, failures,
+requests in flight, plans for TP 2 and 4.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 from flowkernels import LossSpec  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from flowtrain import _delta  # noqa: E402
-from flowtrain.rollout.requests import kept_sets  # noqa: E402
-from flowtrain.rollout.vllm_core import _params  # noqa: E402
+from flowtrain.engines.requests import kept_sets  # noqa: E402
+from flowtrain.engines.vllm_runner import _params  # noqa: E402
 from flowtrain.training import attention  # noqa: E402
 from flowtrain.training import model as models  # noqa: E402
 from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
@@ -36,19 +46,45 @@ from flowtrain.training.tree import pack, pack_rows  # noqa: E402
 from flowtrain.training.world import World  # noqa: E402
 from flowtrain.types import KeptTokens, Sample, Sampling, UserError  # noqa: E402
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
-from flowtrain.weights.boxes import BoxTarget  # noqa: E402
+from flowtrain.weights.strided_view import BoxTarget  # noqa: E402
 from flowtrain.weights.target import HostTensors  # noqa: E402
 from flowtrain.weights.vllm_plan import make_plan, prove  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ([1, 2, 3, 4, 5], [200, 17, 60], [9] * 20)
 NUM_TOKENS = 8
-SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.2}
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SMALL |= {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
 FAMILIES = {
-    "Qwen3, tied head, query and key norms": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}, torch.bfloat16),
-    "Qwen2, biases": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False, "hidden_size": 128}, torch.bfloat16),
-    "Llama, own head, fp32": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}, torch.float32),
+    "Qwen3, tied head, query and key norms": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"tie_word_embeddings": True},
+        torch.bfloat16,
+    ),
+    "Qwen2, biases": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"tie_word_embeddings": False, "hidden_size": 128},
+        torch.bfloat16,
+    ),
+    "Llama, own head, fp32": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"tie_word_embeddings": False},
+        torch.float32,
+    ),
 }
 
 
@@ -124,27 +160,54 @@ class Engine:
 
     def holds(self, store: WeightStore, version: int) -> bool:
         """Its words are those of the manifest, all of them."""
-        wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
-        return bool(self.rpc("digest_weights") == wanted and self.rpc("held_weights")["version"] == version)
+        wanted = {
+            name: "".join(f"{part:016x}" for part in digest)
+            for name, digest in store.manifest(version).digests.items()
+        }
+        return bool(
+            self.rpc("digest_weights") == wanted and self.rpc("held_weights")["version"] == version
+        )
 
     def greedy(self, version: int) -> list[list[int]]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False
+        )
         prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
-        return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        return [
+            list(out.outputs[0].token_ids)
+            for out in self.llm.generate(prompts, sampling, use_tqdm=False)
+        ]
 
     def sample(self, sampling: Sampling, number: int, version: int) -> list[Sample]:
         """Responses as the trainer takes them."""
-        prompts = [{"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)]
-        params = [_params(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"]) for i in range(number)]
+        prompts = [
+            {"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)
+        ]
+        params = [
+            _params(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"])
+            for i in range(number)
+        ]
         outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
         samples = []
         for prompt, out in zip(prompts, outputs, strict=True):
             flat = out.logprobs
             kept = KeptTokens.of(kept_sets(flat)) if sampling.is_truncated else None
-            logprobs, weights = tuple(flat.logprobs[at] for at in flat.start_indices), (1.0,) * len(out.token_ids)
-            samples.append(Sample(tuple(prompt["prompt_token_ids"]), tuple(out.token_ids), logprobs, weights, weights, kept=kept))
+            logprobs, weights = (
+                tuple(flat.logprobs[at] for at in flat.start_indices),
+                (1.0,) * len(out.token_ids),
+            )
+            samples.append(
+                Sample(
+                    tuple(prompt["prompt_token_ids"]),
+                    tuple(out.token_ids),
+                    logprobs,
+                    weights,
+                    weights,
+                    kept=kept,
+                )
+            )
         return samples
 
     @property
@@ -179,7 +242,9 @@ def open_engine() -> Iterator[Any]:
 @torch.inference_mode()
 def greedy_of(model: PreTrainedModel) -> list[list[int]]:
     options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in PROMPTS]
+    return [
+        model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in PROMPTS
+    ]
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -187,13 +252,15 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_updates_leave_words_and_outputs_of_each_version(store: WeightStore, tmp_path: Path, open_engine: Any, family: str) -> None:
+def test_twenty_updates_leave_words_and_outputs_of_each_version(
+    store: WeightStore, tmp_path: Path, open_engine: Any, family: str
+) -> None:
     model, publisher = new_model(family), Publisher(store)
     model.save_pretrained(tmp_path / "0")
     publisher.publish(weights_of(model), 0)
     engine = open_engine(tmp_path / "0", model.dtype)
     before = engine.rpc("compute_weight_checksums")
-    engine.connect(store, scrub_every=7)
+    engine.connect(store, verify_every=7)
     assert engine.rpc("compute_weight_checksums") == before, "what proved the plan was put back"
     assert isinstance(engine.transfer.reader._target, HostTensors), "in place, without a copy"
     assert engine.transfer.boxes.plan.dense == {}
@@ -215,8 +282,12 @@ def test_twenty_updates_leave_words_and_outputs_of_each_version(store: WeightSto
 
 
 @pytest.fixture(scope="module")
-def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
-    """An engine that was updated once; each test takes it from HEAD to the next version and leaves it there."""
+def at_work(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
+    """An engine that was updated once; each test takes it from HEAD to the next version and leaves
+    it there.
+    """
     path = tmp_path_factory.mktemp("at_work")
     model, store = new_model("Qwen3, tied head, query and key norms"), WeightStore(path / "weights")
     publisher = Publisher(store, PublishOptions(anchor_every=1000))
@@ -229,19 +300,28 @@ def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, 
     engine.close()
 
 
-def test_another_name_of_the_tied_head_is_taken_for_what_it_is(at_work: Any, tmp_path: Path) -> None:
+def test_another_name_of_the_tied_head_is_taken_for_what_it_is(
+    at_work: Any, tmp_path: Path
+) -> None:
     """vLLM does not load it, and complains when it comes alone."""
     engine, own_store, _, model = at_work
     connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
     publisher = Publisher(store)
     for version in (1, 2):
         change(model, version)
-        publisher.publish({**weights_of(model), "lm_head.weight": model.lm_head.weight.clone()}, version)
+        publisher.publish(
+            {**weights_of(model), "lm_head.weight": model.lm_head.weight.clone()}, version
+        )
     engine.connect(store)
     for version in (1, 2):
         engine.update(version)
-        wanted = {name: "".join(f"{part:016x}" for part in digest) for name, digest in store.manifest(version).digests.items()}
-        assert engine.rpc("digest_weights").items() == wanted.items() - {("lm_head.weight", wanted["lm_head.weight"])}
+        wanted = {
+            name: "".join(f"{part:016x}" for part in digest)
+            for name, digest in store.manifest(version).digests.items()
+        }
+        assert engine.rpc("digest_weights").items() == wanted.items() - {
+            ("lm_head.weight", wanted["lm_head.weight"])
+        }
     assert engine.rpc("held_weights")["mode"] == "delta"
     engine.transfer.__dict__.update(connected)
     engine.transfer.reader._manifest = None  # what it holds is of another store
@@ -256,13 +336,19 @@ def new_policy() -> PreTrainedModel:
 
 
 @pytest.fixture
-def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
-    """The engine on a store of its own, at version 0 of a policy with fp32 master weights that computes in bf16."""
+def trained(
+    at_work: Any, tmp_path: Path
+) -> Iterator[tuple[Engine, WeightStore, Publisher, PreTrainedModel]]:
+    """The engine on a store of its own, at version 0 of a policy with fp32 master weights that
+    computes in bf16.
+    """
     engine, own_store, _, _ = at_work
     connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
     policy = new_policy()
     with torch.no_grad():
-        policy.get_input_embeddings().weight.mul_(0.15)  # the head too: logits of the size of a new model's, and their rounding with them
+        policy.get_input_embeddings().weight.mul_(
+            0.15
+        )  # the head too: logits of the size of a new model's, and their rounding with them
     models.shard(policy, World(0, 1, torch.device("cpu")), models.ShardSpec(torch.bfloat16))
     publisher = Publisher(store, PublishOptions(torch.bfloat16))
     publisher.publish(models.named_weights(policy), 0)
@@ -275,12 +361,16 @@ def trained(at_work: Any, tmp_path: Path) -> Iterator[tuple[Engine, WeightStore,
 
 
 def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> Trainer:
-    return Trainer(policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature)
+    return Trainer(
+        policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature
+    )
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 1.0), (20, 0.9)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, temperature: float, top_k: int, top_p: float) -> None:
+def test_in_bf16_the_trainer_agrees_with_the_sampler(
+    trained: Any, temperature: float, top_k: int, top_p: float
+) -> None:
     """Its own log-probs, through token trees and the loss's head, of what vLLM sampled."""
     engine, store, _, policy = trained
     exact = new_policy()
@@ -288,16 +378,25 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(trained: Any, temperature: 
     samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
     rows = pack_rows(samples, 400)
     scorer = trainer_of(policy, 0.0, temperature)
-    trainer_T, exact_T = (torch.cat([score.logprob_T for score in scorer.score(model, rows)]) for model in (policy, exact))
+    trainer_T, exact_T = (
+        torch.cat([score.logprob_T for score in scorer.score(model, rows)])
+        for model in (policy, exact)
+    )
     sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
     difference_T = trainer_T - sampler_T
-    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, "or there would be little to disagree about"
+    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, (
+        "or there would be little to disagree about"
+    )
     if top_k:
         counts = [count for sample in samples if sample.kept for count in sample.kept.counts]
-        assert max(counts) > top_k if top_p == 1 else min(counts) < top_k, "of bf16 logits, some tie with the last that is kept"
+        assert max(counts) > top_k if top_p == 1 else min(counts) < top_k, (
+            "of bf16 logits, some tie with the last that is kept"
+        )
     assert 0 < difference_T.abs().mean() <= 0.005
     assert (difference_T.exp() - 1 - difference_T).mean() <= 2e-5
-    assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), "no more than what bf16 itself is off by"
+    assert difference_T.abs().mean() < 1.5 * (trainer_T - exact_T).abs().mean(), (
+        "no more than what bf16 itself is off by"
+    )
 
 
 def test_ten_updates_at_learning_rate_0_change_nothing(trained: Any) -> None:
@@ -310,7 +409,10 @@ def test_ten_updates_at_learning_rate_0_change_nothing(trained: Any) -> None:
         publisher.publish(models.named_weights(policy), version)
         engine.update(version)
         assert engine.holds(store, version)
-        is_as_before = store.manifest(version).digests == start, engine.sample(Sampling(16), 8, version) == first
+        is_as_before = (
+            store.manifest(version).digests == start,
+            engine.sample(Sampling(16), 8, version) == first,
+        )
         assert is_as_before == ((True, True) if version < 11 else (False, False))
 
 
@@ -352,10 +454,16 @@ def test_weights_that_something_else_changed_are_loaded_anew(at_work: Any) -> No
     assert not engine.holds(store, version - 1)
     engine.update(version)
     report = engine.rpc("held_weights")
-    assert report["mode"] == "anchor" and "not its base, or were damaged" in report["reason"] and engine.holds(store, version)
+    assert (
+        report["mode"] == "anchor"
+        and "not its base, or were damaged" in report["reason"]
+        and engine.holds(store, version)
+    )
 
 
-def test_an_exception_in_the_middle_leaves_the_old_version(at_work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_the_middle_leaves_the_old_version(
+    at_work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, store, _, _ = at_work
     version = publish_next(at_work)
     before = engine.greedy(version - 1)
@@ -385,7 +493,9 @@ def test_boxes_do_what_the_reader_does_in_place(at_work: Any) -> None:
         assert engine.rpc("held_weights")["mode"] == "delta" and engine.holds(store, version)
     transfer.reader = direct
     version = publish_next(at_work)
-    engine.update(version)  # it believes in the version before those three, so its deltas do not fit
+    engine.update(
+        version
+    )  # it believes in the version before those three, so its deltas do not fit
     assert engine.rpc("held_weights")["mode"] == "anchor" and engine.holds(store, version)
 
 
@@ -396,7 +506,10 @@ def test_a_store_behind_a_url_is_fetched_from_while_the_engine_serves(at_work: A
     handler.log_message = lambda *_: None  # type: ignore[attr-defined]
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        engine.rpc("init_weight_transfer_engine", init_info={"location": f"http://127.0.0.1:{server.server_port}"})
+        engine.rpc(
+            "init_weight_transfer_engine",
+            init_info={"location": f"http://127.0.0.1:{server.server_port}"},
+        )
         engine.update(int(store.head()))
         for _ in range(2):
             version = publish_next(at_work)
@@ -424,14 +537,22 @@ def test_wrong_calls_name_their_cure(at_work: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid init_info for SparseDeltaEngine"):
         engine.rpc("init_weight_transfer_engine", init_info={"folder": "x"})
     del engine.transfer.reader
-    with pytest.raises(UserError, match="init_weight_transfer_engine must be called before start_weight_update"):
+    with pytest.raises(
+        UserError, match="init_weight_transfer_engine must be called before start_weight_update"
+    ):
         engine.update(1)
     engine.transfer.__dict__.update(connected)
 
 
-def test_a_parameter_that_is_no_plain_copy_is_named(at_work: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_is_no_plain_copy_is_named(
+    at_work: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, store, _, model = at_work
-    name, transfer, connected = "model.norm.weight", engine.transfer, engine.transfer.__dict__.copy()
+    name, transfer, connected = (
+        "model.norm.weight",
+        engine.transfer,
+        engine.transfer.__dict__.copy(),
+    )
     norm = transfer.model.model.norm.weight
 
     def half(parameter: Tensor, loaded: Tensor) -> None:
@@ -441,13 +562,17 @@ def test_a_parameter_that_is_no_plain_copy_is_named(at_work: Any, caplog: pytest
         parameter.data.copy_(loaded * 2)
 
     norm.weight_loader = half
-    with pytest.raises(ValueError, match=f"{name}': the ranks together do not hold each of its words once"):
+    with pytest.raises(
+        ValueError, match=f"{name}': the ranks together do not hold each of its words once"
+    ):
         engine.connect(store)
     norm.weight_loader = doubled
     with caplog.at_level("WARNING", logger="flowtrain"):
         engine.connect(store)
     assert f"'{name}' is loaded whole at every update, through the model's loader" in caplog.text
-    assert transfer.boxes.plan.dense.keys() == {name} and isinstance(transfer.reader._target, BoxTarget)
+    assert transfer.boxes.plan.dense.keys() == {name} and isinstance(
+        transfer.reader._target, BoxTarget
+    )
     for _ in range(3):
         version = publish_next(at_work)
         engine.update(version)
@@ -462,11 +587,15 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
     connected = engine.transfer.__dict__.copy()
     other = WeightStore(tmp_path / "weights")
     Publisher(other).publish(weights_of(new_model("Qwen2, biases")), 1)
-    with pytest.raises(ValueError, match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)",
+    ):
         engine.connect(other)
     for attribute, message in (("use_mla", "latent attention"), ("lora_config", "enable_lora")):
         config = SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=attribute == "use_mla"), lora_config=attribute == "lora_config" or None
+            model_config=SimpleNamespace(use_mla=attribute == "use_mla"),
+            lora_config=attribute == "lora_config" or None,
         )
         from flowtrain.weights.vllm_plugin import refuse_unsupported
 
@@ -475,7 +604,9 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
     assert engine.transfer.__dict__ == connected
 
 
-def test_another_version_of_vllm_is_named_before_it_packs(at_work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_vllm_is_named_before_it_packs(
+    at_work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import vllm
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import utils
@@ -498,8 +629,15 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "site" / "flowtrain_entry-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flowtrain-entry\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nflowtrain = flowtrain.weights.vllm_plugin:register\n")
-    paths = [str(tmp_path / "site"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nflowtrain = flowtrain.weights.vllm_plugin:register\n"
+    )
+    paths = [
+        str(tmp_path / "site"),
+        str(ROOT),
+        str(ROOT / "kernels"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.syspath_prepend(paths[0])  # a spawned process gets this one's path
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -509,11 +647,15 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_entry_point_is_declared() -> None:
     import tomllib
 
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "vllm.general_plugins"
+    ]
     assert points == {"flowtrain": "flowtrain.weights.vllm_plugin:register"}
 
 
-def test_a_request_in_flight_goes_on_across_updates_and_failures(store: WeightStore, tmp_path: Path, entry_point: None) -> None:
+def test_a_request_in_flight_goes_on_across_updates_and_failures(
+    store: WeightStore, tmp_path: Path, entry_point: None
+) -> None:
     model, publisher = new_model("Qwen3, tied head, query and key norms"), Publisher(store)
     model.save_pretrained(tmp_path / "0")
     publisher.publish(weights_of(model), 1)
@@ -521,26 +663,49 @@ def test_a_request_in_flight_goes_on_across_updates_and_failures(store: WeightSt
     assert versions == ["default", "2", "3"]
 
 
-async def _serve(store: WeightStore, path: Path, model: PreTrainedModel, publisher: Publisher) -> list[str]:
-    """The versions of the spans of a request that ran across two updates, one of which failed at first."""
+async def _serve(
+    store: WeightStore, path: Path, model: PreTrainedModel, publisher: Publisher
+) -> list[str]:
+    """The versions of the spans of a request that ran across two updates, one of which failed at
+    first.
+    """
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.config import WeightTransferConfig
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16"}
+    options = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "dtype": "bfloat16",
+    }
     transfer = WeightTransferConfig(backend="sparse_delta")
     extension = "flowtrain.weights.vllm_plugin.WeightReports"
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(path), weight_transfer_config=transfer, worker_extension_cls=extension, **options))
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            str(path), weight_transfer_config=transfer, worker_extension_cls=extension, **options
+        )
+    )
     try:
-        await llm.init_weight_transfer_engine(WeightTransferInitRequest({"location": str(store.root)}))
+        await llm.init_weight_transfer_engine(
+            WeightTransferInitRequest({"location": str(store.root)})
+        )
         arrived, last = [], None
         reached = {40: asyncio.Event(), 120: asyncio.Event()}
 
         async def run() -> None:
             nonlocal last
-            sampling = SamplingParams(max_tokens=240, temperature=0, ignore_eos=True, detokenize=False)
-            async for last in llm.generate({"prompt_token_ids": [1, 2, 3], "cache_salt": "1"}, sampling, "one"):
+            sampling = SamplingParams(
+                max_tokens=240, temperature=0, ignore_eos=True, detokenize=False
+            )
+            async for last in llm.generate(
+                {"prompt_token_ids": [1, 2, 3], "cache_salt": "1"}, sampling, "one"
+            ):
                 arrived.append(len(last.outputs[0].token_ids))
                 for number, event in reached.items():
                     if arrived[-1] >= number:
@@ -548,7 +713,9 @@ async def _serve(store: WeightStore, path: Path, model: PreTrainedModel, publish
 
         async def update(version: int) -> None:
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest({"version": version, "stage": True}))
+            await llm.update_weights(
+                WeightTransferUpdateRequest({"version": version, "stage": True})
+            )
             await llm.pause_generation(mode="keep", clear_cache=False)
             try:
                 await llm.update_weights(WeightTransferUpdateRequest({"version": version}))
@@ -567,12 +734,16 @@ async def _serve(store: WeightStore, path: Path, model: PreTrainedModel, publish
                     await update(3)
                 (held,) = await llm.collective_rpc("held_weights")
                 assert held["version"] == 2 and await llm.get_weight_version() == "2"
-                tmp.rename(file_of_missing := store.place(3) / store.manifest(3).delta_files[2][0].name)
+                tmp.rename(
+                    file_of_missing := store.place(3) / store.manifest(3).delta_files[2][0].name
+                )
                 assert file_of_missing.exists()
             await update(version)
             (digests,) = await llm.collective_rpc("digest_weights")
             wanted = store.manifest(version).digests
-            assert digests == {name: "".join(f"{part:016x}" for part in digest) for name, digest in wanted.items()}
+            assert digests == {
+                name: "".join(f"{part:016x}" for part in digest) for name, digest in wanted.items()
+            }
         await asyncio.wait_for(request, 60)
         assert last is not None and len(last.outputs[0].token_ids) == 240
         return [span.version for span in last.outputs[0].weight_versions]
@@ -615,9 +786,13 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
     for version in range(1, 5):
         change(trained, version)
         publisher.publish(weights_of(trained), version)
-        loaded[version] = {name: tensor.detach().clone() for name, tensor in weights_of(trained).items()}
+        loaded[version] = {
+            name: tensor.detach().clone() for name, tensor in weights_of(trained).items()
+        }
     dtype = str(trained.dtype).removeprefix("torch.")
-    config = EngineArgs(str(tmp_path / "hf"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+    config = EngineArgs(
+        str(tmp_path / "hf"), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True
+    ).create_engine_config()
     group, meeting = FakeGroup(size), Meeting(size)
 
     def build(rank: int) -> Any:
@@ -632,12 +807,19 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
         plan = make_plan(store.manifest(1).layout, model.load_weights, tensors, ranks)
         prove(plan, model.load_weights, tensors, ranks)
         assert not plan.dense
-        reader, modes = WeightReader(store, BoxTarget(plan, ranks, lambda found: model.load_weights(found.items()))), []
+        reader, modes = (
+            WeightReader(
+                store, BoxTarget(plan, ranks, lambda found: model.load_weights(found.items()))
+            ),
+            [],
+        )
         for version in range(1, 5):
             modes.append(reader.load(version).mode)
             rival.load_weights(loaded[version].items())
             theirs = dict(rival.named_parameters())
-            assert all(torch.equal(ours, theirs[name]) for name, ours in model.named_parameters()), f"rank {rank}, version {version}"
+            assert all(
+                torch.equal(ours, theirs[name]) for name, ours in model.named_parameters()
+            ), f"rank {rank}, version {version}"
             assert reader.damaged() == []
         return modes
 
@@ -658,6 +840,8 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
                     parameter.data.zero_()  # padding of one is that of the other
         with ThreadPoolExecutor(size) as pool:
             waiting = [pool.submit(run, rank, *pair) for rank, pair in enumerate(models)]
-            assert [done.result() for done in waiting] == [["anchor", "delta", "delta", "delta"]] * size
+            assert [done.result() for done in waiting] == [
+                ["anchor", "delta", "delta", "delta"]
+            ] * size
     monkeypatch.undo()
     cleanup_dist_env_and_memory()

@@ -1,4 +1,6 @@
-"""`python -m flowtrain.weights`: what it says and how it exits, for good stores and for damaged ones."""
+"""`python -m flowtrain.weights`: what it says and how it exits, for good stores and for damaged
+ones.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,22 @@ from safetensors.numpy import load_file, save_file
 from flowtrain import _delta
 from flowtrain.weights import HttpStore, WeightStore, pull, remote
 from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.pieces import words_of
+from flowtrain.weights.tensor_shards import words_of
 
 pytest.register_assert_rewrite("http_stores")
 import http_stores as hs  # noqa: E402
-from http_stores import LAST, TOKEN, Run, add_anchor, delta_path, flip, reseal, rewrite, same, weights_at  # noqa: E402
+from http_stores import (  # noqa: E402
+    LAST,
+    TOKEN,
+    Run,
+    add_anchor,
+    delta_path,
+    flip,
+    reseal,
+    rewrite,
+    same,
+    weights_at,
+)
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -45,7 +58,11 @@ def test_inspect_as_json(run: Run, filled: WeightStore) -> None:
     assert code == 0 and [r["version"] for r in records] == list(range(LAST + 1))
     first, fourth = records[0], records[4]
     size = (filled.place(0) / "anchor-r0.safetensors").stat().st_size
-    assert first["anchor_bytes"] == size and first["bytes_per_change"] is None and first["density"] == 1
+    assert (
+        first["anchor_bytes"] == size
+        and first["bytes_per_change"] is None
+        and first["density"] == 1
+    )
     assert fourth["bases"] == [3, 0] and fourth["anchor"] == 0
     assert (
         fourth["delta_bytes"]
@@ -67,20 +84,35 @@ def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> No
     }
     assert [(d["base"], d["version"]) for d in record["deltas"]] == [(3, 4), (0, 4)]
     layer = record["deltas"][0]["tensors"][0]
-    assert (layer["name"], layer["first"], layer["num_words"], layer["level"], sum(layer["blocks"].values())) == (
+    assert (
+        layer["name"],
+        layer["first"],
+        layer["num_words"],
+        layer["level"],
+        sum(layer["blocks"].values()),
+    ) == (
         "layer.weight",
         0,
         6144,
         1,
         1,
     )
-    digests = [f"{a:016x}{b:016x}" for a, b in (filled.manifest(3).digests["layer.weight"], manifest.digests["layer.weight"])]
+    digests = [
+        f"{a:016x}{b:016x}"
+        for a, b in (filled.manifest(3).digests["layer.weight"], manifest.digests["layer.weight"])
+    ]
     assert [layer["base_digest"], layer["target_digest"]] == digests
 
     code, out, _ = run("inspect", delta_path(filled, 0, 4), "--json")
     assert code == 0 and json.loads(out) == record["deltas"][1]
     code, out, _ = run("inspect", filled.root, "--version", 4)
-    assert code == 0 and "64x96" in out and "scalar" in out and manifest.root in out and "delta-00000000-r0.safetensors: from 0 to 4" in out
+    assert (
+        code == 0
+        and "64x96" in out
+        and "scalar" in out
+        and manifest.root in out
+        and "delta-00000000-r0.safetensors: from 0 to 4" in out
+    )
     code, single, _ = run("inspect", delta_path(filled, 0, 4))
     assert code == 0 and single in out
 
@@ -88,15 +120,25 @@ def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> No
 def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) -> None:
     (copied.place(2) / "manifest.json").write_text("{")
     code, out, _ = run("inspect", copied.root)
-    assert code == 1 and re.match(r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3])
+    assert code == 1 and re.match(
+        r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3]
+    )
     code, out, _ = run("inspect", copied.root, "--json")
-    assert code == 1 and "manifest.json is damaged" in json.loads(out)[2]["error"] and json.loads(out)[3]["version"] == 3
+    assert (
+        code == 1
+        and "manifest.json is damaged" in json.loads(out)[2]["error"]
+        and json.loads(out)[3]["version"] == 3
+    )
     for arguments, message in (
         (("--version", 2), "v00000002/manifest.json is damaged"),
         (("--version", 77), "version 77 is not in"),
     ):
         code, out, err = run("inspect", copied.root, *arguments)
-        assert (code, out) == (1, "") and message in err and err.startswith("python -m flowtrain.weights: ")
+        assert (
+            (code, out) == (1, "")
+            and message in err
+            and err.startswith("python -m flowtrain.weights: ")
+        )
 
     blobs = load_file(delta_path(copied, 2, 3))
     blobs["layer.weight"][8] ^= 255
@@ -114,7 +156,9 @@ def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) 
         assert (code, out) == (1, "") and message in err and path.name in err
 
 
-def test_a_store_without_versions_or_with_a_wrong_head(run: Run, copied: WeightStore, tmp_path: Path) -> None:
+def test_a_store_without_versions_or_with_a_wrong_head(
+    run: Run, copied: WeightStore, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     for command in (("inspect",), ("verify",), ("verify", "--all")):
         code, _, err = run(command[0], tmp_path / "empty", *command[1:])
@@ -144,8 +188,12 @@ def test_compose(run: Run, tmp_path: Path, start: int, end: int, stored: int, le
     store = hs.fill(tmp_path / "weights", stored)
     out_path = tmp_path / "joined.safetensors"
     code, out, _ = run("compose", store.root, start, end, "-o", out_path, "--level", level)
-    assert code == 0 and re.search(rf"joined.safetensors: from {start} to {end}, 2 tensors changed, .*B$", out.strip())
-    assert same(apply_file(out_path, start), weights_at(end)) and not same(weights_at(start), weights_at(end))
+    assert code == 0 and re.search(
+        rf"joined.safetensors: from {start} to {end}, 2 tensors changed, .*B$", out.strip()
+    )
+    assert same(apply_file(out_path, start), weights_at(end)) and not same(
+        weights_at(start), weights_at(end)
+    )
     header, blobs = open_delta(out_path)
     assert (header["base"], header["version"]) == (start, end)
     assert {_delta.info(blob)["level"] for blob in blobs.values()} == {level}
@@ -159,9 +207,22 @@ def test_compose_of_deltas_of_several_ranks(run: Run, copied: WeightStore, tmp_p
     _, blobs = open_delta(delta_path(copied, 1, 2))
     files = []
     for rank, (first, end) in enumerate(((0, 4000), (4000, 6144))):
-        part = _delta.encode(old[first:end], new[first:end], first=first, base_digest=_delta.digest(old[first:end], first=first))
+        part = _delta.encode(
+            old[first:end],
+            new[first:end],
+            first=first,
+            base_digest=_delta.digest(old[first:end], first=first),
+        )
         of_rank = {"layer.weight": part} | ({"step": blobs["step"]} if rank else {})
-        files.append(write_delta(copied.place(2) / f"delta-00000001-r{rank}.safetensors", of_rank, manifest.layout, 1, 2))
+        files.append(
+            write_delta(
+                copied.place(2) / f"delta-00000001-r{rank}.safetensors",
+                of_rank,
+                manifest.layout,
+                1,
+                2,
+            )
+        )
     rewrite(copied, 2, delta_files={1: tuple(files)})
     assert run("verify", copied.root, "--all")[0] == 0
     assert run("compose", copied.root, 1, 3, "-o", tmp_path / "x.safetensors")[0] == 0
@@ -196,12 +257,16 @@ def test_compose_refuses(run: Run, copied: WeightStore, tmp_path: Path) -> None:
 
 def test_gc(run: Run, copied: WeightStore) -> None:
     code, out, _ = run("gc", copied.root, "--keep", 1)
-    assert code == 0 and out == "deleted nothing (0 B); 6 versions stay\n", "the only anchor is that of version 0"
+    assert code == 0 and out == "deleted nothing (0 B); 6 versions stay\n", (
+        "the only anchor is that of version 0"
+    )
     rewrite(copied, 3, anchor=3, anchor_files=(add_anchor(copied, 3),), reason="a test")
     for version in (4, 5):
         rewrite(copied, version, anchor=3)
     code, out, _ = run("gc", copied.root, "--keep", 2, "--dry-run")
-    assert code == 0 and re.fullmatch(r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out)
+    assert code == 0 and re.fullmatch(
+        r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out
+    )
     assert copied.versions() == list(range(6))
     copied.lease("engine", 1, 1000)
     assert run("gc", copied.root, "--keep", 2)[1].startswith("deleted nothing")
@@ -233,8 +298,18 @@ def test_help_has_an_example(run: Run, command: str) -> None:
             ("inspect", "S", "--version", "-1"),
             ("verify", "S", "--all", "--version", "1"),
         ),
-        *(("gc", "S"), ("gc", "S", "--keep", "0"), ("compose", "S", "0", "1"), ("compose", "S", "0", "1", "-o", "f", "--level", "3")),
-        *(("serve", "S", "--port", "99999"), ("inspect", "/nowhere/at/all"), ("verify", "/nowhere"), ("gc", "/nowhere", "--keep", "1")),
+        *(
+            ("gc", "S"),
+            ("gc", "S", "--keep", "0"),
+            ("compose", "S", "0", "1"),
+            ("compose", "S", "0", "1", "-o", "f", "--level", "3"),
+        ),
+        *(
+            ("serve", "S", "--port", "99999"),
+            ("inspect", "/nowhere/at/all"),
+            ("verify", "/nowhere"),
+            ("gc", "/nowhere", "--keep", "1"),
+        ),
         *(
             ("serve", "/nowhere"),
             ("gc", "http://host", "--keep", "1"),
@@ -245,12 +320,18 @@ def test_help_has_an_example(run: Run, command: str) -> None:
         ("inspect", __file__, "--version", "1"),
     ],
 )
-def test_usage_errors_exit_with_2(run: Run, filled: WeightStore, arguments: tuple[str, ...]) -> None:
-    code, out, err = run(*(str(filled.root) if argument == "S" else argument for argument in arguments))
+def test_usage_errors_exit_with_2(
+    run: Run, filled: WeightStore, arguments: tuple[str, ...]
+) -> None:
+    code, out, err = run(
+        *(str(filled.root) if argument == "S" else argument for argument in arguments)
+    )
     assert (code, out) == (2, "") and "python -m flowtrain.weights" in err
 
 
-def test_serve_refuses_a_port_in_use_and_a_bad_token(run: Run, filled: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_refuses_a_port_in_use_and_a_bad_token(
+    run: Run, filled: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hs.serving(filled) as url:
         code, _, err = run("serve", filled.root, "--port", url.rpartition(":")[2])
         assert code == 2 and "cannot listen at 127.0.0.1 port" in err
@@ -262,7 +343,9 @@ def test_serve_refuses_a_port_in_use_and_a_bad_token(run: Run, filled: WeightSto
 # ---- over HTTP
 
 
-def test_a_url_is_as_good_as_a_folder(run: Run, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_as_good_as_a_folder(
+    run: Run, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)
     with hs.serving(filled) as url:
         for arguments in ((), ("--version", 4), ("--version", 4, "--json"), ("--json",)):
@@ -282,9 +365,18 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
     flip(copied.place(0) / "anchor-r0.safetensors")
     with hs.misbehaving(copied.root) as server:
         code, out, _ = run("verify", server.url, "--all")
-        assert code == 1 and f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
+        assert (
+            code == 1
+            and f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
+        )
         shutil.rmtree(copied.place(0))
-        assert [r["version"] for r in json.loads(run("inspect", server.url, "--json")[1])] == [1, 2, 3, 4, 5]
+        assert [r["version"] for r in json.loads(run("inspect", server.url, "--json")[1])] == [
+            1,
+            2,
+            3,
+            4,
+            5,
+        ]
         (copied.root / "HEAD").unlink()
         code, _, err = run("verify", server.url)
         assert code == 1 and f"{server.url} holds no version" in err
@@ -294,10 +386,14 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("given", ["", "a-token-that-was-chosen"])
 def test_serve_until_interrupted(filled: WeightStore, tmp_path: Path, given: str) -> None:
-    """The command as people run it: the token is printed once when nobody chose one, and Ctrl-C ends it well."""
+    """The command as people run it: the token is printed once when nobody chose one, and Ctrl-C
+    ends it well.
+    """
     environment = os.environ | {"FLOWTRAIN_TOKEN": given, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "flowtrain.weights", "serve", str(filled.root), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         try:
             url = process.stdout.readline().split()[-1]

@@ -12,7 +12,7 @@ import pytest
 from flowtrain import _delta
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.pieces import words_of
+from flowtrain.weights.tensor_shards import words_of
 
 pytest.register_assert_rewrite("http_stores")
 import http_stores as hs  # noqa: E402
@@ -24,7 +24,10 @@ pytest_plugins = ("http_stores",)
 @pytest.mark.parametrize("level", [1, 2])
 def test_verify_a_good_store(run: Run, tmp_path: Path, level: int) -> None:
     store = hs.fill(tmp_path / "weights", level)
-    assert {t["level"] for t in json.loads(run("inspect", delta_path(store, 4, 5), "--json")[1])["tensors"]} == {level}
+    assert {
+        t["level"]
+        for t in json.loads(run("inspect", delta_path(store, 4, 5), "--json")[1])["tensors"]
+    } == {level}
     num_bytes = sum(path.stat().st_size for path in store.root.glob("v*/*.safetensors"))
     code, out, err = run("verify", store.root, "--all", "--threads", 2)
     assert (code, out, err) == (0, f"fine: 6 versions, 7 files, {num_bytes / 1024:.3g} KiB\n", "")
@@ -46,14 +49,22 @@ def test_verify_after_garbage_was_collected(run: Run, copied: WeightStore) -> No
     flip(delta_path(copied, 0, 4))
     reseal(copied, 0, 4)
     code, out, _ = run("verify", copied.root, "--all")
-    assert code == 1 and "delta-00000000-r0.safetensors: the delta of 'step' is damaged" in out, "but its structure is looked at"
+    assert code == 1 and "delta-00000000-r0.safetensors: the delta of 'step' is damaged" in out, (
+        "but its structure is looked at"
+    )
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
-@pytest.mark.parametrize("name", ["v00000000/anchor-r0.safetensors", "v00000004/delta-00000003-r0.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["v00000000/anchor-r0.safetensors", "v00000004/delta-00000003-r0.safetensors"]
+)
 def test_verify_names_a_damaged_file(run: Run, copied: WeightStore, name: str, kind: str) -> None:
     path = copied.root / name
-    message = {"flipped": "does not have the checksum", "truncated": "bytes, its manifest says", "missing": "is missing"}[kind]
+    message = {
+        "flipped": "does not have the checksum",
+        "truncated": "bytes, its manifest says",
+        "missing": "is missing",
+    }[kind]
     if kind == "flipped":
         flip(path)
     elif kind == "truncated":
@@ -64,7 +75,9 @@ def test_verify_names_a_damaged_file(run: Run, copied: WeightStore, name: str, k
     lines = out.splitlines()
     assert code == 1 and any(re.search(rf"^damaged: .*{name} .*{message}", line) for line in lines)
     assert re.fullmatch(r"\d+ problems in 6 versions, 7 files, .* KiB", lines[-1])
-    assert run("verify", copied.root, "--version", 1)[0] == (0 if "delta" in name else 1), "version 1 needs the anchor alone"
+    assert run("verify", copied.root, "--version", 1)[0] == (0 if "delta" in name else 1), (
+        "version 1 needs the anchor alone"
+    )
 
 
 def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
@@ -87,20 +100,32 @@ def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
     write_delta(path, blobs | {"layer.weight": wrong}, version.layout, 2, 3)
     reseal(copied, 2, 3)
     code, out, _ = run("verify", copied.root, "--version", 3)
-    assert code == 1 and "version 3: its deltas from version 2 do not lead to its digest of 'layer.weight'" in out
+    assert (
+        code == 1
+        and "version 3: its deltas from version 2 do not lead to its digest of 'layer.weight'"
+        in out
+    )
 
     foreign = _delta.encode(another, old, base_digest=_delta.digest(another))
     write_delta(path, blobs | {"layer.weight": foreign}, version.layout, 2, 3)
     reseal(copied, 2, 3)
     code, out, _ = run("verify", copied.root, "--version", 3)
-    assert code == 1 and "the delta of 'layer.weight' is damaged" in out, "it starts from other weights"
+    assert code == 1 and "the delta of 'layer.weight' is damaged" in out, (
+        "it starts from other weights"
+    )
 
     write_delta(path, blobs | {"extra": layer.copy()}, version.layout, 2, 3)
     reseal(copied, 2, 3)
-    assert "holds a delta of 'extra', a tensor that the model does not have" in run("verify", copied.root, "--version", 3)[1]
+    assert (
+        "holds a delta of 'extra', a tensor that the model does not have"
+        in run("verify", copied.root, "--version", 3)[1]
+    )
     write_delta(path, blobs, version.layout, 1, 3)
     reseal(copied, 2, 3)
-    assert "leads from version 1 to 3, not from 2 to 3" in run("verify", copied.root, "--version", 3)[1]
+    assert (
+        "leads from version 1 to 3, not from 2 to 3"
+        in run("verify", copied.root, "--version", 3)[1]
+    )
     write_delta(path, blobs, version.layout, 2, 3)
     reseal(copied, 2, 3)
     assert run("verify", copied.root, "--all")[0] == 0
@@ -111,7 +136,10 @@ def test_verify_compares_digests(run: Run, copied: WeightStore) -> None:
     a, b = manifest.digests["norm"]
     rewrite(copied, 0, digests=manifest.digests | {"norm": (a ^ 1, b)})
     code, out, _ = run("verify", copied.root, "--version", 0)
-    assert code == 1 and "version 0 cannot be pulled: the anchor of version 0 is damaged at 'norm'" in out
+    assert (
+        code == 1
+        and "version 0 cannot be pulled: the anchor of version 0 is damaged at 'norm'" in out
+    )
 
 
 def test_verify_sees_a_gap(run: Run, copied: WeightStore) -> None:

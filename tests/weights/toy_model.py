@@ -13,9 +13,17 @@ class Toy:
 
     def __init__(self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         self.rank, self.size, self.kv = rank, size, min(size, 2)
-        shapes = {"qkv": (64 // size + 32 // self.kv, 80), "down": (24, 96 // size), "turned": (20, 40), "table": (64 // size, 32)}
+        shapes = {
+            "qkv": (64 // size + 32 // self.kv, 80),
+            "down": (24, 96 // size),
+            "turned": (20, 40),
+            "table": (64 // size, 32),
+        }
         rng = torch.Generator().manual_seed(rank)
-        self.held = {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in {**shapes, "norm": (7,), "scalar": (1,)}.items()}
+        self.held = {
+            name: torch.randn(shape, generator=rng).to(dtype)
+            for name, shape in {**shapes, "norm": (7,), "scalar": (1,)}.items()
+        }
 
     def load_weights(self, found: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in found:
@@ -54,7 +62,15 @@ class Toy:
         """Another name of the table."""
 
 
-SHAPES = {"q": (64, 80), "k": (32, 80), "down": (24, 96), "turned": (40, 20), "table": (60, 32), "norm": (7,), "scalar": ()}
+SHAPES = {
+    "q": (64, 80),
+    "k": (32, 80),
+    "down": (24, 96),
+    "turned": (40, 20),
+    "table": (60, 32),
+    "norm": (7,),
+    "scalar": (),
+}
 
 
 def toy_weights(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -70,7 +86,9 @@ def toy_weights(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     return found
 
 
-def held_by(found: dict[str, Tensor], rank: int, size: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def held_by(
+    found: dict[str, Tensor], rank: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
     """What the loader itself makes of weights."""
     toy = Toy(rank, size, dtype)
     toy.load_weights(found.items())

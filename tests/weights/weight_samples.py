@@ -9,10 +9,16 @@ Weights = dict[str, Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """fp32 and bf16 with every special value, a transposed (not contiguous) one, an empty one and a scalar."""
+    """fp32 and bf16 with every special value, a transposed (not contiguous) one, an empty one and a
+    scalar.
+    """
     rng = torch.Generator().manual_seed(seed)
-    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4e38, 1e-40])
-    any_bits = torch.randint(-(2**15), 2**15, (500,), generator=rng, dtype=torch.int16).view(torch.bfloat16)
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4e38, 1e-40]
+    )
+    any_bits = torch.randint(-(2**15), 2**15, (500,), generator=rng, dtype=torch.int16).view(
+        torch.bfloat16
+    )
     return {
         "fp32": torch.cat([special, torch.randn(100, generator=rng)]),
         "bf16": torch.cat([special.bfloat16(), any_bits]),
@@ -44,7 +50,10 @@ def same_bits(ours: Weights, theirs: Weights) -> bool:
     def bits(tensor: Tensor) -> Tensor:
         return tensor.contiguous().view(-1).view(torch.int16)
 
-    same = [(a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits(a), bits(b)) for a, b in ((ours[k], theirs[k]) for k in ours)]
+    same = [
+        (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits(a), bits(b))
+        for a, b in ((ours[k], theirs[k]) for k in ours)
+    ]
     return ours.keys() == theirs.keys() and all(same)
 
 

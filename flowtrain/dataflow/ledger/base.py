@@ -1,4 +1,6 @@
-"""What all answers of the ledger are made with: the database, the options, the order of the tasks, the rules and the clock."""
+"""What all answers of the ledger are made with: the database, the options, the order of the tasks,
+the rules and the clock.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,11 @@ class LedgerBase:
         make_rules: Callable[[], Rules] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Makes the tables in an empty database. UserError when it cannot be used or belongs to another run.
+        """Makes the tables in an empty database. UserError when it cannot be used or belongs to
+        another run.
 
-        `make_rules` returns rules that have observed nothing; by default those that the config names.
+        `make_rules` returns rules that have observed nothing; by default those that the config
+        names.
         """
         self._make_rules = make_rules or (lambda: load(config.dataflow))
         rules = self._make_rules()
@@ -87,15 +91,25 @@ class LedgerBase:
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
         """Leases that have run out end."""
         rows = transaction.all(
-            f"SELECT id, attempt FROM units WHERE state = 'leased' AND until_s < ? ORDER BY id {transaction.lock('units', skip=True)}", now
+            "SELECT id, attempt FROM units WHERE state = 'leased' AND until_s < ? ORDER BY id "
+            f"{transaction.lock('units', skip=True)}",
+            now,
         )
         self._give_back(transaction, [(row.id, row.attempt) for row in rows], "ran out")
 
-    def _give_back(self, transaction: Transaction, leases: list[tuple[int, int]], ending: str) -> None:
+    def _give_back(
+        self, transaction: Transaction, leases: list[tuple[int, int]], ending: str
+    ) -> None:
         """Units wait for another lease, or have failed. The caller has locked them."""
         most = self._options.max_attempts
-        transaction.many("UPDATE units SET state = ? WHERE id = ?", [("failed" if n >= most else "waiting", unit) for unit, n in leases])
-        transaction.many("UPDATE leases SET ending = ? WHERE unit = ? AND attempt = ?", [(ending, unit, n) for unit, n in leases])
+        transaction.many(
+            "UPDATE units SET state = ? WHERE id = ?",
+            [("failed" if n >= most else "waiting", unit) for unit, n in leases],
+        )
+        transaction.many(
+            "UPDATE leases SET ending = ? WHERE unit = ? AND attempt = ?",
+            [(ending, unit, n) for unit, n in leases],
+        )
 
 
 def states(policies: Sequence[Any]) -> Mapping[str, PolicyState]:
@@ -110,8 +124,20 @@ def seconds(value: float) -> float:
 
 
 def _fixed(config: Config) -> str:
-    """The options that decide what a unit is, a line each; the others may change while a run goes on."""
+    """The options that decide what a unit is, a line each; the others may change while a run goes
+    on.
+    """
     whole = config.model_dump(mode="json")
-    keys = ["run.seed", *(f"tasks.{key}" for key in whole["tasks"]), "rollout.group_size", "rollout.num_questions"]
-    parts = [(key, *key.split(".")) for key in [*keys, "dataflow.curator", "dataflow.curator_options"]]
-    return "\n".join(f"{key} = {json.dumps(whole[section][name], sort_keys=True)}" for key, section, name in parts)
+    keys = [
+        "run.seed",
+        *(f"tasks.{key}" for key in whole["tasks"]),
+        "rollout.group_size",
+        "rollout.num_questions",
+    ]
+    parts = [
+        (key, *key.split(".")) for key in [*keys, "dataflow.curator", "dataflow.curator_options"]
+    ]
+    return "\n".join(
+        f"{key} = {json.dumps(whole[section][name], sort_keys=True)}"
+        for key, section, name in parts
+    )

@@ -1,7 +1,8 @@
 """Which tasks become units: the curator as a fold over the ledger, and its decisions on record.
 
-Groups and version bumps become events in the order of their commits, numbered without gaps by whoever holds the lock of `meta`. Pushes
-do not take that lock: the next one who needs the order numbers what was pushed until then.
+Groups and version bumps become events in the order of their commits, numbered without gaps by
+whoever holds the lock of `meta`. Pushes do not take that lock: the next one who needs the order
+numbers what was pushed until then.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Fold:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Around a transaction that uses the fold. If it fails, events that were seen may not have come to pass: the fold begins anew."""
+        """Around a transaction that uses the fold. If it fails, events that were seen may not have
+        come to pass: the fold begins anew.
+        """
         with self._mutex:
             try:
                 yield
@@ -69,10 +72,13 @@ class Fold:
 
 
 def number_groups(transaction: Transaction, num_events: int) -> int:
-    """Numbers the groups that have been committed since; needs the lock of `meta`. Returns how many events there are now."""
+    """Numbers the groups that have been committed since; needs the lock of `meta`. Returns how many
+    events there are now.
+    """
     num_new = transaction.run(
         "UPDATE groups SET event = ? + new.place"
-        " FROM (SELECT unit, row_number() OVER (ORDER BY pushed_s, unit) AS place FROM groups WHERE event IS NULL) AS new"
+        " FROM (SELECT unit, row_number() OVER (ORDER BY pushed_s, unit) AS place FROM groups "
+        "WHERE event IS NULL) AS new"
         " WHERE groups.unit = new.unit",
         num_events,
     )
@@ -84,11 +90,20 @@ def number_groups(transaction: Transaction, num_events: int) -> int:
 def events(transaction: Transaction, after: int) -> Iterator[Event]:
     """Those with greater numbers; versions are those of the policy that was registered first."""
     groups = transaction.all(
-        "SELECT g.event, g.unit, g.rewards, g.num_tokens, u.task_id, u.kind FROM groups g JOIN units u ON u.id = g.unit WHERE g.event > ?",
+        "SELECT g.event, g.unit, g.rewards, g.num_tokens, u.task_id, u.kind FROM groups g JOIN "
+        "units u ON u.id = g.unit WHERE g.event > ?",
         after,
     )
     bumps = transaction.all("SELECT event, version FROM bumps WHERE event > ?", after)
-    found = [Event(row.event, Outcome(row.unit, row.task_id, row.kind, tuple(json.loads(row.rewards)), row.num_tokens)) for row in groups]
+    found = [
+        Event(
+            row.event,
+            Outcome(
+                row.unit, row.task_id, row.kind, tuple(json.loads(row.rewards)), row.num_tokens
+            ),
+        )
+        for row in groups
+    ]
     found += [Event(row.event, None, row.version) for row in bumps]
     yield from sorted(found, key=lambda event: event.number)
 

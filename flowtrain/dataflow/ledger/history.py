@@ -68,18 +68,30 @@ class Histories(LedgerBase):
         with self._fold.turn():  # who draws tasks uses the same cursor
             tasks = tuple(self._tasks[position] for position in range(len(decided)))
         share = self._options.replay_share
-        return History(self._config.run.seed, share, self._make_rules(), tasks, decided, happened, shares, batches)
+        return History(
+            self._config.run.seed,
+            share,
+            self._make_rules(),
+            tasks,
+            decided,
+            happened,
+            shares,
+            batches,
+        )
 
 
 def _shares(transaction: Transaction) -> tuple[Share, ...]:
     rows = transaction.all(
-        "SELECT s.policy, s.unit, s.state, s.min_version, s.step, g.event, g.rewards, g.num_tokens, u.task_id, u.kind FROM shares s"
+        "SELECT s.policy, s.unit, s.state, s.min_version, s.step, g.event, g.rewards, "
+        "g.num_tokens, u.task_id, u.kind FROM shares s"
         " JOIN groups g ON g.unit = s.unit JOIN units u ON u.id = s.unit ORDER BY g.event"
     )
     return tuple(
         Share(
             row.policy,
-            Outcome(row.unit, row.task_id, row.kind, tuple(json.loads(row.rewards)), row.num_tokens),
+            Outcome(
+                row.unit, row.task_id, row.kind, tuple(json.loads(row.rewards)), row.num_tokens
+            ),
             row.event or 0,
             row.state,
             row.min_version,
@@ -100,7 +112,9 @@ def _batches(transaction: Transaction) -> tuple[MadeBatch, ...]:
             row.num_groups,
             row.max_staleness,
             row.num_events,
-            tuple(place.unit for place in units.get((row.policy, row.step), ()) if not place.is_replay),
+            tuple(
+                place.unit for place in units.get((row.policy, row.step), ()) if not place.is_replay
+            ),
             tuple(place.unit for place in units.get((row.policy, row.step), ()) if place.is_replay),
         )
         for row in transaction.all("SELECT * FROM batches ORDER BY policy, step")

@@ -14,9 +14,13 @@ from flowtrain.tasks.sets import task_set
 
 
 class Ledger(NodeRequests, PushRequests, TrainerRequests, Reports, Histories):
-    """`contract.Dataflow` out of a database: the path of an SQLite file, or the URL of a PostgreSQL server."""
+    """`contract.Dataflow` out of a database: the path of an SQLite file, or the URL of a PostgreSQL
+    server.
+    """
 
 
 def open_ledger(config: Config, database: str | Path) -> Ledger:
-    """With the tasks and the rules that the config names. UserError when the database cannot be used or belongs to another run."""
+    """With the tasks and the rules that the config names. UserError when the database cannot be
+    used or belongs to another run.
+    """
     return Ledger(database, config, task_set(config).cursor(config.run.seed, 0))

@@ -1,8 +1,10 @@
-"""The tables, the same on SQLite and PostgreSQL (whose names of types SQLite understands), and how a database becomes a ledger.
+"""The tables, the same on SQLite and PostgreSQL (whose names of types SQLite understands), and how
+a database becomes a ledger.
 
-A unit (a task to roll out) is leased, waiting, committed or failed. Its group, once committed, is one row that says what rules look at,
-a payload, and a share per policy, which is fresh, served, or was left out for a reason that stays on record. Keys and unique indices
-keep by themselves what matters most: one group per unit, and at most one batch of each policy that has it fresh.
+A unit (a task to roll out) is leased, waiting, committed or failed. Its group, once committed, is
+one row that says what rules look at, a payload, and a share per policy, which is fresh, served, or
+was left out for a reason that stays on record. Keys and unique indices keep by themselves what
+matters most: one group per unit, and at most one batch of each policy that has it fresh.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ CREATE INDEX places_of_unit ON places (unit)
 def prepare(database: Database, fixed: str) -> Any:
     """Makes the tables where there are none, and returns the row of `meta`.
 
-    `fixed` are the options that may not change while a run goes on, as TOML. UserError when the database has other ones, or another schema.
+    `fixed` are the options that may not change while a run goes on, as TOML. UserError when the
+    database has other ones, or another schema.
     """
     with database.write() as transaction:
         if transaction.lock("meta"):  # of two that begin at once, one waits here for the other
@@ -73,24 +76,35 @@ def prepare(database: Database, fixed: str) -> Any:
         if not _is_made(transaction):
             for statement in TABLES.split(";"):
                 transaction.run(statement)
-            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed)
+            transaction.run(
+                "INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, uuid.uuid4().hex, fixed
+            )
         found = ledger_row(transaction, database.name)
     if found.fixed != fixed:
         old, new = found.fixed.splitlines(), fixed.splitlines()
-        changed = next((f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b), "options were added or removed")
+        changed = next(
+            (f"{a!r} is {b!r} now" for a, b in zip(old, new, strict=False) if a != b),
+            "options were added or removed",
+        )
         raise UserError(
-            f"{database.name} belongs to a run with other options ({changed}): give them as they were, or name another database"
+            f"{database.name} belongs to a run with other options ({changed}): give them as they "
+            "were, or name another database"
         )
     return found
 
 
 def ledger_row(transaction: Transaction, name: str) -> Any:
-    """The row of `meta`. UserError, which names the database, unless it is a ledger with this schema."""
+    """The row of `meta`. UserError, which names the database, unless it is a ledger with this
+    schema.
+    """
     found: Any = transaction.one("SELECT * FROM meta") if _is_made(transaction) else None
     if not hasattr(found, "version"):
         raise UserError(f"{name} is no ledger: name another database")
     if found.version != VERSION:
-        raise UserError(f"{name} is a ledger with schema {found.version}, this flowtrain has {VERSION}: use the one it was made with")
+        raise UserError(
+            f"{name} is a ledger with schema {found.version}, this flowtrain has {VERSION}: use "
+            "the one it was made with"
+        )
     return found
 
 

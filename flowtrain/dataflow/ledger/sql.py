@@ -1,7 +1,8 @@
 """SQL on SQLite or PostgreSQL through one door: transactions, `?` for values, rows as named tuples.
 
-SQLite lets one writer in at a time; on PostgreSQL many write at once, and statements say which rows they lock (`Transaction.lock`).
-What a person can mend (a full disk, a folder that is read-only) is a UserError that names the database, what passes is Unavailable.
+SQLite lets one writer in at a time; on PostgreSQL many write at once, and statements say which rows
+they lock (`Transaction.lock`). What a person can mend (a full disk, a folder that is read-only) is
+a UserError that names the database, what passes is Unavailable.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ class Transaction:
         self._has_row_locks = has_row_locks
 
     def lock(self, table: str, *, skip: bool = False) -> str:
-        """The end of a SELECT that locks its rows of `table` until the transaction ends; `skip`: without those that others have locked."""
-        return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}" if self._has_row_locks else ""
+        """The end of a SELECT that locks its rows of `table` until the transaction ends; `skip`:
+        without those that others have locked.
+        """
+        return (
+            f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}" if self._has_row_locks else ""
+        )
 
     def all(self, statement: str, *values: object) -> list[Any]:
         self.run(statement, *values)
@@ -96,9 +101,13 @@ class _Pool:
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
-        """A transaction that an exception left is undone; after other errors than a refusal by closing the connection."""
+        """A transaction that an exception left is undone; after other errors than a refusal by
+        closing the connection.
+        """
         if not self._slots.acquire(timeout=WAIT_S):
-            raise Unavailable(f"{_MAX_CONNECTIONS} requests to the database did not end in {WAIT_S:.0f} s")
+            raise Unavailable(
+                f"{_MAX_CONNECTIONS} requests to the database did not end in {WAIT_S:.0f} s"
+            )
         try:
             try:
                 connection = self._idle.get_nowait()
@@ -132,7 +141,9 @@ class _Pool:
 
 
 class SqliteDatabase(_Pool):
-    """A file with a write-ahead log; what was committed survives the machine's end (synchronous = FULL)."""
+    """A file with a write-ahead log; what was committed survives the machine's end (synchronous =
+    FULL).
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -170,14 +181,18 @@ class SqliteDatabase(_Pool):
             raise self._explained(error) from error
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
+        )
         connection.row_factory = _named
         _use_log(connection)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
     def _abandon(self, connection: sqlite3.Connection) -> None:
-        connection.rollback()  # closing alone does not end a transaction whose statement somebody still holds, as a traceback does
+        # closing alone does not end a transaction whose statement somebody still holds, as a
+        # traceback does
+        connection.rollback()
         connection.close()
 
     def _explained(self, error: sqlite3.Error) -> Exception:
@@ -197,7 +212,9 @@ class SqliteDatabase(_Pool):
 
 
 def _use_log(connection: sqlite3.Connection) -> None:
-    """Where two processes begin with a new file at once, SQLite tells one of them that it is locked, without waiting as it else does."""
+    """Where two processes begin with a new file at once, SQLite tells one of them that it is
+    locked, without waiting as it else does.
+    """
     end = time.monotonic() + WAIT_S
     while True:
         try:
@@ -219,7 +236,9 @@ def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
 
 
 class PostgresDatabase(_Pool):
-    """A server that several services may use at once; what was committed is on its disk unless synchronous_commit says otherwise."""
+    """A server that several services may use at once; what was committed is on its disk unless
+    synchronous_commit says otherwise.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -227,7 +246,9 @@ class PostgresDatabase(_Pool):
             import psycopg
             from psycopg import conninfo, errors, rows
         except ImportError as error:
-            raise UserError("a PostgreSQL database needs psycopg: pip install 'flowtrain[postgres]'") from error
+            raise UserError(
+                "a PostgreSQL database needs psycopg: pip install 'flowtrain[postgres]'"
+            ) from error
         try:
             conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError as error:
@@ -235,7 +256,12 @@ class PostgresDatabase(_Pool):
         self.name = _without_password(url)
         self._url = url
         self._psycopg, self._rows = psycopg, rows
-        self._for_people = (errors.DiskFull, errors.ReadOnlySqlTransaction, errors.InsufficientPrivilege, errors.InvalidCatalogName)
+        self._for_people = (
+            errors.DiskFull,
+            errors.ReadOnlySqlTransaction,
+            errors.InsufficientPrivilege,
+            errors.InvalidCatalogName,
+        )
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -265,9 +291,19 @@ class PostgresDatabase(_Pool):
     def _connect(self) -> Any:
         # A peer that vanishes in the middle of a transaction must not keep its locks.
         wait = f"{WAIT_S:.0f}s"
-        settings = {"lock_timeout": wait, "statement_timeout": wait, "idle_in_transaction_session_timeout": wait}
+        settings = {
+            "lock_timeout": wait,
+            "statement_timeout": wait,
+            "idle_in_transaction_session_timeout": wait,
+        }
         options = " ".join(f"-c {name}={value}" for name, value in settings.items())
-        return self._psycopg.connect(self._url, autocommit=True, connect_timeout=10, options=options, row_factory=self._rows.namedtuple_row)
+        return self._psycopg.connect(
+            self._url,
+            autocommit=True,
+            connect_timeout=10,
+            options=options,
+            row_factory=self._rows.namedtuple_row,
+        )
 
 
 def _line(error: Exception) -> str:
@@ -276,4 +312,6 @@ def _line(error: Exception) -> str:
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", "@") if parts.password else parts.netloc).geturl()
+    return parts._replace(
+        netloc=parts.netloc.replace(f":{parts.password}@", "@") if parts.password else parts.netloc
+    ).geturl()

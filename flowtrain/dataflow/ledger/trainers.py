@@ -6,13 +6,22 @@ import json
 import time
 from typing import Any
 
-from flowtrain.dataflow.contract import Batch, BatchRequest, Done, Progress, Refused, Register, Registered, Served
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Done,
+    Progress,
+    Refused,
+    Register,
+    Registered,
+    Served,
+)
 from flowtrain.dataflow.ledger.base import LedgerBase, seconds
 from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
 from flowtrain.dataflow.ledger.curation import number_groups
 from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.dataflow.rules import reused
-from flowtrain.seeds import derive_seed
+from flowtrain.utils.seeds import derive_seed
 
 MAX_WAIT_S = 30.0
 _POLL_S = 0.25
@@ -25,14 +34,26 @@ class TrainerRequests(LedgerBase):
         with self._alone() as (transaction, meta):
             if not self._is_known(transaction, request):
                 self._begin_training(transaction, request)
-            newest = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy).newest
+            newest = transaction.one(
+                "SELECT newest FROM policies WHERE name = ?", request.policy
+            ).newest
         return Registered(meta.run, newest)
 
     def _is_known(self, transaction: Transaction, request: Register) -> bool:
-        """This life has been registered before. A trainer that has no name for its life begins anew each time."""
-        old = transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", request.policy, request.life)
+        """This life has been registered before. A trainer that has no name for its life begins anew
+        each time.
+        """
+        old = transaction.one(
+            "SELECT life FROM trainers WHERE policy = ? AND life = ?", request.policy, request.life
+        )
         if not old:
-            transaction.run("INSERT INTO trainers VALUES (?, ?, ?, ?)", request.policy, request.life, self._clock(), request.step)
+            transaction.run(
+                "INSERT INTO trainers VALUES (?, ?, ?, ?)",
+                request.policy,
+                request.life,
+                self._clock(),
+                request.step,
+            )
         return bool(old and request.life)
 
     def _begin_training(self, transaction: Transaction, request: Register) -> None:
@@ -41,13 +62,26 @@ class TrainerRequests(LedgerBase):
         described = (request.layout, request.store, request.num_groups, request.max_staleness)
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-            row = (request.policy, number, *described, request.step, request.step, request.step, request.step, 0, now, 0.0, 0.0)
+            row = (
+                request.policy,
+                number,
+                *described,
+                request.step,
+                request.step,
+                request.step,
+                request.step,
+                0,
+                now,
+                0.0,
+                0.0,
+            )
             transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
             return
         if old.newest:
             _check_resumed(transaction, request, old)
         transaction.run(
-            "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?, version = ?, newest = ?, checkpoint = ?,"
+            "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?, version "
+            "= ?, newest = ?, checkpoint = ?,"
             " is_done = 0, seen_s = ? WHERE name = ?",
             *described,
             request.step,
@@ -59,15 +93,25 @@ class TrainerRequests(LedgerBase):
 
     def _check(self, request: Register) -> None:
         if request.policy not in self._config.policy_names:
-            raise Refused(f"policy {request.policy!r}: this run's flow has {' and '.join(self._config.policy_names)}")
+            raise Refused(
+                f"policy {request.policy!r}: this run's flow has "
+                f"{' and '.join(self._config.policy_names)}"
+            )
         if request.num_groups < 1 or request.max_staleness < 0 or request.step < 0:
-            raise Refused(f"{request}: num_groups is at least 1, max_staleness and step are at least 0")
+            raise Refused(
+                f"{request}: num_groups is at least 1, max_staleness and step are at least 0"
+            )
         if 0 < self._options.max_waiting < request.num_groups:
-            raise Refused(f"dataflow.max_waiting={self._options.max_waiting} must be at least the {request.num_groups} groups of a batch")
+            raise Refused(
+                f"dataflow.max_waiting={self._options.max_waiting} must be at least the "
+                f"{request.num_groups} groups of a batch"
+            )
 
     def batch(self, request: BatchRequest) -> Batch:
         if not 0 <= request.rank < request.num_ranks:
-            raise Refused(f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}")
+            raise Refused(
+                f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}"
+            )
         end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
             num_before = self._num_pushed
@@ -84,10 +128,14 @@ class TrainerRequests(LedgerBase):
             policy = self._trainer(transaction, request.policy)
             if request.step <= policy.checkpoint or request.step > policy.newest + 1:
                 raise Refused(
-                    f"step {request.step} of {policy.name}: its checkpoint is of step {policy.checkpoint},"
-                    f" so a batch of steps {policy.checkpoint + 1} to {policy.newest + 1} can be had"
+                    f"step {request.step} of {policy.name}: its checkpoint is of step "
+                    f"{policy.checkpoint},"
+                    f" so a batch of steps {policy.checkpoint + 1} to {policy.newest + 1} can be "
+                    "had"
                 )
-            if request.step == policy.newest + 1 and (num_missing := self._put_together(transaction, meta, policy, request.step)):
+            if request.step == policy.newest + 1 and (
+                num_missing := self._put_together(transaction, meta, policy, request.step)
+            ):
                 return Batch((), num_missing)
             return _answer(transaction, request)
 
@@ -104,7 +152,8 @@ class TrainerRequests(LedgerBase):
     def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
         """Makes the batch, or returns how many groups it lacks."""
         transaction.run(
-            "UPDATE shares SET state = 'stale', step = ? WHERE policy = ? AND state = 'fresh' AND min_version < ?",
+            "UPDATE shares SET state = 'stale', step = ? WHERE policy = ? AND state = 'fresh' AND "
+            "min_version < ?",
             step,
             policy.name,
             step - 1 - policy.max_staleness,
@@ -112,26 +161,59 @@ class TrainerRequests(LedgerBase):
         num_events = number_groups(transaction, meta.num_events)
         fresh = waiting(transaction, policy)
         share = self._options.replay_share
-        again = reused(consumed(transaction, policy, step), policy.num_groups, share, step - 1) if share else []
+        again = (
+            reused(consumed(transaction, policy, step), policy.num_groups, share, step - 1)
+            if share
+            else []
+        )
         num = policy.num_groups - len(again)
         if len(fresh) < num:
             return num - len(fresh)
-        chosen = self._selector.select(fresh, num, derive_seed(self._config.run.seed, "select", policy.name, step))
-        assert len(chosen) == len(set(chosen)) <= num and set(chosen) <= {each.outcome.unit for each in fresh}, "the selector's units"
+        chosen = self._selector.select(
+            fresh, num, derive_seed(self._config.run.seed, "select", policy.name, step)
+        )
+        assert len(chosen) == len(set(chosen)) <= num and set(chosen) <= {
+            each.outcome.unit for each in fresh
+        }, "the selector's units"
         if len(chosen) < num:
             return num - len(chosen)
         self._write(transaction, policy, step, num_events, chosen, again)
         return 0
 
-    def _write(self, transaction: Transaction, policy: Any, step: int, num_events: int, chosen: list[int], again: list[int]) -> None:
-        places = [(policy.name, step, place, unit, int(place >= len(chosen))) for place, unit in enumerate([*chosen, *again])]
+    def _write(
+        self,
+        transaction: Transaction,
+        policy: Any,
+        step: int,
+        num_events: int,
+        chosen: list[int],
+        again: list[int],
+    ) -> None:
+        places = [
+            (policy.name, step, place, unit, int(place >= len(chosen)))
+            for place, unit in enumerate([*chosen, *again])
+        ]
         transaction.many(f"INSERT INTO places VALUES {marks(range(5))}", places)
         transaction.many(
-            "UPDATE shares SET state = 'served', step = ? WHERE policy = ? AND unit = ?", [(step, policy.name, unit) for unit in chosen]
+            "UPDATE shares SET state = 'served', step = ? WHERE policy = ? AND unit = ?",
+            [(step, policy.name, unit) for unit in chosen],
         )
-        transaction.run("UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, self._clock(), policy.name)
+        transaction.run(
+            "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?",
+            step,
+            self._clock(),
+            policy.name,
+        )
         stats = json.dumps(batch_stats(transaction, policy.name, step))
-        row = (policy.name, step, self._clock(), policy.num_groups, policy.max_staleness, num_events, stats)
+        row = (
+            policy.name,
+            step,
+            self._clock(),
+            policy.num_groups,
+            policy.max_staleness,
+            num_events,
+            stats,
+        )
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
 
     def progress(self, request: Progress) -> Done:
@@ -140,13 +222,15 @@ class TrainerRequests(LedgerBase):
             policy = self._trainer(transaction, request.policy)
             if not 0 <= request.checkpoint <= request.version <= policy.newest:
                 raise Refused(
-                    f"{policy.name} cannot have version {request.version} and a checkpoint of step {request.checkpoint}:"
+                    f"{policy.name} cannot have version {request.version} and a checkpoint of step "
+                    f"{request.checkpoint}:"
                     f" {policy.newest} batches have been put together"
                 )
             busy_s, waited_s = seconds(request.busy_s), seconds(request.waited_s)
             is_news = request.version > policy.version or (request.is_done and not policy.is_done)
             transaction.run(
-                "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?, seen_s = ?, busy_s = busy_s + ?,"
+                "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?, "
+                "seen_s = ?, busy_s = busy_s + ?,"
                 " waited_s = waited_s + ? WHERE name = ?",
                 max(request.version, policy.version),
                 max(request.version, policy.top_version),
@@ -159,7 +243,9 @@ class TrainerRequests(LedgerBase):
             )
             if request.version > policy.top_version and policy.number == 1:
                 event = number_groups(transaction, meta.num_events) + 1
-                transaction.run("INSERT INTO bumps VALUES (?, ?, ?)", event, policy.name, request.version)
+                transaction.run(
+                    "INSERT INTO bumps VALUES (?, ?, ?)", event, policy.name, request.version
+                )
                 transaction.run("UPDATE meta SET num_events = ?", event)
             if request.checkpoint > policy.checkpoint:
                 forget_payloads(transaction, keep_for_replay=self._options.replay_share > 0)
@@ -167,33 +253,50 @@ class TrainerRequests(LedgerBase):
 
 
 def _check_resumed(transaction: Transaction, request: Register, old: Any) -> None:
-    """Raises Refused unless training can go on from that checkpoint with the batches that are there."""
+    """Raises Refused unless training can go on from that checkpoint with the batches that are
+    there.
+    """
     if request.layout != old.layout:
-        raise Refused(f"{old.name} has layout {request.layout}, this run has trained one of {old.layout}: give the model it began with")
+        raise Refused(
+            f"{old.name} has layout {request.layout}, this run has trained one of {old.layout}: "
+            "give the model it began with"
+        )
     if request.step > old.newest:
-        raise Refused(f"a checkpoint of step {request.step} is of another run: this one has put together {old.newest} batches")
-    num_made = transaction.one("SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", old.name, request.step).num
+        raise Refused(
+            f"a checkpoint of step {request.step} is of another run: this one has put together "
+            f"{old.newest} batches"
+        )
+    num_made = transaction.one(
+        "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", old.name, request.step
+    ).num
     lost = transaction.one(
-        "SELECT count(*) AS num FROM places l LEFT JOIN payloads d ON d.unit = l.unit WHERE l.policy = ? AND l.step > ? AND d.unit IS NULL",
+        "SELECT count(*) AS num FROM places l LEFT JOIN payloads d ON d.unit = l.unit WHERE "
+        "l.policy = ? AND l.step > ? AND d.unit IS NULL",
         old.name,
         request.step,
     ).num
     if lost or num_made < old.newest - request.step:
         raise Refused(
-            f"the batches after step {request.step} are gone; {old.name} had a checkpoint of step {old.checkpoint}, resume from it"
+            f"the batches after step {request.step} are gone; {old.name} had a checkpoint of step "
+            f"{old.checkpoint}, resume from it"
         )
 
 
 def _answer(transaction: Transaction, request: BatchRequest) -> Batch:
     """A batch that has been put together."""
-    stats = transaction.one("SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step).stats
+    stats = transaction.one(
+        "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
+    ).stats
     rows = transaction.all(
-        "SELECT l.place, l.unit, l.is_replay, d.payload FROM places l JOIN payloads d ON d.unit = l.unit"
+        "SELECT l.place, l.unit, l.is_replay, d.payload FROM places l JOIN payloads d ON d.unit = "
+        "l.unit"
         " WHERE l.policy = ? AND l.step = ? AND l.place % ? = ? ORDER BY l.place",
         request.policy,
         request.step,
         request.num_ranks,
         request.rank,
     )
-    groups = tuple(Served(row.place, row.unit, bytes(row.payload), bool(row.is_replay)) for row in rows)
+    groups = tuple(
+        Served(row.place, row.unit, bytes(row.payload), bool(row.is_replay)) for row in rows
+    )
     return Batch(groups, 0, json.loads(stats))

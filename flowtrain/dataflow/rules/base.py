@@ -1,7 +1,9 @@
-"""What decides which prompts are rolled out, which groups are kept, and which of them a batch is made of.
+"""What decides which prompts are rolled out, which groups are kept, and which of them a batch is
+made of.
 
-All three are folds over the ledger: they see `Outcome`s and versions in the order in which these were committed, and draw with random
-numbers that the ledger gives them. So a restarted service comes to the same state, and every decision can be made again.
+All three are folds over the ledger: they see `Outcome`s and versions in the order in which these
+were committed, and draw with random numbers that the ledger gives them. So a restarted service
+comes to the same state, and every decision can be made again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Curriculum by success rate: a prompt is rolled out the more often the nearer its success rate is to one half.
+"""Curriculum by success rate: a prompt is rolled out the more often the nearer its success rate is
+to one half.
 
-The success rate s of a prompt is the mean reward of its first group, and with each later one s <- memory * s + (1 - memory) * mean reward.
-It is rolled out with probability e + (1 - e) * 4 s (1 - s). Here 4 s (1 - s) is the variance of a reward that is 1 with probability s and
-else 0, as a share of the highest there is, and e the share of exploration. What was never tried is always rolled out; what always or never
-succeeds with probability e, so that it comes back when the policy has changed.
+The success rate s of a prompt is the mean reward of its first group, and with each later one s <-
+memory * s + (1 - memory) * mean reward. It is rolled out with probability e + (1 - e) * 4 s (1 -
+s). Here 4 s (1 - s) is the variance of a reward that is 1 with probability s and else 0, as a share
+of the highest there is, and e the share of exploration. What was never tried is always rolled out;
+what always or never succeeds with probability e, so that it comes back when the policy has changed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from flowtrain.dataflow.rules.base import Outcome
 
 class Curriculum:
     @validate_call
-    def __init__(self, exploration: Annotated[float, Field(gt=0, le=1)] = 0.2, memory: Annotated[float, Field(ge=0, lt=1)] = 0.5) -> None:
+    def __init__(
+        self,
+        exploration: Annotated[float, Field(gt=0, le=1)] = 0.2,
+        memory: Annotated[float, Field(ge=0, lt=1)] = 0.5,
+    ) -> None:
         self._exploration = exploration
         self._memory = memory
         self._success: dict[str, float] = {}

@@ -1,7 +1,8 @@
 """Earliest deadline first: what would go stale soonest is trained first.
 
-Long rollouts read older weights than short ones by the time they are done. Served in the order of arrival they are the ones that go
-stale, and training leans towards short ones (AstraFlow measured 1.3 to 1.7 times the length in what was dropped, against 1.1 times).
+Long rollouts read older weights than short ones by the time they are done. Served in the order of
+arrival they are the ones that go stale, and training leans towards short ones (AstraFlow measured
+1.3 to 1.7 times the length in what was dropped, against 1.1 times).
 """
 
 from __future__ import annotations

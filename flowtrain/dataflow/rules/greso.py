@@ -1,13 +1,16 @@
-"""GRESO (arXiv 2506.02177): prompts whose last groups were all alike are mostly left out, for the next one will be alike too.
+"""GRESO (arXiv 2506.02177): prompts whose last groups were all alike are mostly left out, for the
+next one will be alike too.
 
-For every prompt z counts its latest consecutive groups in which all rewards were the same, all high ("easy") or all low ("hard"); a
-group with differing rewards makes it 0, one of the other kind 1. The prompt is rolled out with probability max(p^z, floor), where p and
-floor are those of the kind; with z = 0 always, and never with less than the floor, so every prompt comes again. At each new version p goes
-down by `step` where the share of such groups since the last version reached its target, else up: as much is explored as the target
-allows. In the first epoch, which is over when some prompt has its second group, p stays as it is: no prompt could be left out yet.
+For every prompt z counts its latest consecutive groups in which all rewards were the same, all high
+("easy") or all low ("hard"); a group with differing rewards makes it 0, one of the other kind 1.
+The prompt is rolled out with probability max(p^z, floor), where p and floor are those of the kind;
+with z = 0 always, and never with less than the floor, so every prompt comes again. At each new
+version p goes down by `step` where the share of such groups since the last version reached its
+target, else up: as much is explored as the target allows. In the first epoch, which is over when
+some prompt has its second group, p stays as it is: no prompt could be left out yet.
 
-The paper has floors of 0.01, and counts groups that are nearly alike; the floors here are AstraFlow's, for a policy that gets better makes
-hard prompts worth another look.
+The paper has floors of 0.01, and counts groups that are nearly alike; the floors here are
+AstraFlow's, for a policy that gets better makes hard prompts worth another look.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Greso:
         floor_easy: Share = 0.1,
         floor_hard: Share = 0.4,
     ) -> None:
-        """`start` is p before the first version; targets are shares of all groups, floors probabilities."""
+        """`start` is p before the first version; targets are shares of all groups, floors
+        probabilities.
+        """
         self.easy = Kind(start, target_easy, floor_easy)
         self.hard = Kind(start, target_hard, floor_hard)
         self._step = step

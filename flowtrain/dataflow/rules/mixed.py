@@ -1,4 +1,6 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all the same has no advantages, so it teaches nothing."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all the same has no
+advantages, so it teaches nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The rules by name: those of this package, and those that other packages bring through entry points.
+"""The rules by name: those of this package, and those that other packages bring through entry
+points.
 
-An entry point names a callable that takes the rule's options as keyword arguments and returns the rule.
+An entry point names a callable that takes the rule's options as keyword arguments and returns the
+rule.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowtrain import plugins
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.dataflow.rules.base import Curator, Filter, Selector
 from flowtrain.types import UserError
+from flowtrain.utils import plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,17 @@ _CURATORS = Point(
     {"all": "all:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
     ("admits", "observe", "on_version"),
 )
-_FILTERS = Point("filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",))
+_FILTERS = Point(
+    "filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",)
+)
 _SELECTORS = Point(
     "selector",
     "flowtrain.selectors",
-    {"deadline": "deadline:EarliestDeadline", "arrival": "arrival:Arrival", "weighted": "weighted:Weighted"},
+    {
+        "deadline": "deadline:EarliestDeadline",
+        "arrival": "arrival:Arrival",
+        "weighted": "weighted:Weighted",
+    },
     ("select",),
 )
 
@@ -59,7 +67,9 @@ POINTS = (_CURATORS, _FILTERS, _SELECTORS)
 
 
 def load(options: Dataflow) -> Rules:
-    """The rules that the options name, new: with nothing observed. UserError for a name that nobody offers and for a bad option."""
+    """The rules that the options name, new: with nothing observed. UserError for a name that nobody
+    offers and for a bad option.
+    """
     return Rules(
         curator=_make(_CURATORS, options.curator, options.curator_options),
         filter=_make(_FILTERS, options.filter, options.filter_options),
@@ -70,7 +80,9 @@ def load(options: Dataflow) -> Rules:
 def _make(point: Point, name: str, options: Mapping[str, Any]) -> Any:
     offered = _offered(point)
     if name not in offered:
-        raise UserError(f"dataflow.{point.key}: no {point.key} {name!r}; there are {', '.join(offered)}")
+        raise UserError(
+            f"dataflow.{point.key}: no {point.key} {name!r}; there are {', '.join(offered)}"
+        )
     entry = offered[name]
     if entry.dist is None:
         return _called(point, name, entry.load(), options)
@@ -81,11 +93,15 @@ def _make(point: Point, name: str, options: Mapping[str, Any]) -> Any:
     # Foreign code may fail in any way, and the traceback would show our lines before its own.
     except Exception as error:
         raise UserError(
-            f"{point.key} {name!r} of package {plugins.package(entry)} cannot be made: {type(error).__name__}: {error}"
+            f"{point.key} {name!r} of package {plugins.package(entry)} cannot be made: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if missing := [method for method in point.methods if not callable(getattr(rule, method, None))]:
         needs = ", ".join(point.methods)
-        raise UserError(f"{point.key} {name!r} of package {plugins.package(entry)} has no method {missing[0]}; it needs {needs}")
+        raise UserError(
+            f"{point.key} {name!r} of package {plugins.package(entry)} has no method {missing[0]}; "
+            f"it needs {needs}"
+        )
     return rule
 
 
@@ -95,7 +111,9 @@ def _called(point: Point, name: str, make: Callable[..., Any], options: Mapping[
         takes.bind(**options)
     except TypeError as error:
         known = ", ".join(takes.parameters) or "no options"
-        raise UserError(f"dataflow.{point.key}_options: {name}: {error}; it takes {known}") from None
+        raise UserError(
+            f"dataflow.{point.key}_options: {name}: {error}; it takes {known}"
+        ) from None
     try:
         return make(**options)
     except ValidationError as error:
@@ -112,5 +130,8 @@ def _explained(point: Point, name: str, error: ValidationError) -> str:
 
 def _offered(point: Point) -> dict[str, EntryPoint]:
     """By name."""
-    built_in = {name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group) for name, value in point.built_in.items()}
+    built_in = {
+        name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group)
+        for name, value in point.built_in.items()
+    }
     return plugins.offered(point.key, point.group, built_in)

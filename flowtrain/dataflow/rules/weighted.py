@@ -1,8 +1,10 @@
 """Batches mixed by kind of task, within a kind earliest deadline first.
 
-A kind's share of the places is its weight among the kinds that wait; what a kind with too few groups leaves goes to the others. Every kind
-gets the whole part of its share. The places that remain are drawn with the remainders as probabilities (systematic sampling), and do not
-go to the largest ones: so a kind with a small share gets a place in some batches rather than in none, and in the mean what it should.
+A kind's share of the places is its weight among the kinds that wait; what a kind with too few
+groups leaves goes to the others. Every kind gets the whole part of its share. The places that
+remain are drawn with the remainders as probabilities (systematic sampling), and do not go to the
+largest ones: so a kind with a small share gets a place in some batches rather than in none, and in
+the mean what it should.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Weighted:
         return [candidate.outcome.unit for candidate in earliest(chosen)]
 
 
-def shares(sizes: Mapping[str, int], weights: Mapping[str, Fraction], num: int) -> dict[str, Fraction]:
+def shares(
+    sizes: Mapping[str, int], weights: Mapping[str, Fraction], num: int
+) -> dict[str, Fraction]:
     """`num` places in proportion to the weights, though no kind gets more than its size."""
     open_kinds, found = dict(sizes), dict[str, Fraction]()
     while open_kinds:
@@ -52,7 +56,8 @@ def shares(sizes: Mapping[str, int], weights: Mapping[str, Fraction], num: int) 
 
 
 def rounded(share: Mapping[str, Fraction], offset: Fraction) -> dict[str, int]:
-    """Each share down or up to a whole number, their sum as it was: of the ticks offset, offset + 1, ... so many as fall into it.
+    """Each share down or up to a whole number, their sum as it was: of the ticks offset, offset +
+    1, ... so many as fall into it.
 
     `offset` in [0, 1). Drawn uniformly, a share of 2.3 becomes 3 with probability 0.3.
     """

@@ -1,0 +1,1 @@
+"""Engines that sample: the protocol, torch, vLLM and chat engines, and one factory for them."""

@@ -1,0 +1,117 @@
+"""What every engine decides alike about a request: whether it fits, where it ends, and what its
+answer says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowtrain.types import Completion, FinishReason, KeptTokens, Sampling, UserError, VersionSpan
+
+
+class Decodes(Protocol):
+    """The part of a tokenizer that stop strings need."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+    """Raises UserError when prompt and response cannot fit into `max_tokens`, when one has no
+    token, and for top-p without top-k.
+    """
+    if (
+        not 1 <= len(prompt_ids) <= max_tokens - sampling.max_new_tokens
+        or sampling.max_new_tokens < 1
+    ):
+        raise UserError(
+            f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} "
+            "does not fit: "
+            f"both must be at least 1 and together at most {max_tokens}"
+        )
+    if sampling.top_p < 1 and not sampling.top_k:
+        raise UserError(
+            f"top_p={sampling.top_p} needs a top_k above 0, which bounds how many tokens it keeps"
+        )
+
+
+def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
+    """Models may name several end tokens in their generation config (None: they have none), besides
+    the tokenizer's.
+    """
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = [named] if isinstance(named, int) else list(named or [])
+    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+
+
+def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
+    """Whether the decoded response contains one; a prompt cannot trigger it."""
+    if not stop_strings:
+        return False
+    text = tokenizer.decode(ids)
+    return any(stop in text for stop in stop_strings)
+
+
+def stop_place(
+    ids: Sequence[int], start: int, stop_strings: Sequence[str], tokenizer: Decodes
+) -> int:
+    """How many tokens there are up to the first, of those from `start` on, that completes a stop
+    string; 0: none does.
+    """
+    ends = range(start + 1, len(ids) + 1)
+    return next((end for end in ends if hits_stop_string(ids[:end], stop_strings, tokenizer)), 0)
+
+
+class FlatLogprobs(Protocol):
+    """vLLM's: for each sampled token an entry of its own, then one for each of the most likely
+    tokens.
+    """
+
+    start_indices: list[int]
+    end_indices: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
+    """For each sampled token, those of the most likely that could be sampled: the others' log-probs
+    are -inf.
+    """
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [
+        [flat.token_ids[i] for i in range(start + 1, end) if flat.logprobs[i] > -math.inf]
+        for start, end in spans
+    ]
+
+
+def completion(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    labels: Sequence[tuple[int, int]],
+    reason: FinishReason,
+    kept: Sequence[Sequence[int]] | None = None,
+    entropies: Sequence[float] = (),
+) -> Completion:
+    """`labels`: (version, first token) of each span, in order; `kept`: what each id was sampled
+    from, with what entropies.
+    """
+    assert len(ids) == len(logprobs) and (kept is None or len(kept) == len(ids))
+    ends = [*(start for _, start in labels[1:]), len(ids)]
+    spans = [
+        VersionSpan(start, min(end, len(ids)), version)
+        for (version, start), end in zip(labels, ends, strict=True)
+    ]
+    filled = tuple(span for span in spans if span.start < span.end)
+    sets = None if kept is None else KeptTokens.of(kept)
+    return Completion(
+        tuple(ids),
+        tuple(logprobs),
+        filled or (VersionSpan(0, 0, labels[-1][0]),),
+        reason,
+        sets,
+        tuple(entropies),
+    )

@@ -1,0 +1,92 @@
+"""Text in, text out over an engine of tokens: the policy where its tokens are not trained, and
+frozen models in this process or in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowtrain.config import Chat
+from flowtrain.engines.chat import Meter
+from flowtrain.engines.protocol import Engine, EngineError
+from flowtrain.types import FinishReason, Sampling
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts and parsing need."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+
+def encode_chat(tokenizer: ChatTokenizer, prompt: str) -> list[int]:
+    """The tokens of one user message, up to where the reply begins."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+class TokenChat:
+    """See `ChatEngine`."""
+
+    def __init__(
+        self, label: str, options: Chat, tokenizer: ChatTokenizer, engine: Engine | None = None
+    ) -> None:
+        """Of the options, what says how to sample counts. The policy's engine may come later: tools
+        are made before it.
+        """
+        self._label, self._options, self._tokenizer = label, options, tokenizer
+        self.engine = engine
+        self.meter = Meter(options.price_in, options.price_out)
+
+    @property
+    def name(self) -> str:
+        version = 0 if self.engine is None else self.engine.version
+        options = self._options
+        return (
+            f"{options.model} version {version}, temperature {options.temperature:g}, max_tokens "
+            f"{options.max_tokens}"
+        )
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        """A prompt that leaves the reply fewer than `max_tokens` gets a shorter one; one that
+        leaves it none is an EngineError.
+        """
+        self.meter.requests += 1
+        try:
+            return await self._reply(prompt, seed, min(deadline_s, self._options.timeout_s))
+        except EngineError:
+            self.meter.failures += 1
+            raise
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    async def _reply(self, prompt: str, seed: int, deadline_s: float) -> str:
+        engine, options = self.engine, self._options
+        assert engine is not None, f"{self._label} has no engine yet"
+        prompt_ids = encode_chat(self._tokenizer, prompt)
+        room = engine.max_tokens - len(prompt_ids)
+        if room < 1:
+            raise EngineError(
+                f"{self._label}: a prompt of {len(prompt_ids)} tokens does not fit into "
+                f"{engine.max_tokens}"
+            )
+        sampling = Sampling(
+            min(options.max_tokens, room), options.temperature, seed=seed, deadline_s=deadline_s
+        )
+        completion = await engine.generate(prompt_ids, sampling)
+        self.meter.count(len(prompt_ids), len(completion.ids))
+        if completion.finish_reason is FinishReason.DEADLINE:
+            raise EngineError(f"{self._label}: no whole reply within {deadline_s:g} s")
+        return self._tokenizer.decode(completion.ids, skip_special_tokens=True)

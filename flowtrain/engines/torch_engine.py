@@ -1,0 +1,336 @@
+"""The embedded engine: any Hugging Face causal LM in this process, on CPU or GPU.
+
+Requests that wait at the same time share a batch; equal prompts (the G rollouts of a question) are
+prefilled once. The loop below stands in for `model.generate` because it shares prefills, drops
+finished rows and seeds each request by itself: `bench/rollout.py` measures both.
+
+B: rows still sampling, P: padded prompt tokens, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.types import Completion, FinishReason, Sampling
+from flowtrain.weights import Loaded, Source, WeightReader
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One completion in the making."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline: float
+    """Of time.monotonic()."""
+    answer: asyncio.Future[Completion]
+    version: int
+    """Of the weights that sample it."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    """What each id was sampled from; nothing where that is all tokens."""
+    entropies: list[float] = field(default_factory=list)
+    """Nothing unless the engine tells them."""
+    finish_reason: FinishReason | None = None
+
+
+class TorchEngine:
+    """See `Engine`. The model must use an attention that takes 4-D boolean masks ("sdpa")."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        store: Source | None,
+        version: int = 0,
+        max_batch_size: int = 256,
+        verify_every: int = 0,
+        tells_entropies: bool = False,
+    ) -> None:
+        """The model's weights are taken to be `version` until `load` was called; `verify_every` as
+        for `WeightReader`.
+
+        Without a store they stay what they are. `tells_entropies`: fill `Completion.entropies`.
+        """
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids(model.generation_config, tokenizer)
+        self._reader = None
+        if store is not None:
+            self._reader = WeightReader(
+                store, dict(model.named_parameters()), torch.get_num_threads(), verify_every
+            )
+        self.loaded: Loaded | None = None
+        """What the last load did."""
+        self._version = version
+        self._max_batch_size = max_batch_size
+        self._tells_entropies = tells_entropies
+        self._waiting: list[_Request] = []
+        self._batcher: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self._model.config.max_position_embeddings)
+
+    def load(self, version: int) -> None:
+        """Bring the model's weights to `version`, in place: fetched while requests are sampled,
+        changed between two batches of them.
+        """
+        assert self._reader is not None, "a model without a store is frozen"
+        wait([self._reader.stage(version)])
+        self._thread.submit(self._load, self._reader, version).result()
+
+    def _load(self, reader: WeightReader, version: int) -> None:
+        try:
+            self.loaded = reader.load(version)
+        finally:
+            if reader.version is not None:
+                self._version = reader.version
+
+    def sleep(self) -> None:
+        """It keeps its weights, and has no cache between batches."""
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self.loaded is None else self.loaded.metrics()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Raises UserError for a request that `check_request` refuses."""
+        check_request(prompt_ids, sampling, self.max_tokens)
+        loop = asyncio.get_running_loop()
+        request = _Request(
+            tuple(prompt_ids),
+            sampling,
+            time.monotonic() + sampling.deadline_s,
+            loop.create_future(),
+            self._version,
+        )
+        self._waiting.append(request)
+        if self._batcher is None or self._batcher.done():
+            self._batcher = loop.create_task(self._run_batches())
+        timer = loop.call_later(sampling.deadline_s, self._expire, request)
+        try:
+            return await request.answer
+        finally:
+            timer.cancel()
+
+    def _expire(self, request: _Request) -> None:
+        """Answer a request whose time ran out before its batch came; one that is being sampled ends
+        by itself.
+        """
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finish_reason = FinishReason.DEADLINE
+            request.answer.set_result(_completion(request))
+
+    async def _run_batches(self) -> None:
+        """Sample what waits, until nothing does. Runs as one task, so batches follow each other."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            await asyncio.sleep(0)  # lets every rollout that is ready to ask join this batch
+            batch, self._waiting = (
+                self._waiting[: self._max_batch_size],
+                self._waiting[self._max_batch_size :],
+            )
+            if not batch:  # the last one's time ran out meanwhile
+                return
+            sampled = loop.run_in_executor(self._thread, self._sample, batch)
+            await asyncio.wait({sampled})
+            if (error := sampled.exception()) is not None:
+                # Those that came while the batch was sampled, too: nobody is left to answer them.
+                unanswered, self._waiting = [*batch, *self._waiting], []
+                for request in unanswered:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
+                return
+            for request in batch:
+                if not request.answer.done():  # a rollout that was cancelled no longer listens
+                    request.answer.set_result(_completion(request))
+
+    @torch.inference_mode()
+    def _sample(self, requests: list[_Request]) -> None:
+        """Fill ids, logprobs and finish_reason of every request."""
+        for request in requests:
+            request.version = (
+                self._version
+            )  # not when it was asked for, nor when it is answered: a load may come between
+        device = self._model.device
+        logits_BV, cache, visible_BP, position_B = self._prefill(requests)
+        uniform = np.stack(
+            [
+                _uniforms(r.sampling, max(q.sampling.max_new_tokens for q in requests))
+                for r in requests
+            ]
+        )
+        uniform_BT = torch.from_numpy(uniform).to(device)
+        temperature_B = torch.tensor([r.sampling.temperature for r in requests], device=device)
+        rows = list(range(len(requests)))
+        for step in range(uniform_BT.shape[1]):
+            under_way = [requests[i] for i in rows]
+            logprob_BV = _logprobs(logits_BV, temperature_B[rows])
+            if self._tells_entropies:
+                for request, entropy in zip(
+                    under_way, _entropies(logprob_BV).tolist(), strict=True
+                ):
+                    request.entropies.append(entropy)
+            if any(request.sampling.is_truncated for request in under_way):
+                logprob_BV = _truncate(logprob_BV, under_way)
+            ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
+            self._append(under_way, ids_B.tolist(), logprob_B.tolist())
+            alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
+            if not alive:
+                return
+            if len(alive) < len(rows):
+                alive_B = torch.tensor(alive, device=device)
+                cache.batch_select_indices(alive_B)
+                ids_B, visible_BP, position_B = (
+                    ids_B[alive_B],
+                    visible_BP[alive_B],
+                    position_B[alive_B],
+                )
+                rows = [rows[k] for k in alive]
+            visible_BP = torch.cat([visible_BP, visible_BP.new_ones(len(rows), 1)], dim=1)
+            logits_BV = self._forward(
+                ids_B[:, None], visible_BP[:, None, None], position_B[:, None], cache
+            )
+            position_B = position_B + 1
+
+    def _prefill(self, requests: list[_Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Each distinct prompt once, padded on the left; then one row per request."""
+        device = self._model.device
+        prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        visible = torch.zeros(len(prompts), longest, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            visible[row, longest - len(prompt) :] = True
+        ids, visible = ids.to(device), visible.to(device)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        # Padding sees itself, so that no row of the softmax is empty.
+        mask = (causal & visible[:, None, :]) | torch.eye(longest, dtype=torch.bool, device=device)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(ids, mask[:, None], (visible.cumsum(1) - 1).clamp(min=0), cache)
+        index = {prompt: row for row, prompt in enumerate(prompts)}
+        row_B = torch.tensor([index[r.prompt_ids] for r in requests], device=device)
+        cache.batch_select_indices(row_B)
+        visible = visible[row_B]
+        return logits[row_B], cache, visible, visible.sum(1)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """fp32 logits after the last token, [rows, V]."""
+        out = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
+        now = time.monotonic()
+        for request, token, logprob in zip(requests, ids, logprobs, strict=True):
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            sampling = request.sampling
+            is_end = token in self._stop_ids and not sampling.ignore_end
+            if is_end or hits_stop_string(request.ids, sampling.stop_strings, self._tokenizer):
+                request.finish_reason = FinishReason.STOP
+            elif len(request.ids) >= sampling.max_new_tokens:
+                request.finish_reason = FinishReason.LENGTH
+            elif (
+                now >= request.deadline or request.answer.done()
+            ):  # or its rollout was cut, and no longer listens
+                request.finish_reason = FinishReason.DEADLINE
+
+
+def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """At temperature 1 where it is 0."""
+    return (logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]).log_softmax(
+        -1
+    )
+
+
+def _entropies(logprob_BV: Tensor) -> Tensor:
+    """In nats, [B]."""
+    return torch.special.entr(logprob_BV.exp()).sum(-1)
+
+
+def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
+    """Log-probs among what top-k and then top-p keep, -inf elsewhere; each request that they bound
+    notes what was kept.
+    """
+    bounds = [
+        (r.sampling.top_k, r.sampling.top_p) if r.sampling.is_truncated else (0, 1.0)
+        for r in requests
+    ]
+    top_k_B1, top_p_B1 = torch.tensor(bounds, device=logprob_BV.device).T[:, :, None]
+    best_BK, ids_BK = logprob_BV.topk(min(int(top_k_B1.max()), logprob_BV.shape[1]))
+    is_kept_BK = torch.arange(best_BK.shape[1], device=logprob_BV.device) < top_k_B1
+    share_BK = best_BK.where(is_kept_BK, -torch.inf).softmax(-1)
+    is_kept_BK &= share_BK.cumsum(-1) - share_BK < top_p_B1
+    among_BK = best_BK.where(is_kept_BK, -torch.inf).log_softmax(-1)
+    for request, ids_K, is_kept_K in zip(
+        requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True
+    ):
+        if request.sampling.is_truncated:
+            request.kept.append(
+                [token for token, is_kept in zip(ids_K, is_kept_K, strict=True) if is_kept]
+            )
+    return torch.where(
+        top_k_B1 > 0,
+        torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, among_BK),
+        logprob_BV,
+    )
+
+
+def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample by inverting the distribution function at one uniform number per row; a greedy one
+    takes the most likely token.
+    """
+    cumulative_BV = logprob_BV.exp().cumsum(-1)
+    # Below the last entry, which rounding can leave a little off 1: so the index is in range, and
+    # of a token that can be sampled.
+    end_B1 = cumulative_BV[:, -1:]
+    threshold_B1 = (uniform_B[:, None] * end_B1).minimum(end_B1.nextafter(torch.zeros_like(end_B1)))
+    sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
+    ids_B = torch.where(is_greedy_B, logprob_BV.argmax(-1), sampled_B)
+    return ids_B, logprob_BV.gather(1, ids_B[:, None])[:, 0]
+
+
+def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
+    """The request's own random numbers, fp32 [length]: the same whatever else is in the batch."""
+    return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
+
+
+def _completion(request: _Request) -> Completion:
+    assert request.finish_reason is not None
+    kept = request.kept if request.sampling.is_truncated else None
+    return completion(
+        request.ids,
+        request.logprobs,
+        [(request.version, 0)],
+        request.finish_reason,
+        kept,
+        request.entropies,
+    )

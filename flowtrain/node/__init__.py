@@ -1,0 +1,1 @@
+"""A rollout node: follows weights, leases work, pushes scored groups."""

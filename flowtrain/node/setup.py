@@ -1,0 +1,99 @@
+"""What a node samples with, put together from the config of the run and what the node knows better."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from flowtrain.config import Config
+from flowtrain.dataflow.contract import PolicyState
+from flowtrain.engines.protocol import Engine
+from flowtrain.node.node import Rollout
+from flowtrain.rewards import score_one
+from flowtrain.run import recipe
+from flowtrain.run.components import RunComponents
+from flowtrain.training.world import World
+from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.weights import Source, open_source
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Everything on this side of the dataflow."""
+
+    rollout: Rollout
+    engines: Mapping[str, Engine]
+    stores: Mapping[str, Source]
+    """Of the policies that are trained."""
+    layouts: Mapping[str, str]
+
+
+def check(config: Config) -> None:
+    """Raises UserError for what no node can do."""
+    if config.algorithm.name == "appo":
+        raise UserError(
+            "algorithm.name='appo' branches where the trainer's scores say, which a node has not; "
+            "train it without a dataflow"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "a node is one process: start it without torchrun, once per GPU (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def store_of(
+    policies: Mapping[str, PolicyState], given: Mapping[str, str], names: tuple[str, ...]
+) -> dict[str, str]:
+    """Where the weights of the policies that are trained are: as the command line says, else as the
+    trainer does.
+    """
+    if unknown := [name for name in given if name not in names]:
+        raise UserError(
+            f"--store {unknown[0]}={given[unknown[0]]}: this run has the policies "
+            f"{', '.join(names)}"
+        )
+    return {**{name: state.store for name, state in policies.items() if name in names}, **given}
+
+
+@contextmanager
+def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> Iterator[Sampler]:
+    """`locations`: folders or URLs of weight stores, by policy; the other policies are frozen.
+    `token`: for URLs.
+    """
+    with ExitStack() as cleanup:
+        cache = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="flowtrain-node-")))
+        stores = {
+            policy: open_source(location, cache / policy, token)
+            for policy, location in locations.items()
+        }
+        world = World.join(config.run.device)
+        cleanup.callback(world.leave)
+        components = RunComponents.to_sample(config, world)
+        cleanup.callback(components.close)
+        layouts: dict[str, str] = {
+            name: policy.layout(getattr(torch, config.model.dtype))
+            for name, policy in components.policies.items()
+        }
+        engines = components.make_policy_engines(stores)
+        for engine in engines.values():
+            cleanup.callback(engine.close)
+        yield Sampler(_make_rollout(components, engines), engines, stores, layouts)
+
+
+def _make_rollout(components: RunComponents, engines: Mapping[str, Engine]) -> Rollout:
+    flow, judge = (
+        components.make_flow(engines, components.config.agent.max_turns),
+        components.make_judge(),
+    )
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        hints = recipe.hints(components.config, engines[components.config.train.policy].version + 1)
+        return await score_one(await replace(flow, hints=hints).run(task, seed), judge)
+
+    return rollout

@@ -1,0 +1,155 @@
+"""Engines follow the weights that trainers publish, each policy at its own pace, while rollouts go
+on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from flowtrain.dataflow.contract import PolicyState
+from flowtrain.engines.protocol import Engine
+from flowtrain.types import UserError
+from flowtrain.weights import Source, StoreError
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 2.0
+"""Between looks at a store that does not have yet what it should."""
+
+
+class PoliciesChanged(Exception):
+    """A policy that was frozen is trained now, so that its engine must be made anew."""
+
+
+class WeightSyncer:
+    """Belongs to one event loop; engines are loaded in threads, so sampling goes on as far as they
+    can.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        stores: Mapping[str, Source],
+        layouts: Mapping[str, str],
+        patience_s: float = math.inf,
+    ) -> None:
+        """By policy; one without a store is frozen, it has no version to follow. `patience_s`:
+        until the first weights are there.
+        """
+        self._engines, self._stores, self._layouts, self._patience_s = (
+            engines,
+            stores,
+            layouts,
+            patience_s,
+        )
+        self._announced: dict[str, int] = {}
+        self._news = {policy: asyncio.Event() for policy in stores}
+        self._loaded: set[str] = set()
+        self._threads = ThreadPoolExecutor(max(1, len(stores)), thread_name_prefix="follow")
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """What the engines sample with, by policy."""
+        return {policy: engine.version for policy, engine in self._engines.items()}
+
+    def on_policy_state(self, policies: Mapping[str, PolicyState]) -> None:
+        """What the dataflow says of its policies.
+
+        Raises:
+            UserError: one of them has another model than this node.
+            PoliciesChanged: one of them was frozen.
+        """
+        for policy, state in policies.items():
+            if policy not in self._engines:
+                continue
+            if state.layout != self._layouts[policy]:
+                raise UserError(
+                    f"the {policy} of this node is another model than the trainer's: weights or "
+                    "tokens differ (layout "
+                    f"{self._layouts[policy]} here, {state.layout} there); see model.path and "
+                    "policies.NAME.path"
+                )
+            if policy not in self._stores:
+                raise PoliciesChanged(policy)
+            if self._announced.get(policy) != state.version:
+                self._announced[policy] = state.version
+                self._news[policy].set()
+
+    def obstacle(self, max_staleness: int) -> str:
+        """Why nothing that is sampled now could be trained; "" where it could."""
+        for policy in self._stores:
+            if policy not in self._loaded:
+                return f"no weights of the {policy} yet"
+            announced, held = self._announced.get(policy, 0), self._engines[policy].version
+            if announced - held > max_staleness:
+                return (
+                    f"the {policy}'s weights here are of version {held}, the trainer's of "
+                    f"{announced}"
+                )
+        return ""
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises UserError when the first weights do not come or cannot be
+        loaded; EngineError.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for policy in self._stores:
+                tasks.create_task(self._follow(policy))
+
+    async def _follow(self, policy: str) -> None:
+        loop, complaint = asyncio.get_running_loop(), ""
+        deadline = loop.time() + self._patience_s
+        while True:
+            self._news[policy].clear()
+            lag = await loop.run_in_executor(self._threads, self._catch_up, policy)
+            if lag != complaint:
+                _log.warning(
+                    "%s",
+                    lag
+                    or f"the {policy}'s weights are at version {self._engines[policy].version} now",
+                )
+                complaint = lag
+            if policy not in self._loaded and loop.time() > deadline:
+                raise UserError(
+                    f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; --store says "
+                    "where they are"
+                )
+            try:
+                async with asyncio.timeout(_RETRY_S if lag else None):
+                    await self._news[policy].wait()
+            except TimeoutError:
+                continue
+
+    def _catch_up(self, policy: str) -> str:
+        """Load the version that the dataflow speaks of, or the newest before it that the store has.
+        What is still missing, or "".
+        """
+        store, engine, announced = (
+            self._stores[policy],
+            self._engines[policy],
+            self._announced.get(policy),
+        )
+        try:
+            newest = store.head()
+            if newest is None:
+                return f"{store} holds no weights of the {policy} yet"
+            version = newest if announced is None else min(announced, newest)
+            if policy not in self._loaded or version != engine.version:
+                engine.load(version)
+                self._loaded.add(policy)
+        except StoreError as error:
+            if policy not in self._loaded:
+                raise
+            return f"the {policy} stays at version {engine.version}: {error}"
+        if announced is not None and version < announced:
+            return (
+                f"{store} is at version {newest} of the {policy}, the trainer at {announced}: "
+                f"sampling with {version} meanwhile"
+            )
+        return ""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""A run as one HTML file that needs nothing else: `python -m flowtrain.report.viewer RUN`."""

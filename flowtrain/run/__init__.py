@@ -1,0 +1,1 @@
+"""A run put together: components, policy trainer, placement, evaluation, logging, checkpoints."""

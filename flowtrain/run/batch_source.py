@@ -1,0 +1,267 @@
+"""Batches that rollout nodes have made: this run as the dataflow knows it (`dataflow/contract.py`).
+
+Every rank asks for its share of a batch by itself. What is waited for is asked on a thread, so that
+a run that is asked to end does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from threading import Event
+from typing import TYPE_CHECKING, TypeVar
+
+from flowtrain.config import Config
+from flowtrain.config.command import Interrupt
+from flowtrain.dataflow.codec import unpack_group
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Progress,
+    Refused,
+    Register,
+    Registered,
+    Served,
+    Unavailable,
+)
+from flowtrain.run.heartbeat import Heartbeat
+from flowtrain.training.world import World
+from flowtrain.types import Group, PolicyName, UserError, calls_of
+from flowtrain.utils.serving import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from flowtrain.dataflow.client import Client
+
+T = TypeVar("T")
+
+_TICK_S = 0.25
+"""Between two looks at whether the run was asked to end."""
+_ASK_S = 20.0
+"""How long the service may think about a batch that is not full."""
+_PAUSE_S = 0.05
+_SILENT_S = 30.0
+"""Without an answer, after which the service is said to be silent."""
+_FIRST_NOTE_S = 10.0
+
+
+class BatchSource:
+    """A policy's trainer. What is collective says so."""
+
+    def __init__(
+        self,
+        dataflow: Client,
+        config: Config,
+        world: World,
+        interrupt: Interrupt,
+        note: Callable[[str], None],
+    ) -> None:
+        """`note` shows a line to the person who watches."""
+        self._dataflow, self._world, self._interrupt, self._note = dataflow, world, interrupt, note
+        self._options, self._policy, self._num_groups = (
+            config.dataflow,
+            config.train.policy,
+            config.rollout.num_questions,
+        )
+        self._run = ""
+        self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
+        self._thread = ThreadPoolExecutor(1, "batch_source")
+        self._heartbeat = Heartbeat(dataflow, config.dataflow.trainer_timeout_s / 4)
+        self.metrics: dict[str, float] = {}
+        """Of the batch that was received last; the same on every rank."""
+
+    @property
+    def run(self) -> str:
+        """Identity of the dataflow's run; checkpoints keep it."""
+        return self._run
+
+    def register(self, layout: str, store: str, step: int, trained_from: str) -> None:
+        """Begin, or go on from the checkpoint of `step`, which was trained from the run
+        `trained_from`; collective.
+
+        Raises UserError when the dataflow refuses, or is another one; KeyboardInterrupt when the
+        run is asked to end meanwhile.
+        """
+
+        def ask() -> Registered:
+            if trained_from and (run := self._dataflow.status()["run"]) != trained_from:
+                raise Refused(
+                    f"this is run {run!r}, but the checkpoint was trained from {trained_from!r}: "
+                    "start the service with its database"
+                )
+            o = self._options
+            return self._dataflow.register(
+                Register(self._policy, layout, store, self._num_groups, o.max_staleness, step)
+            )
+
+        registered = self._answer(ask, lambda: "the service does not answer")
+        if registered is None:
+            raise KeyboardInterrupt
+        self._run = registered.run
+        if self._world.is_main:
+            self._heartbeat.start(Progress(self._policy, step, step))
+
+    def next_batch(self, step: int) -> list[Group] | None:
+        """This rank's groups of the batch of `step`, numbered by their places in it; None when the
+        run is asked to end first. Collective.
+
+        Raises UserError when none comes within dataflow.wait_s, RuntimeError for a batch that is
+        not what was asked for.
+        """
+        started = time.monotonic()
+        self._seen, self._heard = f"no answer about step {step} yet", started
+        batch = self._answer(lambda: self._full(step), self._missing)
+        if batch is None:
+            return None
+        waited_s = time.monotonic() - started
+        self._heartbeat.waited(waited_s)
+        groups = [
+            _placed(served, place) for served, place in zip(batch.groups, self._places, strict=True)
+        ]
+        self._measure(step, batch, groups, waited_s)
+        return groups
+
+    def report_progress(self, version: int, checkpoint: int, is_done: bool = False) -> None:
+        """`version` can be pulled, and a run that breaks off goes on from `checkpoint`. Returns at
+        once.
+        """
+        if self._world.is_main:
+            self._heartbeat.report_progress(
+                Progress(self._policy, version, checkpoint, is_done=is_done)
+            )
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._has_ended.is_set():
+            return
+        self._has_ended.set()
+        self._heartbeat.close()
+        self._dataflow.close()  # ends what is still asked
+        self._thread.shutdown()
+
+    @property
+    def _places(self) -> range:
+        return range(self._world.rank, self._num_groups, self._world.size)
+
+    def _full(self, step: int) -> Batch:
+        """This rank's part of the batch, once there is one."""
+        request = BatchRequest(self._policy, step, self._world.rank, self._world.size)
+        while (batch := self._dataflow.batch(request)).num_missing:
+            status = self._dataflow.status()
+            num_nodes = sum(
+                node["seen_s_ago"] < self._options.lease_s for node in status["nodes"].values()
+            )
+            nodes = f"{status['units']['leased']} under way at {num_nodes} nodes"
+            self._seen, self._heard = (
+                f"step {step} lacks {batch.num_missing} of {self._num_groups} groups; {nodes}",
+                time.monotonic(),
+            )
+            request = replace(request, wait_s=_ASK_S)
+            if self._has_ended.wait(_PAUSE_S):
+                raise Unavailable("nobody waits for this batch any longer")
+        return batch
+
+    def _missing(self) -> str:
+        silent_s = time.monotonic() - self._heard
+        return (
+            self._seen
+            if silent_s < _SILENT_S
+            else f"{self._seen}; the service has been silent for {silent_s:.0f} s"
+        )
+
+    def _answer(self, ask: Callable[[], T], why: Callable[[], str]) -> T | None:
+        """What `ask` answers on this rank, once all ranks have an answer; None when one of them is
+        asked to end first. Collective.
+        """
+        started, next_note_s, answer = time.monotonic(), _FIRST_NOTE_S, self._thread.submit(ask)
+        while True:
+            wait([answer], _TICK_S)
+            is_done, waited_s = answer.done(), time.monotonic() - started
+            error = answer.exception() if is_done else None
+            if error is not None and not isinstance(error, Refused | Unavailable):
+                raise error
+            flags = [not is_done, error is not None, self._interrupt.requested, waited_s]
+            is_waiting, has_failed, is_asked, longest_s = self._world.max(flags)
+            if has_failed:
+                problem = next(
+                    filter(None, self._world.gather_text("" if error is None else str(error)))
+                )
+                raise UserError(f"dataflow.url={self._options.url!r}: {problem}")
+            if not is_waiting:
+                return answer.result()
+            if is_asked:
+                return None
+            if longest_s > self._options.wait_s:
+                raise UserError(f"{why()}; dataflow.wait_s={self._options.wait_s:g} s are over")
+            if waited_s > next_note_s:
+                self._note(f"{why()} ({waited_s:.0f} s)")
+                next_note_s *= 2
+
+    def _measure(self, step: int, batch: Batch, groups: list[Group], waited_s: float) -> None:
+        """What the log tells of a batch; collective."""
+        ages = [
+            age
+            for served, group in zip(batch.groups, groups, strict=True)
+            for age in self._ages(step, served.unit, group)
+        ]
+        mine = [
+            sum(age * number for age, number in ages),
+            sum(number for _, number in ages),
+            sum(each.is_replay for each in batch.groups),
+        ]
+        own_oldest = max((age for age, _ in ages), default=0)
+        (total, num_tokens, num_replays), (oldest, longest_s) = self._world.reduce(
+            mine, [own_oldest, waited_s]
+        )
+        self.metrics = {f"dataflow/{name}": value for name, value in batch.stats.items()} | {
+            "dataflow/staleness_mean": total / max(num_tokens, 1),
+            "dataflow/staleness_max": oldest,
+            "dataflow/replay_share": num_replays / self._num_groups,
+            "dataflow/waited_s": longest_s,
+        }
+
+    def _ages(self, step: int, unit: int, group: Group) -> list[tuple[int, int]]:
+        """(versions that tokens are behind those that `step` trains, number of them). RuntimeError
+        where that is too many.
+        """
+        found = [(step - 1 - version, number) for version, number in versions(group, self._policy)]
+        if found and (oldest := max(found)[0]) > self._options.max_staleness:
+            raise RuntimeError(
+                f"unit {unit} came for step {step} with tokens of version {step - 1 - oldest}, "
+                f"{oldest} versions behind; "
+                f"dataflow.max_staleness={self._options.max_staleness}"
+            )
+        return found
+
+
+def connect(config: Config) -> Client:
+    """The service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more patience than a
+    `BatchSource`, which knows what is waited for.
+    """
+    from flowtrain.dataflow.client import Client
+
+    return Client(
+        config.dataflow.url, os.environ.get(TOKEN_VARIABLE, ""), config.dataflow.wait_s + _ASK_S
+    )
+
+
+def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
+    """(weight version, number of tokens) of what the policy sampled for the rollouts that finished."""
+    for trajectory in group.finished:
+        for turn in trajectory.turns:
+            call = calls_of(turn, policy)
+            yield from (
+                ()
+                if call is None
+                else ((span.version, span.end - span.start) for span in call.spans)
+            )
+
+
+def _placed(served: Served, place: int) -> Group:
+    if served.place != place:
+        raise RuntimeError(
+            f"unit {served.unit} came for place {served.place} of its batch instead of {place}"
+        )
+    return replace(unpack_group(served.payload), index=place)

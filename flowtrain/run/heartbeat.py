@@ -1,0 +1,67 @@
+"""What a trainer tells the dataflow of itself, beside its work."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from dataclasses import replace
+from threading import Thread
+
+from flowtrain.dataflow.contract import Dataflow, Progress, Refused, Unavailable
+
+_log = logging.getLogger(__name__)
+_LAST_WORDS_S = 5.0
+
+
+class Heartbeat:
+    """Tells the dataflow in order, on a thread of its own, how far the run is, and while there is
+    no news that it lives.
+    """
+
+    def __init__(self, dataflow: Dataflow, interval_s: float) -> None:
+        self._dataflow, self._interval_s = dataflow, interval_s
+        self._news: queue.Queue[Progress | None] = queue.Queue()
+        self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
+        self._told, self._waited_s, self._has_ended = 0.0, 0.0, False
+
+    def start(self, first: Progress) -> None:
+        self._told = time.monotonic()
+        self._news.put(first)
+        self._thread.start()
+
+    def waited(self, seconds: float) -> None:
+        self._waited_s += seconds
+
+    def report_progress(self, progress: Progress) -> None:
+        """With the seconds since the last time."""
+        now = time.monotonic()
+        busy_s = max(0.0, now - self._told - self._waited_s)
+        self._news.put(replace(progress, busy_s=busy_s, waited_s=self._waited_s))
+        self._told, self._waited_s = now, 0.0
+
+    def close(self) -> None:
+        """After what was told last; it is not waited for long."""
+        self._news.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_LAST_WORDS_S)
+        self._has_ended = True
+
+    def _run(self) -> None:
+        news = self._news.get()
+        while news is not None:
+            progress = news
+            try:
+                self._dataflow.progress(progress)
+            except (Refused, Unavailable) as error:
+                if self._has_ended:
+                    return
+                _log.warning(
+                    "the dataflow does not know that version %d is there: %s",
+                    progress.version,
+                    error,
+                )
+            try:
+                news = self._news.get(timeout=self._interval_s)
+            except queue.Empty:
+                news = replace(progress, busy_s=0.0, waited_s=0.0)

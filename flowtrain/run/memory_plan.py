@@ -1,0 +1,270 @@
+"""The memory that a rank's training step takes at its peak, predicted before anything is allocated;
+a run that cannot fit is refused.
+
+Activations are counted by running two and three of the model's layers, forward and backward, on
+tensors that have shapes and no memory; layers are alike, so two points give the line. Bytes
+everywhere. D: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from flowtrain.config import Config
+from flowtrain.run import recipe
+from flowtrain.training import attention
+from flowtrain.training.model import is_sharded_by_layer, recompute_layers
+from flowtrain.types import UserError
+
+_CPU_CHUNK = 2**25
+"""Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
+_GPU_CHUNK_ROWS = 4096
+_TARGET_SHARE = 1 / 3
+"""Of a row's tokens, those whose hidden states go to the head: a guess, and a small part of the
+whole."""
+_SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
+"""Parts that a step takes however short its rows are."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes at the peak of a step, by what they are for."""
+
+    parts: dict[str, int]
+    """Of this process on the device that trains."""
+    vllm: int = 0
+    """What vLLM beside it takes of the same GPU."""
+    gpu_bytes: int = 0
+    """0: there is no GPU."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def text(self) -> str:
+        return (
+            f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g} GB "
+            f"({_listed(self.parts)})"
+        )
+
+    def check(self, config: Config) -> None:
+        """Raises UserError, with the numbers and the keys, where even a step on the shortest rows
+        is sure not to fit on the GPU.
+        """
+        sure = {**{name: self.parts[name] for name in _SURE}, "vLLM": self.vllm}
+        # A vLLM that sleeps and the gradients are never there at the same time.
+        needed = sum(sure.values()) - (
+            min(sure["gradients"], self.vllm) if config.vllm.sleep else 0
+        )
+        if self.gpu_bytes and needed > self.gpu_bytes:
+            raise UserError(
+                f"the GPU of a rank has {self.gpu_bytes / 1e9:.3g} GB and training needs "
+                f"{needed / 1e9:.3g} GB before any activation "
+                f"({_listed(sure)}): {', or '.join(_cures(config, self.vllm > 0))}"
+            )
+
+
+def plan_memory(
+    config: Config,
+    model: PreTrainedModel,
+    sampled: Sequence[int],
+    num_ranks: int,
+    gpu_bytes: int = 0,
+) -> MemoryPlan:
+    """Of one of `num_ranks` that train, for a model that is not sharded yet and full rows; a sample
+    above the token budget takes more.
+
+    What a GPU's rank has in the memory of the CPU is not in it. `sampled`: the parameters of each
+    policy that has an engine. `gpu_bytes`: all that the rank's GPU has; 0 on a CPU.
+    """
+    train, on_gpu = config.train, gpu_bytes > 0
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    num_parameters, size = model.num_parameters(), dtype.itemsize
+    is_away, is_sharded = (
+        train.offload and on_gpu,
+        num_ranks > 1 or dtype != torch.float32 or train.offload,
+    )
+    own = 0 if is_away else 4 * num_parameters // num_ranks
+    has_reference = config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config)
+    engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
+    has_vllm = config.rollout.engine == "vllm"
+    at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)
+    head_weights, head_transient = _head(model, size, train.token_budget, on_gpu)
+    parts = {
+        "weights": own,
+        "gradients": own,
+        "moments": 2 * own,
+        "reference": own if has_reference else 0,
+        "gathered": _gathered(model, size, train.reshard) if is_sharded else 0,
+        "activations": max(at_head, in_layers),
+        "head": head_weights + max(0, head_transient - max(0, in_layers - at_head)),
+        "published": 0 if is_away else size * num_parameters // num_ranks,
+        "engine": 0 if has_vllm else sum(engines),
+    }
+    vllm = (
+        sum(_vllm_bytes(config, weights, gpu_bytes) for weights in engines)
+        if has_vllm and on_gpu
+        else 0
+    )
+    return MemoryPlan(parts, vllm, gpu_bytes)
+
+
+def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
+    options = config.vllm
+    return round(
+        weights + options.kv_cache_gb * 2**30
+        if options.kv_cache_gb
+        else options.gpu_memory_utilization * gpu_bytes
+    )
+
+
+def _cures(config: Config, has_vllm: bool) -> list[str]:
+    cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
+    cures += ["train.offload = true"] * (not config.train.offload)
+    if has_vllm:
+        options = config.vllm
+        key = "kv_cache_gb" if options.kv_cache_gb else "gpu_memory_utilization"
+        cures += [f"vllm.{key} < {getattr(options, key)}"] + ["vllm.sleep = true"] * (
+            not options.sleep
+        )
+    return cures
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{name} {num_bytes / 1e9:.3g}" for name, num_bytes in parts.items() if num_bytes
+    )
+
+
+def activations(
+    config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool
+) -> tuple[int, int]:
+    """What all layers hold when the head is reached, and at most (early in the backward pass)."""
+    two, three = (
+        _simulate(config, dtype, num_tokens, recompute, num_layers) for num_layers in (2, 3)
+    )
+    at_head, peak = (
+        b + (config.num_hidden_layers - 3) * (b - a) for a, b in zip(two, three, strict=True)
+    )
+    return at_head, peak
+
+
+def _head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
+    """(the head's gradient in fp32, held until it is added up; a chunk of logits and the targets'
+    hidden states, there and back)
+    """
+    config = model.config
+    num_targets = round(_TARGET_SHARE * num_tokens)
+    row = config.vocab_size * size
+    chunk = (
+        min(_GPU_CHUNK_ROWS * row, num_targets * row)
+        if on_gpu
+        else min(_CPU_CHUNK, num_targets * row)
+    )
+    return (
+        4 * config.vocab_size * config.hidden_size,
+        chunk + 2 * num_targets * config.hidden_size * size,
+    )
+
+
+def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
+    """Weights that a rank holds whole: all of them, or two layers and what is no layer."""
+    num_all = model.num_parameters()
+    if not (reshard and is_sharded_by_layer(model)):
+        return size * num_all
+    layers = model.get_decoder().layers
+    num_layer = sum(p.numel() for p in layers[0].parameters())
+    return size * (num_all - num_layer * (len(layers) - 2))
+
+
+def _simulate(
+    config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool, num_layers: int
+) -> tuple[int, int]:
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * num_layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME
+        ).train()
+    if recompute:
+        recompute_layers(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
+    with _LiveBytes(
+        [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    ) as live:
+        hidden = model.get_decoder()(
+            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention()
+        ).last_hidden_state
+        at_head = live.num_bytes
+        hidden.backward(torch.empty_like(hidden))
+    return at_head, live.peak
+
+
+class _Attention:
+    """In the place of a row's structure: keeps what attention keeps, and computes nothing."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        out: Tensor = _Kept.apply(query, key, value)
+        return out.transpose(1, 2).contiguous()
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(
+            query.shape
+        )  # not laid out as the query is: what comes out of attention is copied once more
+        ctx.save_for_backward(
+            query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made within and are still alive, and the most that were at a
+    time.
+    """
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.num_bytes = self.peak = 0
+        self._others = {id(tensor.untyped_storage()) for tensor in others}
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._known or key in self._others:
+            return
+        self._known.add(key)
+        self.num_bytes += num_bytes
+        self.peak = max(self.peak, self.num_bytes)
+        weakref.finalize(storage, self._remove, key, num_bytes)
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.num_bytes -= num_bytes

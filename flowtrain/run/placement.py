@@ -1,0 +1,113 @@
+"""Which ranks train and which sample: every rank both (colocated), or the last
+`rollout.num_engine_ranks` sample and the others train.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from flowtrain.config import Config
+from flowtrain.training.token_scores import Origin
+from flowtrain.training.tree import in_order
+from flowtrain.training.wire import from_bytes, scores_from_bytes, scores_to_bytes, to_bytes
+from flowtrain.training.world import World
+from flowtrain.types import Sample, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The ranks of a run by what they do; the same world three times where every rank does both."""
+
+    world: World
+    trainers: World
+    samplers: World
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> Placement:
+        """Raises UserError when no rank is left to train, or the questions of a step do not divide
+        among those that sample; collective.
+        """
+        num_engines, num_questions = config.rollout.num_engine_ranks, config.rollout.num_questions
+        if num_engines >= world.size:
+            raise UserError(
+                f"rollout.num_engine_ranks={num_engines} leaves none of the {world.size} ranks "
+                "that torchrun started to train: lower it"
+            )
+        if num_questions % (num_engines or world.size):
+            number = (
+                f"rollout.num_engine_ranks={num_engines}"
+                if num_engines
+                else f"the {world.size} ranks that torchrun started"
+            )
+            raise UserError(f"rollout.num_questions={num_questions} must be a multiple of {number}")
+        if not num_engines:
+            return cls(world, world, world)
+        ranks = range(world.size)
+        return cls(world, world.part(ranks[:-num_engines]), world.part(ranks[-num_engines:]))
+
+    @property
+    def is_split(self) -> bool:
+        return self.trainers is not self.world
+
+    def wait(self) -> None:
+        """Until what one kind of ranks has done is done for the other; colocated, each knows by
+        itself.
+        """
+        if self.is_split:
+            self.world.barrier()
+
+    def of_first_sampler(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of an engine, also where there is none; collective. Colocated, every rank has
+        its own.
+        """
+        if not self.is_split:
+            return metrics
+        found: dict[str, float] = json.loads(
+            self.world.gather_text(json.dumps(metrics))[self.trainers.size]
+        )
+        return found
+
+    def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """What this rank trains of what all ranks have sampled; collective. Colocated, that is its
+        own.
+        """
+        if not self.is_split:
+            return samples
+        every = [
+            sample
+            for data in self.world.gather_bytes(to_bytes(samples))
+            for sample in from_bytes(data)
+        ]
+        return share(every, self.trainers.rank, self.trainers.size)
+
+    def gather_scores(
+        self, scores: dict[Origin, tuple[float, ...]]
+    ) -> dict[Origin, tuple[float, ...]]:
+        """The trainers' log-probs by the turn that they belong to, for those that sampled it;
+        collective. Colocated, a rank has its own.
+        """
+        if not self.is_split:
+            return scores
+        parts = map(scores_from_bytes, self.world.gather_bytes(scores_to_bytes(scores)))
+        return {origin: logprobs for part in parts for origin, logprobs in part.items()}
+
+
+def share(samples: Sequence[Sample], rank: int, size: int) -> list[Sample]:
+    """Of one of `size` ranks: about as many tokens of each mini-batch as the others', what is alike
+    together. Rank -1 gets none.
+    """
+    mine = []
+    for index in sorted({sample.minibatch for sample in samples}):
+        ordered = in_order([sample for sample in samples if sample.minibatch == index])
+        ends = list(
+            accumulate(len(sample.prompt_ids) + len(sample.response_ids) for sample in ordered)
+        )
+        mine += [
+            sample
+            for sample, end in zip(ordered, ends, strict=True)
+            if (end - 1) * size // ends[-1] == rank
+        ]
+    return mine

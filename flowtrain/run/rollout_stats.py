@@ -1,0 +1,196 @@
+"""Counts of a set of rollouts that add up over ranks, and the shares and means that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flowtrain.agents.planner import NO_TOOL
+from flowtrain.training.world import World
+from flowtrain.types import Trajectory, Turn
+
+_COUNTS = (
+    *(
+        "rollouts",
+        "failed",
+        "reward",
+        "turns",
+        "malformed",
+        "tool_errors",
+        "response_tokens",
+        "sampled_tokens",
+        "prompt_tokens",
+    ),
+    *("out_of_turns", "out_of_time", "stragglers", "sub_goals", "hinted"),
+)
+
+
+class Pass(NamedTuple):
+    """What is counted of one turn."""
+
+    tool_name: str | None
+    """None where the action could not be read."""
+    is_error: bool
+    num_prompt_tokens: int
+    num_response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is counted of one rollout."""
+
+    reward: float | None
+    """None when it failed."""
+    truncated: str
+    passes: tuple[Pass, ...]
+    num_sampled_tokens: int
+    """Response tokens, without what a branch took over."""
+    sub_goals: float = 0.0
+    is_hinted: bool = False
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Outcome:
+        assert trajectory.reward is not None or trajectory.error
+        passes, sub_goals = tuple(map(_pass, trajectory.turns)), trajectory.sub_goals or 0.0
+        is_hinted = trajectory.hint_turn is not None
+        return cls(
+            trajectory.reward,
+            trajectory.truncated,
+            passes,
+            trajectory.num_sampled_tokens,
+            sub_goals,
+            is_hinted,
+        )
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Outcome:
+        """From what `report.trajectory_record` wrote down."""
+        passes = tuple(map(_pass_of_record, record["turns"]))
+        num_tokens = sum(each.num_response_tokens for each in passes)
+        return cls(
+            record["reward"],
+            record["truncated"],
+            passes,
+            num_tokens,
+            record.get("sub_goals", 0.0),
+            "hint_turn" in record,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Shares and means over rollouts or turns."""
+
+    num_rollouts: int
+    failed_rollouts: int
+    """Those that a frozen module failed; they have no reward."""
+    straggler_rollouts: int
+    """Those that the others did not wait for; out of time, too."""
+    reward_mean: float
+    """Of those that did not fail."""
+    turns_mean: float
+    malformed_share: float
+    """Turns whose action could not be read or named no tool."""
+    tool_error_share: float
+    """Turns whose tool gave an error."""
+    response_len_mean: float
+    """Tokens per planner response."""
+    num_sampled_tokens: int
+    """Response tokens over all ranks, without what branches took over from other rollouts."""
+    sub_goal_mean: float
+    """Importance of the sub-goals that a rollout reached; 0 where tasks have none."""
+    reward_density: float
+    """Rewards of answers per 1000 response tokens (InfoFlow's rho)."""
+    hinted_share: float
+    """Rollouts that read a hint."""
+    prompt_len_mean: float
+    """Tokens per planner prompt."""
+    out_of_turns_share: float
+    """Rollouts that the turn limit ended."""
+    out_of_time_share: float
+    """Rollouts that time or the model's positions ended."""
+    tool_shares: dict[str, float]
+    """Turns by tool; what is missing to 1 was malformed."""
+
+    @classmethod
+    def of(
+        cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
+    ) -> RolloutStats:
+        """Over the rollouts of all ranks; collective."""
+        counts = _count(map(Outcome.of, trajectories), tool_names)
+        return cls._from(
+            dict(zip(counts, world.sum(list(counts.values())), strict=True)), tool_names
+        )
+
+    @classmethod
+    def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
+        """Over rollouts that are all known here."""
+        return cls._from(_count(outcomes, tool_names), tool_names)
+
+    @classmethod
+    def _from(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
+        rollouts, turns = max(total["rollouts"], 1), max(total["turns"], 1)
+        return cls(
+            num_rollouts=int(total["rollouts"]),
+            failed_rollouts=int(total["failed"]),
+            straggler_rollouts=int(total["stragglers"]),
+            reward_mean=total["reward"] / max(total["rollouts"] - total["failed"], 1),
+            turns_mean=total["turns"] / rollouts,
+            malformed_share=total["malformed"] / turns,
+            tool_error_share=total["tool_errors"] / turns,
+            response_len_mean=total["response_tokens"] / turns,
+            num_sampled_tokens=int(total["sampled_tokens"]),
+            sub_goal_mean=total["sub_goals"] / rollouts,
+            reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
+            hinted_share=total["hinted"] / rollouts,
+            prompt_len_mean=total["prompt_tokens"] / turns,
+            out_of_turns_share=total["out_of_turns"] / rollouts,
+            out_of_time_share=total["out_of_time"] / rollouts,
+            tool_shares={name: total[name] / turns for name in tool_names},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Flat, for the log; tools as tool_share/<name>."""
+        plain = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("tool_shares", "num_rollouts")
+        }
+        return plain | {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
+
+
+def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+    counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
+    for outcome in outcomes:
+        counts["rollouts"] += 1
+        counts["failed"] += outcome.reward is None
+        counts["reward"] += outcome.reward or 0.0
+        counts["turns"] += len(outcome.passes)
+        counts["sampled_tokens"] += outcome.num_sampled_tokens
+        counts["sub_goals"] += outcome.sub_goals
+        counts["hinted"] += outcome.is_hinted
+        counts["out_of_turns"] += outcome.truncated == "turns"
+        counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
+        counts["stragglers"] += outcome.truncated == "straggler"
+        for tool_name, is_error, num_prompt_tokens, num_response_tokens in outcome.passes:
+            counts["prompt_tokens"] += num_prompt_tokens
+            counts["response_tokens"] += num_response_tokens
+            if tool_name is None or tool_name.startswith(NO_TOOL):
+                counts["malformed"] += 1
+            else:
+                counts["tool_errors"] += is_error
+                counts[tool_name] += 1
+    return counts
+
+
+def _pass(turn: Turn) -> Pass:
+    tool_name = None if turn.action is None else turn.action.tool_name
+    return Pass(
+        tool_name, turn.result.error is not None, len(turn.prompt_ids), len(turn.response_ids)
+    )
+
+
+def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
+    tool_name = None if turn["action"] is None else turn["action"]["tool_name"]
+    return Pass(tool_name, turn["is_error"], turn["num_prompt_tokens"], len(turn["response_ids"]))

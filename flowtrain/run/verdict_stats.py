@@ -1,0 +1,44 @@
+"""How the verifier does where it is a policy of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flowtrain.agents.build import rule_verifier
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.verdicts import read_verdict
+from flowtrain.config import Config
+from flowtrain.training.world import World
+from flowtrain.types import Trajectory, Turn, Verdict
+
+
+def verdict_metrics(
+    trajectories: Iterable[Trajectory], config: Config, world: World
+) -> dict[str, float]:
+    """Shares of the verdicts of all ranks, for the log; collective. Tasks from files have no rule
+    to agree with.
+    """
+    counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement"), 0.0)
+    rule = None if config.tasks.name == "file" else rule_verifier(config)
+    for trajectory in trajectories:
+        for turn, memory in _judged(trajectory):
+            counts["verdicts"] += 1
+            counts["malformed"] += read_verdict(turn.verdict_text) is None
+            counts["stop"] += turn.verdict is Verdict.STOP
+            counts["agreement"] += rule is not None and turn.verdict is rule.verdict(
+                trajectory.task.question, memory
+            )
+    total, malformed, stop, agreement = world.sum(list(counts.values()))
+    shares = {"malformed": malformed, "stop": stop} | (
+        {} if rule is None else {"agreement": agreement}
+    )
+    return {f"verifier/{name}_share": number / max(total, 1) for name, number in shares.items()}
+
+
+def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
+    """Each turn that a policy gave the verdict of, and the memory that it was about."""
+    memory = Memory()
+    for turn in trajectory.turns:
+        memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
+        if turn.verifier_call is not None:
+            yield turn, memory

@@ -1,0 +1,152 @@
+"""What a tool is, and the one way to run it: whatever a tool does, its caller gets a `ToolResult`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowtrain.types import ToolResult
+
+
+class ToolError(Exception):
+    """A failure the tool foresaw; its text is what the planner reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a tool."""
+
+    name: str
+    meaning: str
+    kind: type = str
+    """str, int, float or bool."""
+    is_required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCard:
+    """What planner and executor read about a tool; AgentFlow's tool metadata."""
+
+    name: str
+    """Canonical, as the planner writes it."""
+    description: str
+    """One line."""
+    parameters: tuple[Parameter, ...] = (Parameter("query", "what to find or to do"),)
+    output: str = "text"
+    limits: str = ""
+    """What it is bad at; "" when there is nothing to say."""
+    advice: str = ""
+    """How to get the best from it."""
+    examples: tuple[Mapping[str, object], ...] = ()
+    """Arguments of good calls."""
+    finds_passages: bool = False
+    """Whether its results are texts to find something in, which a refiner makes evidence of."""
+    is_stateful: bool = False
+    """Whether a call may change what later ones give: such a tool cannot be rewound, so rollouts
+    that use it cannot branch."""
+
+    def check(self, arguments: Mapping[str, object]) -> str:
+        """What is wrong with the arguments of a call; "" when they fit."""
+        kinds = {parameter.name: parameter.kind for parameter in self.parameters}
+        fits = all(kinds.get(name) is type(value) for name, value in arguments.items())
+        if fits and all(
+            parameter.name in arguments for parameter in self.parameters if parameter.is_required
+        ):
+            return ""
+        takes = ", ".join(
+            f"{p.name}: {p.kind.__name__}{'' if p.is_required else ' (optional)'}"
+            for p in self.parameters
+        )
+        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
+        return f"{self.name} takes ({takes}); got ({given})"
+
+
+class Tool(Protocol):
+    """One thing the planner may call."""
+
+    @property
+    def card(self) -> ToolCard: ...
+
+    @property
+    def execute(self) -> Callable[..., Coroutine[Any, Any, str]]:
+        """Called with the card's parameters by name; gives the answer or raises ToolError.
+
+        It must not block the event loop, which hundreds of rollouts share: `BlockingPool` is for
+        what blocks.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the tool holds; may be called twice."""
+        ...
+
+
+async def run_tool(
+    tool: Tool, arguments: Mapping[str, object], timeout_s: float, max_chars: int
+) -> ToolResult:
+    """Call `tool.execute(**arguments)` and turn whatever happens into a result, in `timeout_s`
+    seconds at most.
+
+    The arguments are those of the tool's card. Texts beyond `max_chars` characters lose their
+    middle; the note that says so comes on top. A tool that ignores its cancellation is left behind.
+    Only the cancellation of the caller itself passes through.
+    """
+    start = time.perf_counter()
+    output, error = await _call_within(tool, arguments, timeout_s)
+    if error is None and not output.strip():
+        output, error = "", "no output"
+    if error is not None:
+        error = shorten(_whole(error), max_chars)
+    return ToolResult(shorten(_whole(output), max_chars), error, time.perf_counter() - start)
+
+
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs, which neither tokenizers nor wires take."""
+    return text.encode(errors="replace").decode()
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """Keep the first and the last half of `max_chars` characters and say how many between them were
+    left out.
+    """
+    left_out = len(text) - max_chars
+    if left_out <= 0:
+        return text
+    head = (max_chars + 1) // 2
+    return f"{text[:head]}\n... {left_out} characters left out ...\n{text[head + left_out :]}"
+
+
+async def _call_within(
+    tool: Tool, arguments: Mapping[str, object], timeout_s: float
+) -> tuple[str, str | None]:
+    """The tool's (output, error), or the error that its time is up."""
+    if wrong := tool.card.check(arguments):
+        return "", wrong
+    # A task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its
+    # cancellation.
+    task = asyncio.ensure_future(_call(tool, arguments))
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            return "", f"timed out after {timeout_s:g} s"
+        return ("", f"{tool.card.name} was cancelled") if task.cancelled() else task.result()
+    finally:
+        task.cancel()
+
+
+async def _call(tool: Tool, arguments: Mapping[str, object]) -> tuple[str, str | None]:
+    """The tool's (output, error)."""
+    try:
+        output: object = await tool.execute(**arguments)
+    except ToolError as error:
+        return "", str(error) or "the tool failed and did not say why"
+    # A tool is foreign code, and its crash must cost one turn, not the rollout; some libraries even
+    # exit when a key is missing.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return "", f"{type(error).__name__}: {error}"
+    if not isinstance(output, str):
+        return "", f"{tool.card.name} returned {type(output).__name__}, not a string"
+    return output, None

@@ -1,0 +1,69 @@
+"""For tools whose libraries block: threads, a fixed number of them, so that neither the event loop
+waits nor the machine drowns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from flowtrain.tools.base import ToolError
+
+T = TypeVar("T")
+
+
+class BlockingPool:
+    """Runs blocking calls, `num_threads` at a time; more wait their turn. Safe to share between
+    event loops and threads.
+
+    The deadline is that of the awaiting task, which `run_tool` cancels: a call that still waits is
+    dropped, one that runs keeps its thread until it returns. So give the library a timeout too, or
+    that thread is lost to the pool. A lost thread does not hold up the end of the process, as those
+    of `ThreadPoolExecutor` and `asyncio.to_thread` do.
+    """
+
+    def __init__(self, num_threads: int, name: str = "tool") -> None:
+        """The threads start as they are needed and are called `name`."""
+        assert num_threads > 0, num_threads
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._num_threads, self._name = num_threads, name
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What the call returns or raises."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise ToolError("the tool is closed")
+            self._calls.put((future, call))
+            if len(self._threads) < self._num_threads:
+                self._threads.append(
+                    threading.Thread(target=self._work, name=self._name, daemon=True)
+                )
+                self._threads[-1].start()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Let the threads end when they are done with what has been asked for; may be called twice."""
+        with self._lock:
+            self._is_closed = True
+            for _ in self._threads:
+                self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                # Whatever it is, it belongs to the caller.
+                except BaseException as error:  # noqa: BLE001
+                    future.set_exception(error)

@@ -1,0 +1,115 @@
+"""The tool that computes: Python in a sandbox, given as it is or written by a model."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.protocol import EngineError
+from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools.registry import ToolContext
+from flowtrain.tools.sandbox import Sandbox, make_sandbox
+
+FENCE = re.compile(
+    r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
+)
+
+PROMPT = """Write a short Python program that does the task below and prints what it finds.
+
+Task: {task}
+
+The program runs by itself: it has no input, no network and no files to read, so write every number and name that it needs into it. It can
+import {offers}. It has {timeout_s:g} seconds. Print each result with a word that says what it is, and nothing else.
+
+Reply with the program in one ```python block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCoder:
+    """Runs the query as Python: an expression prints its value, a program what it prints. It owns
+    the sandbox and closes it.
+    """
+
+    sandbox: Sandbox
+
+    card = ToolCard(
+        "Python_Coder", "Runs Python code or evaluates an expression; prints the result."
+    )
+
+    async def execute(self, query: str) -> str:
+        """What the code prints, without trailing space; raises ToolError with the reason when it
+        fails.
+        """
+        code = strip_fence(query)
+        if not code.strip():
+            raise ToolError("no code given")
+        output = (await self.sandbox.run(code)).rstrip()
+        if not output:
+            raise ToolError("the code ran and printed nothing")
+        return output
+
+    def close(self) -> None:
+        """End the processes of the sandbox."""
+        self.sandbox.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCoder:
+    """Has a model write the program that the query describes, and runs it."""
+
+    coder: PythonCoder
+    chat: ChatEngine
+    timeout_s: float
+    """Of the model and the program together."""
+    code_timeout_s: float
+
+    card = ToolCard(
+        "Python_Coder",
+        "Writes and runs a Python program for a task given in words; returns what it prints.",
+        (Parameter("query", "the task in words, with every number and name that it needs"),),
+        output="what the program prints, or the error and its line",
+        limits="It computes only: no network, no files, and no knowledge of the question or of "
+        "earlier steps.",
+        advice="Put all numbers into the query and ask for one thing; for facts, use a search tool "
+        "first.",
+        examples=({"query": "Print the sum of the prime numbers below 100."},),
+    )
+
+    async def execute(self, query: str) -> str:
+        """What the program prints; raises ToolError when there is none, or with the reason and the
+        line when it fails.
+        """
+        if not query.strip():
+            raise ToolError("empty query")
+        prompt = PROMPT.format(
+            task=query.strip(), offers=self.coder.sandbox.offers, timeout_s=self.code_timeout_s
+        )
+        try:
+            reply = await self.chat.ask(prompt, deadline_s=self.timeout_s)
+        except EngineError as error:
+            raise ToolError(f"the model wrote no program: {error}") from error
+        return await self.coder.execute(reply)
+
+    def close(self) -> None:
+        """End the processes of the sandbox; the model is not the tool's own."""
+        self.coder.close()
+
+
+def make(context: ToolContext) -> Tool:
+    agent = context.config.agent
+    coder = PythonCoder(make_sandbox(agent))
+    return (
+        coder
+        if context.chat is None
+        else ModelCoder(coder, context.chat, agent.tool_timeout_s, agent.code_timeout_s)
+    )
+
+
+def strip_fence(text: str) -> str:
+    """The code inside the first ``` or ```python fence that opens a line, or the whole text;
+    without common indentation.
+    """
+    fence = FENCE.search(text)
+    return textwrap.dedent(fence[1] if fence else text).strip("\n")

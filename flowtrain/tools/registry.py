@@ -1,0 +1,91 @@
+"""The tools by name: those of this package, and those that other packages bring through the entry
+point group `flowtrain.tools`.
+
+An entry point names a callable that makes the tool out of a `ToolContext`; docs/tools.md shows one
+from end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.tools.base import Tool
+from flowtrain.types import UserError
+from flowtrain.utils import plugins
+
+GROUP = "flowtrain.tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolContext:
+    """What a tool is made from."""
+
+    config: Config
+    passages: tuple[str, ...] = ()
+    """The texts of the task set, to search in."""
+    guesses: tuple[str, ...] = ()
+    """Values that the passages state."""
+    chat: ChatEngine | None = None
+    """The model inside tools that want one; None when `roles.tools` is "none"."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The tool's own table, [plugins.NAME]."""
+
+
+BUILT_IN = {
+    name: EntryPoint(name, f"flowtrain.tools.{value}", GROUP)
+    for name, value in {
+        "Search": "search:make",
+        "Python_Coder": "python_coder:make",
+        "Base_Generator": "base_generator:make",
+        "Web_Search": "web_search:make",
+        "Wikipedia_Search": "wikipedia_search:make",
+        "Web_Reader": "web_reader:make",
+    }.items()
+}
+"""Of this package; they are loaded when they are asked for, as those of other packages are."""
+
+
+def make_tools(names: Sequence[str], context: ToolContext) -> dict[str, Tool]:
+    """The tools by name, in that order; close them when done. Those made before one that fails are
+    closed.
+    """
+    offered = plugins.offered("tool", GROUP, BUILT_IN)
+    for key, asked in (("agent.tools", names), ("plugins", context.config.plugins)):
+        if unknown := [name for name in asked if name not in offered]:
+            raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(offered)}")
+    with ExitStack() as cleanup:
+        tools: dict[str, Tool] = {}
+        for name in names:
+            tools[name] = _make(name, offered[name], context)
+            cleanup.callback(tools[name].close)
+        cleanup.pop_all()
+    return tools
+
+
+def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
+    """Raises UserError, which names the package, when a tool of another package cannot be made."""
+    mine = replace(context, options=context.config.plugins.get(name, {}))
+    if entry.dist is None:
+        built_in: Tool = entry.load()(mine)
+        return built_in
+    try:
+        tool: Tool = entry.load()(mine)
+        card_name = tool.card.name
+    # Foreign code may fail in any way, and the traceback would show our lines before its own.
+    except Exception as error:
+        raise UserError(
+            f"tool {name!r} of package {plugins.package(entry)} cannot be made: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if card_name != name:
+        raise UserError(
+            f"tool {name!r} of package {plugins.package(entry)} calls itself {card_name!r} on its "
+            "card; both names must be the same"
+        )
+    return tool

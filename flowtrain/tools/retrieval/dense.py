@@ -1,0 +1,144 @@
+"""Texts as vectors, from an endpoint that speaks OpenAI's /embeddings, and search among them by
+cosine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from flowtrain.config import Chat, Config
+from flowtrain.tools.base import ToolError
+from flowtrain.tools.retrieval.bm25 import best
+from flowtrain.tools.web.api import Api, Request, key_from_env
+from flowtrain.types import UserError
+
+BATCH = 64
+"""Texts per request."""
+MAX_CHARS = 8000
+"""Of a text that is sent; some 2,000 tokens, which every embedding model takes."""
+_BUILD_S = 600.0
+"""For a batch while an index is built, pauses of a busy endpoint included."""
+_ROWS = 1 << 16
+"""Of the matrix that are read from disk and multiplied at a time."""
+
+
+class Embedder:
+    """Turns texts into vectors of length 1. Safe to share between tasks and event loops."""
+
+    def __init__(self, name: str, options: Chat) -> None:
+        """`name`: its table in [engines]. Raises UserError for a table that cannot embed, and when
+        its key is missing.
+        """
+        if options.kind != "openai":
+            raise UserError(
+                f"engines.{name}.kind={options.kind!r}: embeddings come from an endpoint, which "
+                "takes kind = 'openai'"
+            )
+        if not options.model:
+            raise UserError(
+                f"engines.{name}.model must name the embedding model at {options.base_url}"
+            )
+        variable = options.api_key_env
+        key = (
+            key_from_env(variable, f"engines.{name}.api_key_env", options.base_url)
+            if variable
+            else ""
+        )
+        self.name = f"{options.model} at {options.base_url}"
+        self._model, self._url = options.model, options.base_url.rstrip("/") + "/embeddings"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._api = Api(options.max_concurrency)
+
+    async def embed(self, texts: Sequence[str], deadline_s: float) -> np.ndarray:
+        """[len(texts), D] float32; ToolError when they do not come by the deadline."""
+        batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+        tasks = [asyncio.ensure_future(self._batch(batch, deadline_s)) for batch in batches]
+        try:
+            return np.concatenate(await asyncio.gather(*tasks))
+        finally:  # when one fails, the others are of no use
+            for task in tasks:
+                task.cancel()
+
+    async def _batch(self, texts: Sequence[str], deadline_s: float) -> np.ndarray:
+        # Some servers refuse an empty text.
+        body = {"model": self._model, "input": [text[:MAX_CHARS] or " " for text in texts]}
+        answer = await self._api.ask(
+            Request(self._url, headers=self._headers, body=body), deadline_s
+        )
+        return _vectors(answer, len(texts), self.name)
+
+
+def embedder(config: Config, key: str, name: str) -> Embedder | None:
+    """The one that a config key names in [engines]; None when it names none."""
+    if name and name not in config.engines:
+        raise UserError(
+            f"{key}={name!r} is no table of [engines]; there are: "
+            f"{', '.join(config.engines) or 'none'}"
+        )
+    return Embedder(name, config.engines[name]) if name else None
+
+
+def write_vectors(path: Path, texts: Iterable[str], num_texts: int, embedder: Embedder) -> None:
+    """A matrix of one row per text, as a .npy file; shows how far it is. Raises UserError when the
+    endpoint fails.
+    """
+    with ThreadPoolExecutor(
+        1, thread_name_prefix="embed"
+    ) as thread:  # for a loop of its own: this thread may have one that runs
+        try:
+            thread.submit(
+                asyncio.run, _write_vectors(path, iter(texts), num_texts, embedder)
+            ).result()
+        except ToolError as error:
+            raise UserError(f"corpus.embedder: {error}") from error
+
+
+async def _write_vectors(
+    path: Path, texts: Iterable[str], num_texts: int, embedder: Embedder
+) -> None:
+    matrix: np.memmap | None = None
+    done = 0
+    with tqdm(total=num_texts, desc="embeddings", unit="text") as shown:
+        while batch := list(itertools.islice(texts, 8 * BATCH)):
+            vectors = await embedder.embed(batch, _BUILD_S)
+            if matrix is None:
+                matrix = np.lib.format.open_memmap(
+                    path, "w+", np.float32, (num_texts, vectors.shape[1])
+                )
+            matrix[done : done + len(batch)] = vectors
+            done += len(batch)
+            shown.update(len(batch))
+    assert matrix is not None and done == num_texts
+    matrix.flush()
+
+
+def rank(matrix: np.ndarray, query_D: np.ndarray, k: int) -> list[int]:
+    """The `k` rows most like the query, best first; the matrix may lie on disk."""
+    scores = np.concatenate(
+        [matrix[start : start + _ROWS] @ query_D for start in range(0, len(matrix), _ROWS)]
+    )
+    return best(scores, k).tolist()
+
+
+def _vectors(answer: Any, num_texts: int, name: str) -> np.ndarray:
+    """Raises ToolError unless there is one vector of finite numbers per text, all of one length."""
+    try:
+        rows = sorted(answer["data"], key=lambda row: row["index"])
+        vectors = np.array([row["embedding"] for row in rows], dtype=np.float32)
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    except (KeyError, TypeError, ValueError):
+        raise ToolError(f"{name} answered without embeddings: {str(answer)[:200]}") from None
+    if len(vectors) != num_texts or not (np.isfinite(norms).all() and (norms > 0).all()):
+        raise ToolError(
+            f"{name} answered with {len(vectors)} embeddings, some of them of no use, for "
+            f"{num_texts} texts"
+        )
+    return vectors / norms

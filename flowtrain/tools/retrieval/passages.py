@@ -1,0 +1,84 @@
+"""Passages: what a file of them says, and how they lie on disk beside their index."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flowtrain.config.search import Corpus
+from flowtrain.tasks.rows import column_names, read_rows, type_name
+from flowtrain.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One text that a search finds."""
+
+    text: str
+    title: str = ""
+    url: str = ""
+
+
+def read_passages(corpus: Corpus) -> Iterator[Passage]:
+    """The passages of a .jsonl, .json or .parquet file, in file order.
+
+    Raises UserError naming the file, the line or row, the key and what it may be.
+    """
+    path, keys = (
+        Path(corpus.path),
+        {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")},
+    )
+    for _, where, row in read_rows(path, tuple(keys.values())):
+        if row.get(corpus.text_key) is None:
+            there = ", ".join(map(repr, column_names(path)))
+            raise UserError(
+                f"{where}: no {corpus.text_key!r}, which corpus.text_key names; the file has "
+                f"{there or 'none'}"
+            )
+        for name, key in keys.items():
+            if not isinstance(value := row.get(key), str | None):
+                raise UserError(
+                    f"{where}: {key!r} must be a string, not {type_name(value)}; corpus.{name} may "
+                    "name another"
+                )
+        yield Passage(*(row.get(key) or "" for key in keys.values()))
+
+
+class Passages:
+    """Passages on disk: `passages.jsonl` has one [text, title, url] per line, `offsets.npy` where
+    each begins. Both are memory-mapped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        with (folder / "passages.jsonl").open("rb") as file:
+            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @staticmethod
+    def write(folder: Path, passages: Iterable[Passage]) -> None:
+        offsets = array("q", [0])
+        with (folder / "passages.jsonl").open("wb") as file:
+            for passage in passages:
+                file.write(json.dumps(astuple(passage), ensure_ascii=False).encode() + b"\n")
+                offsets.append(file.tell())
+        if len(offsets) == 1:
+            raise UserError("corpus.path: the file holds no passages; at least one is needed")
+        np.save(folder / "offsets.npy", np.array(offsets))
+
+    def __iter__(self) -> Iterator[Passage]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> Passage:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, end = map(int, self._offsets[index : index + 2])
+        return Passage(*json.loads(self._lines[start:end]))

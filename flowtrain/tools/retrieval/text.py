@@ -1,0 +1,69 @@
+"""Queries as models write them, long texts in pieces that overlap, and as much of a list as a
+memory holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flowtrain.tools.base import ToolError
+
+MAX_QUERY = 2000
+"""Characters; search services take no more."""
+_WORD = re.compile(r"\S{1,64}")
+"""What has no spaces, such as Chinese, or an endless line, is cut into words of this length."""
+
+
+def check_query(query: str) -> str:
+    """The query on one line; raises ToolError when it is empty or too long."""
+    query = " ".join(query.encode(errors="replace").decode().split())
+    if not query:
+        raise ToolError("empty query")
+    if len(query) > MAX_QUERY:
+        raise ToolError(
+            f"the query has {len(query)} characters; ask for one thing in at most {MAX_QUERY}"
+        )
+    return query
+
+
+def split_words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def chunks(words: Sequence[str], size: int, overlap: int) -> list[list[str]]:
+    """Pieces of `size` words, each beginning with the last `overlap` words of the one before; the
+    last may be shorter.
+
+    >>> chunks("a b c d e".split(), 3, 1)
+    [['a', 'b', 'c'], ['c', 'd', 'e']]
+    """
+    assert 0 <= overlap < size
+    starts = range(0, max(1, len(words) - overlap), size - overlap) if words else ()
+    return [list(words[start : start + size]) for start in starts]
+
+
+def fit(items: Sequence[str], max_chars: int) -> str:
+    """As many of the items, from the first on, as have at most `max_chars` characters with empty
+    lines between them.
+
+    The first that does not fit whole is cut where at least a fifth of the limit is left for it, or
+    where it is the first of all.
+    """
+    text = ""
+    for item in items:
+        separator = "\n\n" if text else ""
+        room = max_chars - len(text) - len(separator)
+        if len(item) > room:
+            return text + (separator + cut(item, room) if room >= max_chars // 5 else "")
+        text += separator + item
+    return text
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The text or its beginning, which ends with an ellipsis."""
+    return (
+        text
+        if len(text) <= max_chars
+        else text[: max(0, max_chars - 3)].rstrip() + "..."[:max_chars]
+    )

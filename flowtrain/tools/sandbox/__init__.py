@@ -1,0 +1,55 @@
+"""Where code runs that a model wrote: docs/tools.md has a table of what each kind of sandbox
+guarantees.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from flowtrain.config import Agent
+from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
+from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
+from flowtrain.types import UserError
+
+
+class Sandbox(Protocol):
+    """Runs untrusted Python."""
+
+    @property
+    def offers(self) -> str:
+        """What the code can import, in words."""
+
+    async def run(self, code: str) -> str:
+        """What the code prints, or the value of an expression; raises ToolError with the reason
+        when it fails.
+        """
+
+    def close(self) -> None:
+        """End all processes; may be called twice."""
+
+
+def make_sandbox(agent: Agent) -> Sandbox:
+    """The one that `agent.sandbox` names, with as many runs at once as there are cores, 32 at most."""
+    timeout_s = min(agent.code_timeout_s, agent.tool_timeout_s)
+    return ProcessSandbox(
+        _backend(agent), min(32, os.cpu_count() or 1), timeout_s, agent.code_memory_mb
+    )
+
+
+def _backend(agent: Agent) -> Backend:
+    """auto: the strictest that can do what is asked for and works here."""
+    packages = agent.python_packages
+    if agent.sandbox == "seccomp" or (
+        agent.sandbox == "auto" and not packages and seccomp.is_offered()
+    ):
+        return seccomp.backend()
+    if agent.sandbox == "limits":
+        return limits.backend(packages)
+    wrapped = bubblewrap.backend(packages)
+    reason = bubblewrap.why_not(wrapped)
+    if not reason:
+        return wrapped
+    if agent.sandbox == "auto":
+        return limits.backend(packages)
+    raise UserError(f"agent.sandbox='bubblewrap': {reason}")

@@ -1,0 +1,61 @@
+"""Installed packages that the code may import."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from flowtrain.tools.sandbox.host import PYTHON, START_S, Backend
+from flowtrain.types import UserError
+
+
+def folders(packages: Sequence[str]) -> tuple[str, ...]:
+    """The folders that the packages are installed in; whatever else is installed there can be
+    imported too.
+    """
+    found: dict[str, None] = {}
+    for name in packages:
+        spec = find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.has_location or spec.origin is None:
+            raise UserError(
+                f"agent.python_packages: no package {name!r} is installed that could be imported "
+                "by this name"
+            )
+        place = Path(spec.origin).resolve()
+        found[str(place.parents[1] if spec.submodule_search_locations else place.parent)] = None
+    return tuple(found)
+
+
+def probe(backend: Backend) -> str:
+    """Start an interpreter as the backend does and import what it imports; why the interpreter does
+    not start, or "".
+
+    Raises UserError when it does, but cannot import a package.
+    """
+    code = (
+        f"import sys; print('started', flush=True); sys.path += {list(backend.path)}; import "
+        f"{', '.join(('os', *backend.preload))}"
+    )
+    command = [*backend.argv, PYTHON, "-P", "-s", "-S", "-B", "-c", code]
+    try:
+        done = subprocess.run(
+            command,
+            env={},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not start within {START_S:g} s"
+    if done.returncode == 0:
+        return ""
+    reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+    if done.stdout:
+        raise UserError(
+            f"agent.python_packages cannot be imported for agent.sandbox='{backend.name}': {reason}"
+        )
+    return reason

@@ -1,0 +1,57 @@
+"""Search over a fixed list of passages: BM25, in process, no stemmer, no stop words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowtrain.tools.base import ToolCard, ToolError
+from flowtrain.tools.registry import ToolContext
+from flowtrain.tools.retrieval.bm25 import Bm25
+from flowtrain.types import UserError
+
+
+class Search:
+    """Finds the passages that share the rarest words with the query. Reads only after construction,
+    so it is safe to share.
+
+    >>> asyncio.run(Search(["Paris lies in France.", "Rome lies in Italy."]).execute("Where is
+    Rome?")) 'Rome lies in Italy.'
+    """
+
+    card = ToolCard(
+        "Search",
+        "Looks a few words up in a collection of texts; returns the passage that fits best.",
+        finds_passages=True,
+    )
+
+    def __init__(self, passages: Sequence[str], top_k: int = 1) -> None:
+        """Index the passages; `top_k` is how many a query returns at most."""
+        if top_k < 1:
+            raise UserError(f"top_k must be at least 1, got {top_k}")
+        try:
+            self._index = Bm25.build(passages)
+        except ValueError:
+            raise UserError(
+                f"Search needs a passage with at least one word, got {len(passages)} passages "
+                "without any"
+            ) from None
+        self._passages = tuple(passages)
+        self._top_k = top_k
+
+    async def execute(self, query: str) -> str:
+        """The best passages, best first, one per line; of equals the earlier one. Raises ToolError
+        when none shares a word.
+        """
+        if not query.strip():
+            raise ToolError("empty query")
+        best = self._index.rank(query, self._top_k)
+        if not best:
+            raise ToolError(f"no passage matches {query[:80]!r}")
+        return "\n".join(self._passages[index] for index in best)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def make(context: ToolContext) -> Search:
+    return Search(context.passages, context.config.agent.num_passages)

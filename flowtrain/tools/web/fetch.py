@@ -1,0 +1,169 @@
+"""Read one page: few redirects, each checked; bounded in bytes, also after decompression, and in
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from email.message import Message
+
+import httpcore2
+import httpx2
+
+from flowtrain import __version__
+from flowtrain.tools.base import ToolError
+from flowtrain.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
+from flowtrain.tools.web.per_loop import PerLoop
+
+MAX_REDIRECTS = 5
+MAX_CONNECTIONS = 32
+READABLE = ("text/html", "application/xhtml+xml", "text/plain")
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CONNECT_S = 5.0
+"""Per address; a host that does not answer by then has others to try, or none."""
+_HEADERS = (
+    ("User-Agent", f"Mozilla/5.0 (compatible; flowtrain/{__version__})"),
+    ("Accept", "text/html, application/xhtml+xml, text/plain;q=0.8"),
+    ("Accept-Encoding", "gzip, deflate"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What came back, decompressed."""
+
+    url: str
+    """After redirects."""
+    content_type: str
+    """One of READABLE."""
+    charset: str
+    """As the header says; "" where it does not."""
+    body: bytes
+
+
+class Fetcher:
+    """Asks the web. It goes there directly, because behind a proxy nobody could check what is
+    connected to.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        resolve: Resolve,
+        max_bytes: int,
+        network: httpcore2.AsyncNetworkBackend | None = None,
+    ) -> None:
+        """`network` makes the connections that the rules have let through."""
+        self._rules, self._max_bytes = rules, max_bytes
+        checked = Checked(rules, resolve, network or httpcore2.AnyIOBackend())
+        # Nothing is kept alive: the next page is on another host, as a rule.
+        self._pool = PerLoop(
+            lambda: httpcore2.AsyncConnectionPool(
+                httpcore2.default_ssl_context(),
+                max_connections=MAX_CONNECTIONS,
+                max_keepalive_connections=0,
+                network_backend=checked,
+            )
+        )
+
+    async def fetch(self, url: str, deadline_s: float) -> Page:
+        """The page at the URL; raises ToolError, whose text tells a planner why not, at the
+        deadline at the latest.
+        """
+        target = self._rules.parse(url)
+        try:
+            async with asyncio.timeout(deadline_s):
+                for _ in range(MAX_REDIRECTS + 1):
+                    page = await self._ask(target)
+                    if isinstance(page, Page):
+                        return page
+                    target = page
+        except TimeoutError:
+            raise ToolError(
+                f"{target.host} did not deliver the page within {deadline_s:g} s"
+            ) from None
+        except (
+            httpcore2.NetworkError,
+            httpcore2.TimeoutException,
+            httpcore2.ProtocolError,
+        ) as error:
+            raise ToolError(
+                f"{target.host} cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            ) from None
+        raise Refused(f"more than {MAX_REDIRECTS} redirects, the last to {str(target)[:200]!r}")
+
+    async def _ask(self, url: httpx2.URL) -> Page | httpx2.URL:
+        """The page, or where it redirects to."""
+        pool = await self._pool.get()
+        # Made of the parts that have been checked, so that no second parser reads the URL in
+        # another way.
+        asked = httpcore2.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
+        headers = [("Host", url.netloc.decode("ascii")), *_HEADERS]
+        async with pool.stream(
+            "GET", asked, headers=headers, extensions={"timeout": {"connect": _CONNECT_S}}
+        ) as response:
+            answer = httpx2.Headers(response.headers)
+            if response.status in _REDIRECTS and "location" in answer:
+                return self._next(url, answer["location"])
+            if response.status != 200:
+                raise ToolError(f"{url.host} answered HTTP {response.status}")
+            kind, charset = _content_type(answer.get("content-type", ""))
+            if kind not in READABLE:
+                raise ToolError(
+                    f"{url.host} sent {kind or 'no content type'}; only {', '.join(READABLE)} can "
+                    "be read"
+                )
+            length = answer.get("content-length", "")
+            if length.isdecimal() and int(length[:20]) > self._max_bytes:
+                raise self._too_long(url)
+            encoding = answer.get("content-encoding", "identity").strip().lower()
+            return Page(
+                str(url), kind, charset, await self._body(url, response.aiter_stream(), encoding)
+            )
+
+    def _next(self, url: httpx2.URL, location: str) -> httpx2.URL:
+        try:
+            return self._rules.parse(url.join(location[: MAX_URL + 1]))
+        except httpx2.InvalidURL as error:
+            raise Refused(f"{url.host} redirects to what is no URL: {error}") from None
+
+    async def _body(self, url: httpx2.URL, stream: AsyncIterator[bytes], encoding: str) -> bytes:
+        """The body, decompressed a piece at a time, so that what a bomb unfolds to never is in
+        memory.
+        """
+        if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
+            raise ToolError(
+                f"{url.host} sent the encoding {encoding[:40]!r}, which was not asked for"
+            )
+        is_plain = encoding in ("identity", "")
+        inflate = zlib.decompressobj(wbits=47)  # gzip and zlib, told apart by their headers
+        body = bytearray()
+        async for raw in stream:
+            try:
+                body += (
+                    raw if is_plain else inflate.decompress(raw, self._max_bytes - len(body) + 1)
+                )
+            except zlib.error as error:
+                raise ToolError(f"{url.host} sent a damaged page: {error}") from None
+            if len(body) > self._max_bytes:
+                raise self._too_long(url)
+        return bytes(body)
+
+    def _too_long(self, url: httpx2.URL) -> ToolError:
+        return ToolError(
+            f"the page at {url.host} is longer than {self._max_bytes} bytes, which is not read"
+        )
+
+
+def _content_type(header: str) -> tuple[str, str]:
+    """(type, charset), in lower case; "" for what is not there."""
+    message = Message()
+    message["content-type"] = header[:200]
+    return (message.get_content_type() if "/" in header else ""), "".join(
+        (message.get_content_charset() or "").split()
+    )

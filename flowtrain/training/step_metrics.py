@@ -1,0 +1,108 @@
+"""What a batch's optimizer steps tell about themselves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flowtrain.training.tree import PackedRow
+from flowtrain.training.world import World
+
+
+class StepMetrics:
+    """Statistics of one batch, summed on the device and brought to the host once."""
+
+    def __init__(self) -> None:
+        self.grad_norms: list[float] = []
+        self.ratio_bounds: list[float] = []
+        self.num_skipped = 0
+        self._open: list[dict[str, Tensor]] = []
+        self._stats: list[dict[str, Tensor]] = []
+        self._num_packed = self._num_unshared = self._num_rows = 0
+        self.num_flops = 0.0
+
+    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow) -> None:
+        is_first_step = not self.grad_norms
+        first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
+        zeros = {name: torch.zeros_like(value) for name, value in first.items()}
+        self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
+        self._num_packed += len(row.input_ids_N)
+        self._num_unshared += row.num_unshared_tokens
+        self._num_rows += 1
+
+    def close_step(self, grad_norm: float | None) -> None:
+        """What was added since the last one is an optimizer step, or one that was skipped and tells
+        nothing.
+        """
+        if grad_norm is None:
+            self.num_skipped += 1
+        else:
+            self.grad_norms.append(grad_norm)
+            self._stats += self._open
+        self._open = []
+
+    def reduce(self, world: World, lr: float) -> dict[str, float]:
+        sums, maxima = self._to_host()
+        names = sorted(sums)
+        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
+        (
+            (num_packed, num_unshared, num_rows, num_flops, *summed),
+            (ratio_max, negative_ratio_min),
+        ) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
+        sums = dict(zip(names, summed, strict=True))
+        has_tokens = sums["num_tokens_sum"] > 0
+        num_steps, num_tokens = max(len(self.grad_norms), 1), max(sums["num_tokens_sum"], 1)
+        return {
+            "num_tokens": sums["num_tokens_sum"],
+            "num_packed_tokens": num_packed,
+            "num_rows": num_rows,
+            "train_tflop": num_flops / 1e12,
+            "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
+            "num_optim_steps": len(self.grad_norms),
+            "num_steps_skipped": self.num_skipped,
+            "loss": sums["loss_sum"] / num_steps,
+            "grad_norm": sum(self.grad_norms) / num_steps,
+            "lr": lr,
+            "kl": sums["kl_sum"] / num_tokens,
+            "entropy": sums["entropy_sum"] / num_tokens,
+            "clip_fraction": (sums["clipped_low_sum"] + sums["clipped_high_sum"]) / num_tokens,
+            "clip_fraction_low": sums["clipped_low_sum"] / num_tokens,
+            "clip_fraction_high": sums["clipped_high_sum"] / num_tokens,
+            "ratio_mean": sums["ratio_sum"] / num_tokens if has_tokens else 1.0,
+            "ratio_max": ratio_max if has_tokens else 1.0,
+            "ratio_min": -negative_ratio_min if has_tokens else 1.0,
+            "logprob_mismatch": sums["first_mismatch_sum"] / max(sums["first_tokens_sum"], 1),
+            **(
+                {"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)}
+                if self.ratio_bounds
+                else {}
+            ),
+        }
+
+    def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:
+        """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also
+        without a row.
+        """
+        names = [*_SUMS, "ratio_max", "ratio_min"]
+        if not self._stats:
+            return dict.fromkeys(_SUMS, 0.0), (-math.inf, -math.inf)
+        table = torch.stack(
+            [torch.stack([stats[name].double() for name in names]) for stats in self._stats]
+        ).cpu()
+        sums = dict(zip(_SUMS, table[:, :-2].sum(0).tolist(), strict=True))
+        return sums, (float(table[:, -2].max()), float((-table[:, -1]).max()))
+
+
+_SUMS = (
+    "num_tokens_sum",
+    "entropy_sum",
+    "kl_sum",
+    "ratio_sum",
+    "clipped_low_sum",
+    "clipped_high_sum",
+    "loss_sum",
+    "first_tokens_sum",
+    "first_mismatch_sum",
+)

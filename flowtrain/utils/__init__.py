@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of training: timing, seeds, plug-ins, threads, serving."""

@@ -1,0 +1,25 @@
+"""Turn what a library raises over a person's mistake into one line that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flowtrain.types import UserError
+
+
+@contextmanager
+def user_error(problem: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """Raise `UserError("problem: reason")` in place of the given kinds of error inside the block.
+
+    Args:
+        problem: names the key or file, and its value: "model.path='runs/warm' is no model".
+        kinds: what the block may raise over a mistake of the user's; other errors pass through.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(f"{problem}: {reason}") from error

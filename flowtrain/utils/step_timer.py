@@ -1,0 +1,28 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STAGES = ("collect", "branch", "train", "publish", "load", "eval")
+
+
+class StepTimer:
+    """Seconds of a step by stage; what no stage claims is "other"."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._seconds[stage] += time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        step_s = time.monotonic() - self._started
+        stages = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        return {**stages, "other_s": step_s - sum(self._seconds.values()), "step_s": step_s}

@@ -1,0 +1,381 @@
+"""Where to branch: the choice by hand, and the scores of real rollouts against those of one sample
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from flowkernels import LossSpec, branching_score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from flowtrain.algorithms.branching import BranchRule, Place, ScoreTokens, choose, find_points
+from flowtrain.config import Config
+from flowtrain.config.options import parse
+from flowtrain.run.recipe import optim_spec, scored_before
+from flowtrain.training import model as models
+from flowtrain.training.token_scores import attach_logprobs
+from flowtrain.training.trainer import ResponseScores, Trainer
+from flowtrain.training.tree import pack
+from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+
+TASK = Task("t", "q", ("a",))
+NOT_BLANK = torch.zeros(300, dtype=torch.bool)
+
+
+def turn(
+    ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Sequence[float] | None = None
+) -> Turn:
+    logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
+    done = ToolResult()
+    return Turn(
+        tuple(prompt),
+        tuple(ids),
+        tuple(logprobs),
+        (),
+        FinishReason.STOP,
+        "",
+        None,
+        "",
+        done,
+        Verdict.CONTINUE,
+        seconds=0.0,
+    )
+
+
+def rollout(*turns: Turn) -> Trajectory:
+    return Trajectory(TASK, turns, "", seconds=0.0, seed=0)
+
+
+def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ScoreTokens:
+    """Scores as given; of samples, only their lengths are looked at."""
+    ratio = torch.zeros(len(entropy)) if log_ratio is None else torch.tensor(log_ratio)
+
+    def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
+        assert sum(len(s.response_ids) for s in samples) == len(entropy)
+        return ResponseScores(
+            ratio, torch.tensor(entropy, dtype=torch.float32), torch.zeros(len(entropy))
+        )
+
+    return score
+
+
+def points(
+    groups: Sequence[Group],
+    score: ScoreTokens,
+    rule: BranchRule,
+    num: int,
+    blank: Sequence[int] = (),
+) -> list[list[tuple[int, int, int]]]:
+    is_blank = NOT_BLANK.clone()
+    is_blank[list(blank)] = True
+    return [
+        [(p.root, p.turn, p.token) for p in found]
+        for found in find_points(groups, score, rule, num, 0, is_blank)
+    ]
+
+
+ENTROPY = BranchRule("entropy", spacing=1)
+
+
+def test_places_are_told_by_root_turn_and_token() -> None:
+    """The highest entropies of two roots of two turns each, and of a second group."""
+    groups = [
+        Group(0, (rollout(turn([1, 2]), turn([3])), rollout(turn([4]), turn([5, 6])))),
+        Group(1, (rollout(turn([8, 9])),)),
+    ]
+    entropy = [0, 0, 9, 0, 0, 9, 9, 0]
+    assert points(groups, scores(entropy), ENTROPY, 2) == [
+        [(0, 1, 0), (1, 1, 1)],
+        [(0, 0, 0), (0, 0, 1)],
+    ]
+
+
+def test_turns_without_tokens_shift_nothing() -> None:
+    groups = [Group(0, (rollout(turn([]), turn([1, 2, 3])), rollout(turn([4, 5]))))]
+    assert sorted(points(groups, scores([0, 9, 0, 9, 0]), ENTROPY, 2)[0]) == [(0, 1, 1), (1, 0, 0)]
+
+
+def test_one_token_is_a_place() -> None:
+    assert points([Group(0, (rollout(turn([1])),))], scores([1.0]), ENTROPY, 2) == [
+        [(0, 0, 0), (0, 0, 0)]
+    ]
+
+
+def test_rollouts_without_tokens_give_no_place() -> None:
+    assert points([Group(0, (rollout(), rollout(turn([]))))], scores([]), ENTROPY, 3) == [[]]
+
+
+def test_blank_tokens_are_never_chosen_while_others_are_there() -> None:
+    groups = [Group(0, (rollout(turn([1, 2, 3, 4])),))]
+    assert points(groups, scores([0, 9, 8, 0]), ENTROPY, 1, blank=[2]) == [[(0, 0, 2)]]
+
+
+def test_both_factors_must_be_high() -> None:
+    """Token 1 has the entropy, token 3 the future, token 2 both, token 0 neither: two negatives
+    make no candidate.
+    """
+    groups = [Group(0, (rollout(turn([1, 2, 3, 4])),))]
+    log_ratio = [-0.5, -0.15, -0.05, 0.2]  # future from each: -0.5, 0.0, 0.15, 0.2
+    score = scores([0.0, 2.0, 2.0, 0.0], log_ratio)
+    assert points(groups, score, BranchRule(spacing=1), 1) == [[(0, 0, 2)]]
+    out = branching_score(
+        torch.tensor(log_ratio),
+        torch.zeros(4),
+        torch.tensor([0.0, 2.0, 2.0, 0.0]),
+        torch.tensor([0, 4]),
+    )
+    assert float(out.score_T[0]) > float(out.score_T[2]), (
+        "the case is one in which the product alone would choose token 0"
+    )
+
+
+def test_equal_policies_fall_back_to_entropy() -> None:
+    groups = [Group(0, (rollout(turn([1, 2, 3])),))]
+    assert (
+        points(groups, scores([0, 1, 9]), BranchRule(spacing=1), 1)
+        == points(groups, scores([0, 1, 9]), ENTROPY, 1)
+        == [[(0, 0, 2)]]
+    )
+
+
+def test_kept_tokens_move_the_place_on_and_never_beyond_the_end() -> None:
+    groups = [Group(0, (rollout(turn([1, 2, 3])),))]
+    rule = BranchRule("entropy", spacing=1, keeps_token=True)
+    assert points(groups, scores([0, 1, 9]), rule, 1) == [[(0, 0, 2)]], (
+        "token 1 is kept; after token 2 there is nothing"
+    )
+
+
+def test_arpo_branches_where_a_tool_raised_the_entropy() -> None:
+    """dH of 10 makes the chance 1, of -10 makes it 0; the first turn has read no tool."""
+    groups = [Group(0, (rollout(turn([1]), turn([2, 3]), turn([4])), rollout(turn([5]))))]
+    score = scores([10.0, 20.0, 20.0, 0.0, 99.0])
+    assert points(groups, score, BranchRule("arpo"), 3) == [[(0, 1, 0)]]
+
+
+# ---- the budget
+
+
+def place(value: float, root: int, token: int) -> Place:
+    return value, root, 0, token
+
+
+def test_roots_share_the_branches_out_evenly_or_the_best_places_win() -> None:
+    strict = [[place(9, 0, 1), place(8, 0, 20)], [place(2, 1, 5), place(1, 1, 30)]]
+    assert [p[0] for p in choose(strict, strict, 2, "root")] == [9, 2]
+    assert [p[0] for p in choose(strict, strict, 3, "root")] == [9, 2, 8]
+    assert [p[0] for p in choose(strict, strict, 3, "question")] == [9, 8, 2]
+
+
+def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> None:
+    strict, loose = [[place(9, 0, 1)]], [[place(9, 0, 1), place(3, 0, 7)]]
+    assert [p[3] for p in choose(strict, loose, 5, "root")] == [1, 7, 1, 7, 1]
+    assert choose([[]], [[]], 5, "root") == []
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 6),
+    st.sampled_from(["root", "question"]),
+    st.integers(0, 3),
+)
+def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
+    roots: list[list[list[int]]], num: int, spread: str, spacing: int
+) -> None:
+    group = Group(0, tuple(rollout(*map(turn, turns)) for turns in roots))
+    ids = [x for turns in roots for response in turns for x in response]
+    rule = BranchRule("entropy", "root" if spread == "root" else "question", spacing)
+    (found,) = points([group], scores([float(x) for x in ids]), rule, num)
+    assert len(found) == (num if ids else 0)
+    assert all(
+        token < len(group.trajectories[root].turns[index].response_ids)
+        for root, index, token in found
+    )
+
+
+# ---- the scoring pass
+
+
+def test_scores_come_back_in_the_order_of_the_samples(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Rows sort samples by their tokens; each token's scores must be those of its own sample alone."""
+    trainer, samples = make_trainer(temperature=0.7), random_samples(9)
+    together = trainer.score_samples(samples, 30, against_reference=False)
+    alone = [trainer.score_samples([sample], 1000, against_reference=False) for sample in samples]
+    assert together.old_logprob_T.tolist() == [
+        x for s in samples for x in torch.tensor(s.logprobs).tolist()
+    ]
+    torch.testing.assert_close(
+        together.logprob_T, torch.cat([each.logprob_T for each in alone]), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        together.entropy_T, torch.cat([each.entropy_T for each in alone]), rtol=1e-6, atol=1e-6
+    )
+    assert trainer.score_samples([], 30, against_reference=False).entropy_T.shape == (0,)
+
+
+def test_the_reference_is_the_other_denominator(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    samples, reference = random_samples(4), make_trainer().model.eval()
+    trainer = make_trainer(reference=reference)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.01)
+    scored = trainer.score_samples(samples, 1000, against_reference=True)
+    assert not torch.allclose(scored.logprob_T, scored.old_logprob_T)
+    torch.testing.assert_close(
+        scored.old_logprob_T,
+        make_trainer().score_samples(samples, 1000, against_reference=False).logprob_T,
+    )
+
+
+@pytest.mark.parametrize("kind", ["score", "entropy", "arpo"])
+def test_every_rule_runs_on_real_scores(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]], kind: str
+) -> None:
+    trainer = make_trainer()
+    turns = [turn(s.response_ids, s.prompt_ids, s.logprobs) for s in random_samples(12)]
+    groups = [
+        Group(g, tuple(rollout(*turns[6 * g + 2 * r : 6 * g + 2 * r + 2]) for r in range(3)))
+        for g in range(2)
+    ]
+    rule = BranchRule(kind, spacing=1)  # type: ignore[arg-type]
+    found = find_points(
+        groups, lambda samples, _: trainer.score_samples(samples, 40, False), rule, 4, 0, NOT_BLANK
+    )
+    assert [len(each) for each in found] == [4, 4] or kind == "arpo"
+    assert all(p.turn > 0 and p.token == 0 for each in found for p in each) or kind != "arpo"
+
+
+def num_passes(model: PreTrainedModel, do: Callable[[], object]) -> int:
+    passes: list[object] = []
+    hook = model.register_forward_hook(lambda *_: passes.append(None))
+    do()
+    hook.remove()
+    return len(passes)
+
+
+def test_what_the_sampler_told_spares_the_policys_pass(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    samples, reference = random_samples(5), make_trainer().model.eval()
+    trainer = make_trainer(reference=reference)
+    entropies = [float(n) for n, _ in enumerate(x for s in samples for x in s.response_ids)]
+    found: list[ResponseScores] = []
+    assert (
+        num_passes(
+            trainer.model,
+            lambda: found.append(trainer.score_samples(samples, 1000, False, entropies)),
+        )
+        == 0
+    )
+    assert found[0].entropy_T.tolist() == entropies
+    assert (
+        found[0].logprob_T.tolist()
+        == found[0].old_logprob_T.tolist()
+        == torch.tensor([x for s in samples for x in s.logprobs]).tolist()
+    )
+    assert (
+        num_passes(
+            reference, lambda: found.append(trainer.score_samples(samples, 1000, True, entropies))
+        )
+        == 1
+    )
+    assert (
+        found[1].logprob_T.tolist()
+        == found[0].logprob_T.tolist()
+        != found[1].old_logprob_T.tolist()
+    )
+
+
+def test_rounding_between_sampler_and_reference_is_no_difference(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Or the first step, in which both policies are the same, would branch where its noise is."""
+    trainer = make_trainer(reference=make_trainer().model.eval())
+    (sample,) = random_samples(1, seed=3)
+    truth = trainer.score_samples([sample], 1000, against_reference=False).logprob_T
+    noise = torch.tensor([9e-6, -9e-6] * len(truth))[: len(truth)]
+    noise[-1] = 3e-3
+    told = replace(sample, logprobs=tuple((truth + noise).tolist()))
+    scored = trainer.score_samples([told], 1000, True, [1.0] * len(truth))
+    assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.old_logprob_T[:-1])
+    assert float(scored.logprob_T[-1] - scored.old_logprob_T[-1]) == pytest.approx(3e-3, rel=1e-2)
+
+
+def test_what_was_scored_is_not_scored_again_and_trains_the_same(
+    make_trainer: Callable[..., Trainer],
+    random_samples: Callable[..., list[Sample]],
+    tiny_path: str,
+) -> None:
+    """Two mini-batches, with ratios to the trainer's own log-probs and a KL term: the same weights
+    as where the update scores anew.
+    """
+    loss, samples = (
+        LossSpec(kl_coef=0.3),
+        [replace(s, minibatch=n % 2, origin=(0, n, 0)) for n, s in enumerate(random_samples(8))],
+    )
+    updates = []
+    for is_given in (True, False):
+        reference = models.load_model(tiny_path, torch.float64).requires_grad_(False).eval()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.05)
+        trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
+        scores = trainer.score_samples(samples, 1000, against_reference=True)
+        batch = attach_logprobs(samples, scores.by_origin(samples, is_given, is_given))
+        rows, stats = pack(batch, 2, 1000), dict[str, float]()
+        num_scored = num_passes(reference, lambda: stats.update(trainer.step(rows)))  # noqa: B023
+        assert num_scored == (0 if is_given else 2)
+        updates.append((stats, [p.detach().clone() for p in trainer.model.parameters()]))
+    (ours, our_weights), (theirs, their_weights) = updates
+    assert ours["kl"] > 1e-3 and ours["ratio_max"] > 1.001
+    assert {k: v for k, v in ours.items() if k != "train_tflop"} == pytest.approx(
+        {k: v for k, v in theirs.items() if k != "train_tflop"}, rel=1e-4
+    )
+    for a, b in zip(our_weights, their_weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert ours["train_tflop"] == pytest.approx(theirs["train_tflop"] * 3 / 5)
+
+
+def test_only_what_the_loss_asks_for_is_handed_on() -> None:
+    """(by the policy, by the reference policy)"""
+
+    def config(*words: str) -> Config:
+        found = parse(["--appo.spacing", "2", *words])
+        assert found is not None
+        return found
+
+    def known(*words: str) -> tuple[bool, bool]:
+        return scored_before(config("--algorithm.name", "appo", *words))
+
+    rescore, bf16 = ("--train.rescore", "true"), ("--model.dtype", "bfloat16")
+    assert known(*rescore, *bf16) == (True, True) and known(*bf16) == (False, True)
+    assert known(*rescore) == (False, True), (
+        "the sampler told, so nobody has scored with the policy"
+    )
+    assert known(*rescore, *bf16, "--algorithm.kl_coef", "0") == (True, False)
+    assert (
+        known(*rescore, *bf16, "--appo.omega", "behavior")
+        == known(*rescore, *bf16, "--appo.rule", "entropy")
+        == (True, False)
+    )
+    assert known(*rescore, *bf16, "--appo.rule", "arpo") == (False, False), (
+        "branches are trained too"
+    )
+    assert scored_before(config(*rescore, *bf16)) == (False, False)
+    optim = optim_spec(config("--algorithm.name", "appo", *rescore, *bf16))
+    assert (optim.rescore, optim.has_ref) == (False, True)

@@ -1,0 +1,771 @@
+"""Options: defaults, the TOML file over them, the command line over that; and what a person is told
+who got one wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from flowtrain.config import Chat, Config, Policy
+from flowtrain.config import command as commands
+from flowtrain.config.command import Interrupt, run_command
+from flowtrain.config.options import NAMED, check_allowed, help_text, parse, parse_over, to_toml
+from flowtrain.types import UserError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+KEYS = [
+    f"{section}.{key}"
+    for section, values in Config().model_dump().items()
+    if section not in NAMED
+    for key in values
+]
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[[str | bytes], str]:
+    """Writes a config file and gives its path."""
+
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "config.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def parsed(*argv: str) -> Config:
+    config = parse(argv)
+    assert config is not None
+    return config
+
+
+def complaint(*argv: str) -> str:
+    """What the person is told; always one line."""
+    with pytest.raises(UserError) as caught:
+        parse(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- defaults
+
+
+def test_without_words_everything_has_its_default() -> None:
+    config = parsed()
+    assert config == Config()
+    assert (config.agent.max_turns, config.rollout.group_size, config.algorithm.kl_coef) == (
+        3,
+        8,
+        0.001,
+    ), "AgentFlow's numbers"
+    assert config.agent.tools == ("Search", "Python_Coder", "Base_Generator")
+    assert (config.run.resume, config.model.path) == ("never", "tiny")
+
+
+def test_paper_mode_has_one_symmetric_clip_and_no_dual_clip() -> None:
+    for config in (Config(), parsed("--algorithm.mode", "paper")):
+        algorithm = config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, None)
+
+
+def test_released_mode_has_the_clips_of_the_released_code(toml: Callable[[str], str]) -> None:
+    for config in (
+        parsed("--algorithm.mode", "released"),
+        parsed("--config", toml('[algorithm]\nmode = "released"')),
+    ):
+        algorithm = config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
+
+
+def test_a_clip_that_is_set_wins_over_the_mode() -> None:
+    algorithm = parsed(
+        "--algorithm.mode=released", "--algorithm.clip_high=0.25", "--algorithm.dual_clip=5"
+    ).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.25, 5.0)
+    assert parsed("--algorithm.dual_clip=4").algorithm.dual_clip == 4
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().train.lr = 1.0
+
+
+# ---- file and command line
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(
+    toml: Callable[[str], str],
+) -> None:
+    path = toml("[train]\nlr = 1e-4\nnum_steps = 7\n[run]\nseed = 3\n")
+    config = parsed("--train.lr", "2e-4", "--config", path)
+    assert (config.train.lr, config.train.num_steps, config.run.seed, config.train.beta1) == (
+        2e-4,
+        7,
+        3,
+        0.9,
+    )
+
+
+@pytest.mark.parametrize("words", [["--run.seed", "5"], ["--run.seed=5"]])
+def test_overrides_come_in_two_forms(words: list[str]) -> None:
+    assert parsed(*words).run.seed == 5
+
+
+@pytest.mark.parametrize(
+    "words", [["--resume", "auto"], ["--resume=auto"], ["--run.resume", "auto"]]
+)
+def test_resume_has_a_short_form(words: list[str]) -> None:
+    assert parsed(*words).run.resume == "auto"
+
+
+def test_of_a_key_given_twice_the_last_counts() -> None:
+    assert parsed("--run.seed", "1", "--run.seed=2").run.seed == 2
+
+
+def test_a_value_may_hold_an_equals_sign_and_spaces() -> None:
+    assert parsed("--run.dir=a=b c").run.dir == "a=b c"
+    assert parsed("--run.dir", "--x").run.dir == "--x"
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "key", "value"),
+    [
+        (["--agent.tools", '["Search"]'], "agent", "tools", ("Search",)),
+        (["--log.tensorboard", "false"], "log", "tensorboard", False),
+        (["--run.threads", "2"], "run", "threads", 2),
+        (["--train.lr", "3e-4"], "train", "lr", 3e-4),
+        (["--rollout.temperature", "1"], "rollout", "temperature", 1.0),
+        (["--model.path", "runs/warm/model"], "model", "path", "runs/warm/model"),
+        (["--model.path", '"runs/warm model"'], "model", "path", "runs/warm model"),
+        (["--eval.every", "0"], "eval", "every", 0),
+    ],
+)
+def test_values_are_read_as_toml_or_as_text(
+    words: list[str], section: str, key: str, value: Any
+) -> None:
+    assert getattr(getattr(parsed(*words), section), key) == value
+
+
+@pytest.mark.parametrize(
+    "name", ["1.10", "1e5", "007", "1_000", "0x10", "true", "2026-11-20", "inf", "[x]", "runs/#1"]
+)
+def test_a_key_that_holds_text_takes_any_word_as_it_stands(name: str) -> None:
+    assert parsed("--run.dir", name).run.dir == name
+
+
+def test_help_asks_for_no_config() -> None:
+    assert parse(["--help"]) is None
+    assert parse(["--no.such.key", "x", "-h"]) is None
+
+
+def test_the_quickstart_file_is_a_config() -> None:
+    config = parsed("--config", str(QUICKSTART))
+    assert config != Config() and config.model.path == "tiny"
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "hints"),
+    [
+        ("train.learning_rate", ["[train] knows", " lr,", "num_steps"]),
+        ("rollout.num_question", ["did you mean rollout.num_questions?"]),
+        ("trian.lr", ["did you mean train.lr?"]),
+        ("zzz.qqq", ["sections: run, model", "rft"]),
+        ("zzz", ["sections: run, model"]),
+    ],
+)
+def test_an_unknown_key_is_named_with_what_it_may_be(
+    key: str, hints: list[str], toml: Callable[[str], str]
+) -> None:
+    section, _, name = key.partition(".")
+    in_file = f"[{section}]\n{name} = 1\n" if name else f"[{section}]\n"
+    for message in (
+        complaint(f"--{key}", "1"),
+        complaint(f"--{key}=1"),
+        complaint("--config", toml(in_file)),
+    ):
+        assert message.startswith(f"unknown key {key}: ")
+        assert all(hint in message for hint in hints), message
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value", "reason"),
+    [
+        ("rollout.num_questions", "0", "0", "greater than 0"),
+        ("rollout.num_questions", "2.5", "2.5", "valid integer"),
+        ("run.seed", "'many'", "'many'", "valid integer"),
+        ("train.lr", "-1.0", "-1.0", "greater than 0"),
+        ("train.lr", "nan", "nan", "finite"),
+        ("agent.rollout_timeout_s", "inf", "inf", "finite"),
+        ("train.beta2", "1.0", "1.0", "less than 1"),
+        ("algorithm.mode", "'papers'", "'papers'", "'paper' or 'released'"),
+        ("algorithm.dual_clip", "0.5", "0.5", "greater than 1"),
+        ("run.resume", "'yes'", "'yes'", "'never' or 'auto'"),
+        ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
+        ("agent.tools", "'Search'", "'Search'", "tuple"),
+        ("agent.tools", "[]", "[]", "at least 1"),
+        (
+            "agent.tools",
+            "['Search', 'Search']",
+            "['Search', 'Search']",
+            "'Search' stands there twice",
+        ),
+        ("tasks.held_out_share", "1", "1", "less than 1"),
+        ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key(
+    key: str, text: str, value: str, reason: str, toml: Callable[[str], str]
+) -> None:
+    section, _, name = key.partition(".")
+    for message in (
+        complaint(f"--{key}", text),
+        complaint("--config", toml(f"[{section}]\n{name} = {text}\n")),
+    ):
+        assert message.startswith(f"{key}={value}: ")
+        assert reason in message, message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--tiny.num_heads", "7"], ["tiny.num_heads=7", "divide", "tiny.hidden_size=96"]),
+        (
+            ["--vllm.sleep", "true", "--rollout.num_engine_ranks", "2"],
+            ["vllm.sleep=true", "rollout.num_engine_ranks=2"],
+        ),
+        (["--rollout.top_p", "0.9"], ["rollout.top_p=0.9", "rollout.top_k above 0"]),
+        (["--algorithm.tis", "2.0"], ["algorithm.tis=2.0", "train.rescore"]),
+        (["--algorithm.mis", "[0.5, 2.0]"], ["algorithm.mis=(0.5, 2.0)", "train.rescore"]),
+        (
+            ["--algorithm.mis", "[2.0, 0.5]", "--train.rescore", "true"],
+            ["algorithm.mis=(2.0, 0.5)", "low < high"],
+        ),
+        (
+            ["--train.num_minibatches=4", "--rollout.num_questions=3"],
+            ["train.num_minibatches=4", "at most", "rollout.num_questions=3"],
+        ),
+        (
+            ["--agent.sandbox=seccomp", "--agent.python_packages", '["numpy"]'],
+            ["agent.python_packages=['numpy']", "agent.sandbox='seccomp'"],
+        ),
+        (["--tasks.name", "file"], ["tasks.path=''", "file"]),
+        (["--tasks.path", "my.jsonl"], ["tasks.path='my.jsonl'", "tasks.name", "'facts'"]),
+        (
+            ["--tasks.mixture", '{"my.jsonl" = 1}'],
+            ["tasks.mixture={'my.jsonl': 1.0}", "tasks.name", "'facts'"],
+        ),
+        (
+            ["--tasks.name=file", "--tasks.path=a", '--tasks.mixture={"b" = 1}'],
+            ["tasks.path='a'", "tasks.mixture={'b': 1.0}", "one of them"],
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_named_both(words: list[str], parts: list[str]) -> None:
+    message = complaint(*words)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[run\nseed = 1", "not TOML"),
+        ("[run]\nseed = 1\nseed = 2\n", "not TOML"),
+        (b"[run]\ndir = '\xff'\n", "not TOML"),
+        (f"[run]\nseed = {'9' * 5000}\n", "not TOML"),
+        (f"[run]\nseed = {'[' * 5000}\n", "not TOML"),
+        ("seed = 1\n", "'seed' must stand in a section: run, model"),
+        ("[[run]]\nseed = 1\n", "'run' must stand in a section"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named_with_the_reason(
+    text: str | bytes, reason: str, toml: Callable[[str | bytes], str]
+) -> None:
+    path = toml(text)
+    assert complaint("--config", path).startswith(f"--config {path}: {reason}")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    assert complaint("--config", str(tmp_path / "no.toml")).endswith(
+        "no.toml: No such file or directory"
+    )
+    assert "Is a directory" in complaint("--config", str(tmp_path))
+
+
+def test_words_that_are_no_options() -> None:
+    assert (
+        complaint("train.lr", "1")
+        == "'train.lr' is not an option; write --section.key value (see --help)"
+    )
+    assert complaint("-x") == "'-x' is not an option; write --section.key value (see --help)"
+    assert complaint("--run.seed", "1", "--train.lr") == "--train.lr needs a value"
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "9" * 5000])
+def test_values_that_overwhelm_the_parser_are_bad_values(text: str) -> None:
+    assert complaint("--run.seed", text).startswith("run.seed=")
+
+
+# ---- help and files written
+
+
+def test_help_lists_every_key_with_type_default_and_meaning() -> None:
+    lines = help_text("flowtrain.train").splitlines()
+    assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
+    shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
+    assert [key for key in shown if not key.startswith(("engines.", "policies."))] == KEYS
+    for name, kind in (("engines", Chat), ("policies", Policy)):
+        assert [key for key in shown if key.startswith(f"{name}.")] == [
+            f"{name}.NAME.{key}" for key in kind.model_fields
+        ]
+    for key, line in shown.items():
+        assert (
+            lines[lines.index(line) + 1].startswith("        ")
+            and lines[lines.index(line) + 1].strip()
+        ), f"{key} has no meaning"
+    assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
+    assert (
+        shown["agent.tools"]
+        == '  --agent.tools LIST = ["Search", "Python_Coder", "Base_Generator"]'
+    )
+    assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
+    assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
+    assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = 0.2"
+
+
+def test_every_default_of_the_help_can_be_given_back() -> None:
+    words = [
+        line.split(" = ", 1) for line in help_text("x").splitlines() if line.startswith("  --")
+    ]
+    given = [
+        word for head, default in words if default != "unset" for word in (head.split()[0], default)
+    ]
+    given = [word.replace("policies.NAME", "policies.verifier") for word in given]
+    assert parsed(*given) == Config(engines={"NAME": Chat()}, policies={"verifier": Policy()})
+
+
+CONFIGS: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"algorithm": {"mode": "released"}},
+    {"algorithm": {"mode": "released", "clip_high": 0.28}, "train": {"lr": 1e-7}},
+    {"algorithm": {"dual_clip": 2.5}, "log": {"tensorboard": False}},
+    {"agent": {"tools": ("Python_Coder",)}, "tasks": {"name": "file", "path": "my tasks.jsonl"}},
+    {"run": {"dir": 'a "quoted"\\ folder\twith # and \u00e9\u2028\x7f\U0001f600', "seed": -5}},
+    {"model": {"path": "1.10"}, "run": {"dir": "true"}},
+    {"tasks": {"name": "file", "mixture": {"data/nq train.parquet": 1, "math.jsonl": 2.5}}},
+    {
+        "roles": {"verifier": "own"},
+        "train": {"policy": "verifier"},
+        "policies": {"planner": {"path": "warm"}},
+    },
+    {
+        "roles": {"verifier": "own"},
+        "policies": {"verifier": {"path": "warm", "temperature": 0.5, "max_new_tokens": 9}},
+    },
+]
+
+
+@pytest.mark.parametrize("values", CONFIGS)
+def test_what_is_written_reads_back_the_same(
+    values: dict[str, dict[str, Any]], toml: Callable[[str], str]
+) -> None:
+    config = Config.model_validate(values)
+    assert parsed("--config", toml(to_toml(config))) == config
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.floats(0, exclude_min=True, allow_infinity=False),
+    st.lists(st.text("ab '\"\\\n"), min_size=1, unique=True),
+)
+def test_any_text_number_and_list_reads_back_the_same(
+    tmp_path_factory: Any, text: str, number: float, tools: list[str]
+) -> None:
+    values = {"run": {"dir": text}, "train": {"lr": number}, "agent": {"tools": tools}}
+    config = Config.model_validate(values)
+    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert parsed("--config", str(path)) == config
+
+
+# ---- any words at all
+
+WORDS = st.one_of(
+    st.sampled_from(
+        [
+            "--config",
+            "--resume",
+            "-h",
+            "--",
+            "=",
+            "--=",
+            "auto",
+            "0",
+            "1e3",
+            "[]",
+            "{}",
+            str(QUICKSTART),
+            *map("--{}".format, KEYS),
+        ]
+    ),
+    st.builds("--{}={}".format, st.sampled_from(KEYS), st.text(max_size=8)),
+    # What an operating system can pass: any bytes but NUL.
+    st.binary(max_size=12).map(lambda raw: os.fsdecode(raw.replace(b"\0", b""))),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(st.lists(WORDS, max_size=6))
+def test_any_words_give_a_config_or_a_user_error(argv: list[str]) -> None:
+    try:
+        config = parse(argv)
+    except UserError as error:
+        assert str(error).strip()
+        assert len(str(error).splitlines()) == 1 or any(
+            len(word.splitlines()) != 1 for word in argv
+        )
+    else:
+        assert config is None or isinstance(config, Config)
+
+
+# ---- the command around it
+
+
+def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:
+    monkeypatch.setattr(sys, "argv", ["prog", *argv])
+    return run_command("flowtrain.test", body)
+
+
+def test_a_command_gives_the_exit_code_of_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command(monkeypatch, ["--run.seed", "4"], lambda config: config.run.seed) == 4
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(config: Config) -> int:
+        raise UserError("the disk is on fire")
+
+    assert command(monkeypatch, [], body) == 2
+    assert capsys.readouterr() == ("", "flowtrain.test: the disk is on fire\n")
+
+
+def test_under_torchrun_only_rank_0_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert command(monkeypatch, ["--nonsense", "1"], lambda config: 0) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_prints_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(config: Config) -> int:
+        raise AssertionError
+
+    assert command(monkeypatch, ["--help"], body) == 0
+    assert "--train.lr" in capsys.readouterr().out
+
+
+def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(config: Config) -> int:
+        raise KeyboardInterrupt
+
+    def broken(config: Config) -> int:
+        raise ValueError("a bug")
+
+    assert command(monkeypatch, [], interrupted) == 130
+    with pytest.raises(ValueError, match="a bug"):
+        command(monkeypatch, [], broken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_asks_once_and_later_insists(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun passes on what the terminal has sent already, so two signals at once are one."""
+    now = [100.0]
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert interrupt.requested
+        now[0] += 10
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_records_refuse_unknown_keys_too() -> None:
+    """For code that builds a config without the parser."""
+    with pytest.raises(ValidationError, match="not permitted"):
+        Config.model_validate({"run": {"sed": 1}})
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    config = parse(["--config", str(path)])
+    assert config is not None
+    runs_anywhere = path.stem in ("quickstart", "appo", "infoflow", "gameof24", "verifier")
+    assert config.rollout.engine == ("torch" if runs_anywhere else "vllm")
+
+
+# ---- tables that the user names
+
+
+def test_a_mixture_is_a_table_in_the_file_or_a_word(toml: Callable[[str], str]) -> None:
+    path = toml('[tasks]\nname = "file"\n[tasks.mixture]\n"nq.parquet" = 1\n"math.parquet" = 3\n')
+    assert parsed("--config", path).tasks.mixture == {"nq.parquet": 1.0, "math.parquet": 3.0}
+    assert parsed("--config", path, "--tasks.mixture", '{"own.jsonl" = 2}').tasks.mixture == {
+        "own.jsonl": 2.0
+    }
+    assert "tasks.mixture.nq.parquet=0: " in complaint(
+        "--config", path, "--tasks.mixture", '{"nq.parquet" = 0}'
+    )
+    assert "  --tasks.mixture TABLE = {}" in help_text("x")
+
+
+def test_named_tables_come_from_file_and_words(toml: Callable[[str], str]) -> None:
+    path = toml('[engines.helper]\nmodel = "small"\n[plugins.My_Tool]\ndepth = 3')
+    config = parsed(
+        "--config",
+        path,
+        "--engines.helper.temperature",
+        "0.5",
+        "--engines.other.model",
+        "1.5",
+        "--plugins.My_Tool.url",
+        "x.org",
+    )
+    assert (config.engines["helper"].model, config.engines["helper"].temperature) == ("small", 0.5)
+    assert config.engines["other"].model == "1.5", "text where the key wants text"
+    assert config.plugins == {"My_Tool": {"depth": 3, "url": "x.org"}}
+    assert parsed("--config", toml(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--engines.helper.modell", "x"),
+            "unknown key engines.helper.modell: did you mean engines.NAME.model?",
+        ),
+        (("--engines.helper", "x"), "unknown key engines.helper: did you mean engines.NAME.kind?"),
+        (("--plugins.tool", "x"), "unknown key plugins.tool: "),
+        (("--engines.helper.max_tokens", "0"), "engines.helper.max_tokens=0: "),
+    ],
+)
+def test_a_named_table_is_checked(words: tuple[str, ...], message: str) -> None:
+    assert message in complaint(*words)
+
+
+def test_a_named_table_must_be_one(toml: Callable[[str], str]) -> None:
+    assert "engines.helper must be a table of its own, [engines.helper]" in complaint(
+        "--config", toml('[engines]\nhelper = "x"')
+    )
+
+
+# ---- APPO
+
+
+APPO = ("--algorithm.name", "appo")
+
+
+def test_appo_has_its_clips() -> None:
+    algorithm = parsed(*APPO).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--appo.num_roots", "8"), "appo.num_roots=8 must be below rollout.group_size=8"),
+        (
+            ("--appo.num_roots", "1", "--appo.spacing", "40", "--rollout.group_size", "9"),
+            "appo.num_roots=1 roots hold at most 6 places 40",
+        ),
+        (("--appo.future_low", "2"), "appo.future_low=2.0 must be at most appo.future_high=1.2"),
+        (("--algorithm.loss", "gspo"), "appo.future_coef must be 0"),
+    ],
+)
+def test_appos_budgets_must_fit(words: tuple[str, ...], message: str) -> None:
+    assert message in complaint(*APPO, *words)
+
+
+# ---- policies
+
+
+def test_a_policy_samples_as_its_table_says_or_else_as_the_rollout_does() -> None:
+    config = parsed(
+        "--roles.verifier", "own", "--policies.verifier.path", "v", "--rollout.temperature", "0.7"
+    )
+    assert config.policy_names == ("planner", "verifier")
+    assert config.sampling_of("planner") == config.sampling_of("verifier") == (48, 0.7)
+    own = parsed(
+        "--roles.verifier",
+        "own",
+        "--policies.verifier.temperature",
+        "0.5",
+        "--policies.verifier.max_new_tokens",
+        "9",
+    )
+    assert (own.sampling_of("planner"), own.sampling_of("verifier")) == ((48, 1.0), (9, 0.5))
+
+
+def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
+    words = (
+        "--roles.verifier",
+        "own",
+        "--model.path",
+        "m",
+        "--policies.planner.path",
+        "p",
+        "--policies.verifier.path",
+        "v",
+    )
+    planner, verifier = parsed(*words), parsed(*words, "--train.policy", "verifier")
+    assert (planner.path_of("planner"), planner.path_of("verifier")) == (
+        ("model.path", "m"),
+        ("policies.verifier.path", "v"),
+    )
+    assert (verifier.path_of("planner"), verifier.path_of("verifier")) == (
+        ("policies.planner.path", "p"),
+        ("model.path", "m"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ("--train.policy", "verifier"),
+            "train.policy='verifier' needs roles.verifier='own', which is 'rules'",
+        ),
+        (
+            ("--train.policy", "judge"),
+            "train.policy='judge': Input should be 'planner' or 'verifier'",
+        ),
+        (("--policies.judge.path", "x"), "Input should be 'planner' or 'verifier'"),
+        (("--policies.verifier.tmp", "1"), "unknown key policies.verifier.tmp"),
+        (
+            ("--roles.executor", "own"),
+            "roles.executor='own': of the roles only the verifier can be a policy of its own",
+        ),
+        (
+            ("--policies.planner.max_new_tokens", "4"),
+            "policies.planner.max_new_tokens=4: the planner's is rollout.max_new_tokens",
+        ),
+        (
+            ("--roles.verifier", "own", "--train.policy", "verifier", "--algorithm.name", "appo"),
+            "train.policy='verifier' must be 'planner' with algorithm.name = 'appo'",
+        ),
+    ],
+)
+def test_policies_that_cannot_be(argv: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*argv)
+
+
+# ---- batches from nodes
+
+
+def test_m2po_has_wide_clips_of_its_own() -> None:
+    wide = parsed("--algorithm.m2po", "0.04").algorithm
+    assert (wide.clip_low, wide.clip_high) == (0.95, 20.0)
+    assert (
+        parsed("--algorithm.m2po", "0.04", "--algorithm.clip_high", "0.5").algorithm.clip_high
+        == 0.5
+    )
+    assert (parsed().algorithm.m2po, parsed().algorithm.clip_high) == (None, 0.2)
+
+
+NODES = ("--dataflow.url", "http://flow:8400")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ("--algorithm.m2po", "0.04", "--algorithm.loss", "cispo"),
+            "algorithm.m2po=0.04 needs algorithm.loss='clip', which is 'cispo'",
+        ),
+        (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
+        (
+            (*NODES, "--algorithm.name", "appo"),
+            "algorithm.name='appo' branches where the trainer's scores say",
+        ),
+        (
+            (*NODES, "--rollout.num_engine_ranks", "1"),
+            "rollout.num_engine_ranks=1 must be 0 with dataflow.url: nodes sample",
+        ),
+    ],
+)
+def test_what_does_not_go_with_stale_rollouts_or_nodes(argv: tuple[str, ...], line: str) -> None:
+    assert line in complaint(*argv)
+
+
+def test_a_config_as_text_with_options_over_it() -> None:
+    """What a rollout node makes of the run's config."""
+    config = parse(
+        [
+            "--roles.verifier",
+            "own",
+            "--policies.verifier.path",
+            "warm",
+            "--tasks.kinds",
+            '["chain"]',
+            "--vllm.max_num_seqs",
+            "3",
+        ]
+    )
+    assert config is not None
+    assert parse_over(to_toml(config), []) == config
+    ours = parse_over(
+        to_toml(config), ["--vllm.max_num_seqs=9", "--policies.verifier.path", "/here"]
+    )
+    assert (ours.vllm.max_num_seqs, ours.policies["verifier"].path, ours.tasks) == (
+        9,
+        "/here",
+        config.tasks,
+    )
+    with pytest.raises(UserError, match="the config of the run: not TOML"):
+        parse_over("[run", [])
+    with pytest.raises(UserError, match=r"unknown key run.speed"):
+        parse_over("[run]\nspeed = 1", [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--train.lr", "1"],
+        ["--vllmx", "1"],
+        ["--config", "a.toml"],
+        ["--run.device", "cpu", "--run.dir=x"],
+    ],
+)
+def test_options_that_are_not_for_who_sets_them(words: list[str]) -> None:
+    allowed = ("run.device", "vllm.*")
+    check_allowed(["--run.device", "cpu", "--vllm.sleep", "true"], allowed)
+    with pytest.raises(
+        UserError,
+        match=r"is the same for the whole run and cannot be set here; what can be: run.device, "
+        r"vllm.\*",
+    ):
+        check_allowed(words, allowed)

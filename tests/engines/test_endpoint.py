@@ -1,0 +1,421 @@
+"""The endpoint engine against real servers on loopback: what it sends, when it tries again, and
+what it makes of every bad answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from flowtrain.config import Chat
+from flowtrain.engines import endpoint as module
+from flowtrain.engines.endpoint import Endpoint
+from flowtrain.engines.protocol import EngineError
+from flowtrain.types import UserError
+from tests.chat_servers import ChatServer, chat_server, http, raw_server, reply
+
+OK = http(json.dumps(reply("fine")).encode())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("TEST_KEY", "sk-secret")
+
+
+def options(server: ChatServer, **changes: Any) -> Chat:
+    return Chat.model_validate(
+        {
+            "model": "m",
+            "base_url": server.base_url,
+            "api_key_env": "TEST_KEY",
+            "max_retries": 2,
+            **changes,
+        }
+    )
+
+
+def ask(
+    server: ChatServer, prompt: str = "Hello?", deadline_s: float = 20.0, **changes: Any
+) -> str:
+    engine = Endpoint("frozen", options(server, **changes))
+    try:
+        return asyncio.run(engine.ask(prompt, seed=2**40 + 7, deadline_s=deadline_s))
+    finally:
+        engine.close()
+
+
+# ---- what it sends and returns
+
+
+def test_a_question_and_its_reply() -> None:
+    with chat_server(lambda body: "Hi \U0001f600 there.") as server:
+        assert (
+            ask(server, "Hello\n\u00e9?", temperature=0.3, max_tokens=77) == "Hi \U0001f600 there."
+        )
+    (body,) = server.asked
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hello\n\u00e9?"}],
+        "temperature": 0.3,
+        "max_tokens": 77,
+        "seed": (2**40 + 7) % 2**31,
+    }
+    assert server.headers[0]["authorization"] == "Bearer sk-secret"
+
+
+def test_an_endpoint_without_a_key_gets_none() -> None:
+    with chat_server(lambda body: "ok") as server:
+        assert ask(server, api_key_env="") == "ok"
+    assert "authorization" not in server.headers[0]
+
+
+def test_one_engine_serves_one_event_loop_after_another_over_one_connection() -> None:
+    """Every `collect` makes a new loop."""
+    peers = set()
+
+    def script(body: dict[str, Any]) -> str:
+        return body["messages"][0]["content"].upper()
+
+    with chat_server(script) as server:
+        engine = Endpoint("frozen", options(server))
+        for word in ("one", "two", "three"):
+            assert asyncio.run(engine.ask(word)) == word.upper()
+            peers |= {id(connection) for connection in engine._client._transport._pool.connections}
+        engine.close()
+    assert len(peers) == 1, "the connection was kept"
+
+
+def test_the_meter_counts_what_the_endpoint_says() -> None:
+    with chat_server(lambda body: "two words") as server:
+        engine = Endpoint("frozen", options(server, price_in=2.0, price_out=10.0))
+        asyncio.run(_all(engine, 3, "one two three"))
+        engine.close()
+    assert engine.meter.metrics() == {
+        "requests": 3,
+        "retries": 0,
+        "failures": 0,
+        "prompt_tokens": 9,
+        "reply_tokens": 6,
+        "cost": pytest.approx((9 * 2 + 6 * 10) / 1e6),
+    }
+
+
+async def _all(
+    engine: Endpoint, count: int, prompt: str = "x", deadline_s: float = 20.0
+) -> list[str | BaseException]:
+    return await asyncio.gather(
+        *(engine.ask(prompt, deadline_s=deadline_s) for _ in range(count)), return_exceptions=True
+    )
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_requests_than_allowed_are_under_way(most: int) -> None:
+    with chat_server(lambda body: "ok", wait=lambda: asyncio.sleep(0.01)) as server:
+        engine = Endpoint("frozen", options(server, max_concurrency=most))
+        assert asyncio.run(_all(engine, 12)) == ["ok"] * 12
+        engine.close()
+    assert server.most == most
+
+
+def test_hundreds_wait_at_the_same_time() -> None:
+    arrived = asyncio.Event()
+
+    async def wait() -> None:
+        """Nobody is answered before all have come."""
+        if server.now == 200:
+            arrived.set()
+        await asyncio.wait_for(arrived.wait(), 20)
+
+    with chat_server(lambda body: "ok", wait=wait) as server:
+        engine = Endpoint("frozen", options(server, max_concurrency=200))
+        assert asyncio.run(_all(engine, 200)) == ["ok"] * 200
+        engine.close()
+    assert server.most == 200
+
+
+# ---- what passes
+
+
+def first(*responses: Response) -> Callable[[dict[str, Any]], Response | str]:
+    """These responses, then the reply."""
+    queue: Iterator[Response] = iter(responses)
+    return lambda body: next(queue, None) or "fine"
+
+
+def status(code: int, **headers: str) -> Response:
+    return JSONResponse(
+        {"error": f"code {code}"},
+        code,
+        {name.replace("_", "-"): value for name, value in headers.items()},
+    )
+
+
+@pytest.mark.parametrize("code", [408, 409, 429, 500, 502, 503, 529])
+def test_what_can_pass_is_tried_again(code: int) -> None:
+    with chat_server(first(status(code), status(code))) as server:
+        assert ask(server) == "fine"
+    assert len(server.asked) == 3
+
+
+def test_after_so_many_attempts_it_is_an_error_that_says_why() -> None:
+    with (
+        chat_server(lambda body: status(500)) as server,
+        pytest.raises(EngineError, match=r"engines\.frozen: HTTP 500.*code 500.*attempt 3"),
+    ):
+        ask(server)
+    assert len(server.asked) == 3
+
+
+def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 1.0)
+    pauses = [[module._pause(attempt) for _ in range(200)] for attempt in range(20)]
+    for attempt, drawn in enumerate(pauses):
+        middle = min(2.0**attempt, module._LONGEST_PAUSE_S)
+        assert (
+            0.5 * middle <= min(drawn) < 0.7 * middle and 1.3 * middle < max(drawn) <= 1.5 * middle
+        )
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_retry_after_is_honoured(as_date: bool) -> None:
+    wait_s = 2.0 if as_date else 0.3  # a date has whole seconds
+    refusals = iter([True])
+
+    def script(body: dict[str, Any]) -> Response | str:
+        if next(refusals, False):
+            return status(
+                429,
+                Retry_After=formatdate(time.time() + wait_s, usegmt=True)
+                if as_date
+                else str(wait_s),
+            )
+        return "fine"
+
+    with chat_server(script) as server:
+        assert ask(server) == "fine"
+    first_time, second_time = server.times
+    assert second_time - first_time >= wait_s - 1.0 * as_date - 0.01
+
+
+def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
+    started = time.monotonic()
+    with (
+        chat_server(lambda body: status(429, Retry_After="3600")) as server,
+        pytest.raises(EngineError, match=r"HTTP 429.*no time is left"),
+    ):
+        ask(server, deadline_s=5.0)
+    assert time.monotonic() - started < 4 and len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("", 0), ("soon", 0), ("-5", 0), ("nan", 0), ("inf", 0), ("1e3", 1000), ("Mon", 0)],
+)
+def test_odd_retry_after_headers(header: str, seconds: float) -> None:
+    assert module._retry_after(header) == seconds
+
+
+def test_a_body_that_breaks_off_is_asked_for_again() -> None:
+    with raw_server(http(b'{"choices": [', length=5000), OK) as server:
+        assert ask(server) == "fine"
+    assert len(server.asked) == 2
+
+
+def test_a_connection_that_is_dropped_is_made_again() -> None:
+    with raw_server(b"", b"HTTP/1.1 200 OK\r\n", OK) as server:
+        assert ask(server) == "fine"
+    assert len(server.asked) == 3
+
+
+def test_nobody_listens() -> None:
+    with raw_server(OK) as server:
+        pass
+    with pytest.raises(EngineError, match="ConnectError"):
+        ask(server)
+
+
+def test_a_slow_attempt_is_given_up_and_tried_again() -> None:
+    slow = iter([True])
+
+    async def wait() -> None:
+        if next(slow, False):
+            await asyncio.sleep(30)
+
+    with chat_server(lambda body: "fine", wait=wait) as server:
+        assert ask(server, timeout_s=0.3) == "fine"
+    assert len(server.asked) == 2
+
+
+def test_the_deadline_bounds_all_attempts_together() -> None:
+    started = time.monotonic()
+    with (
+        chat_server(lambda body: "never", wait=lambda: asyncio.sleep(30)) as server,
+        pytest.raises(EngineError, match=r"timeout_s=0\.2"),
+    ):
+        ask(server, timeout_s=0.2, deadline_s=0.7, max_retries=50)
+    assert 0.6 < time.monotonic() - started < 5
+    assert len(server.asked) > 1
+
+
+def test_waiting_for_others_counts_towards_the_deadline() -> None:
+    with chat_server(lambda body: "late", wait=lambda: asyncio.sleep(0.4)) as server:
+        engine = Endpoint("frozen", options(server, max_concurrency=1))
+        first_one, *others = asyncio.run(_all(engine, 4, deadline_s=0.6))
+        engine.close()
+    assert first_one == "late"
+    assert all(isinstance(error, EngineError) for error in others)
+    assert "other requests took all the time" in str(others[-1])
+    assert engine.meter.failures == 3
+
+
+def test_a_caller_that_is_cancelled_frees_its_place() -> None:
+    async def impatient(engine: Endpoint) -> str:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.ask("x"), 0.2)
+        return await engine.ask("y")
+
+    slow = iter([True])
+
+    async def wait() -> None:
+        if next(slow, False):
+            await asyncio.sleep(30)
+
+    with chat_server(lambda body: "fine", wait=wait) as server:
+        engine = Endpoint("frozen", options(server, max_concurrency=1))
+        assert asyncio.run(impatient(engine)) == "fine"
+        engine.close()
+
+
+# ---- what does not pass
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>Bad gateway</html>", "no JSON: '<html>Bad gateway"),
+        (b"", "an empty body"),
+        (b"\xff\xfe\x00", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[1, 2]", r"without choices.*\[1, 2\]"),
+        (b'{"choices": []}', "without choices"),
+        (b'{"choices": [null]}', "without choices"),
+        (b'{"choices": [{"message": {"content": null}}]}', "content.*null"),
+        (b'{"choices": [{"message": {"content": [{"text": "x"}]}}]}', "without choices"),
+        (b'{"error": {"message": "overloaded"}}', "overloaded"),
+    ],
+)
+def test_garbage_is_an_error_that_says_what_came(body: bytes, said: str) -> None:
+    with raw_server(http(body)) as server, pytest.raises(EngineError, match=said):
+        ask(server)
+    assert len(server.asked) == 1, "nobody asks for more of it"
+
+
+def test_a_huge_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_BYTES", 100_000)
+    with (
+        raw_server(http(b"x" * 10_000_000)) as server,
+        pytest.raises(EngineError, match="more than 100000 bytes: 'xxx"),
+    ):
+        ask(server)
+    assert len(server.asked) == 1
+
+
+def test_a_body_that_unpacks_to_more_than_it_seems_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import gzip
+
+    monkeypatch.setattr(module, "_MAX_BYTES", 100_000)
+    bomb = http(gzip.compress(b"x" * 50_000_000), "200 OK", "Content-Encoding: gzip")
+    assert len(bomb) < 100_000
+    with raw_server(bomb) as server, pytest.raises(EngineError, match="more than 100000 bytes"):
+        ask(server)
+
+
+def test_half_a_surrogate_pair_does_not_come_through() -> None:
+    with raw_server(http(b'{"choices": [{"message": {"content": "a\\ud800b"}}]}')) as server:
+        assert ask(server) == "a?b"
+
+
+def test_a_reply_without_usage_is_a_reply() -> None:
+    with raw_server(http(b'{"choices": [{"message": {"content": ""}}], "usage": null}')) as server:
+        assert ask(server) == ""
+
+
+@pytest.mark.parametrize("code", [400, 413, 422])
+def test_a_request_that_is_refused_is_not_repeated(code: int) -> None:
+    with (
+        chat_server(lambda body: status(code)) as server,
+        pytest.raises(EngineError, match=f"HTTP {code}"),
+    ):
+        ask(server)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_a_wrong_key_or_model_is_the_users_mistake_until_it_has_once_been_right(code: int) -> None:
+    answers = iter(["fine"])
+    with (
+        chat_server(lambda body: status(code)) as server,
+        pytest.raises(UserError, match=rf"engines\.frozen: .*/v1.* HTTP {code} to model 'm'"),
+    ):
+        ask(server)
+    with chat_server(lambda body: next(answers, None) or status(code)) as server:
+        engine = Endpoint("frozen", options(server))
+        assert asyncio.run(engine.ask("x")) == "fine"
+        with pytest.raises(EngineError, match=f"HTTP {code}"):
+            asyncio.run(engine.ask("x"))
+        engine.close()
+
+
+@pytest.mark.parametrize("key", [None, "", "  ", "sch\u00f6n", "a\nb"])
+def test_a_missing_key_is_named_at_the_start(
+    key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TEST_KEY")
+    if key is not None:
+        monkeypatch.setenv("TEST_KEY", key)
+    with pytest.raises(UserError, match=r"engines\.frozen\.api_key_env='TEST_KEY'") as caught:
+        Endpoint(
+            "frozen", Chat(model="m", base_url="http://127.0.0.1:1/v1", api_key_env="TEST_KEY")
+        )
+    assert "\n" not in str(caught.value) and "sch" not in str(caught.value), (
+        "a key is no one's business"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_url": "127.0.0.1:8000/v1"},
+        {"base_url": "ftp://x/v1"},
+        {"base_url": ""},
+        {"model": ""},
+    ],
+)
+def test_an_address_or_model_that_is_none(changes: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=rf"engines\.frozen\.{next(iter(changes))}"):
+        Endpoint("frozen", Chat.model_validate({"model": "m", "api_key_env": "", **changes}))
+
+
+def test_openais_own_endpoint_gets_its_own_name_for_the_limit() -> None:
+    engine = Endpoint("frozen", Chat(model="m", api_key_env="TEST_KEY"))
+    body = engine._body("x", 0)
+    engine.close()
+    assert "max_completion_tokens" in body and "max_tokens" not in body
+
+
+def test_a_closed_engine_says_so_at_once() -> None:
+    with chat_server(lambda body: "ok") as server:
+        engine = Endpoint("frozen", options(server))
+        engine.close()
+        with pytest.raises(EngineError, match="did not answer"):
+            asyncio.run(engine.ask("x"))

@@ -1,0 +1,145 @@
+"""What samples from the policies of a flow: from stores or from paths, each with weights and
+versions of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowtrain.config import Config
+from flowtrain.engines import factory
+from flowtrain.engines.factory import PolicyModel, make_engine
+from flowtrain.run.components import RunComponents
+from flowtrain.training.model import named_weights
+from flowtrain.training.world import World
+from flowtrain.types import Sampling, UserError
+from flowtrain.weights import HttpStore, Publisher, WeightStore
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(6, temperature=0.0, ignore_end=True)
+
+
+@pytest.fixture
+def components(tiny_path: str, tmp_path: Path) -> Iterator[RunComponents]:
+    """With the same warm model for both policies."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path / "run"), "device": "cpu", "threads": 1},
+            "roles": {"verifier": "own"},
+            "model": {"path": tiny_path},
+            "policies": {"verifier": {"path": tiny_path, "max_new_tokens": 8}},
+            "tasks": {"num_train": 20},
+            "rollout": {"max_new_tokens": 8},
+            "eval": {"num_tasks": 4},
+        }
+    )
+    world = World.join("cpu")
+    components = RunComponents.prepare(config, world)
+    yield components
+    components.close()
+    world.leave()
+
+
+def publish(
+    store: WeightStore, components: RunComponents, version: int, scale: float
+) -> WeightStore:
+    weights = {
+        name: weight * scale if weight.dim() == 2 else weight
+        for name, weight in named_weights(components.model).items()
+    }
+    Publisher(store).publish(weights, version)
+    return store
+
+
+def sampled(
+    components: RunComponents, stores: dict[str, Any], versions: dict[str, int]
+) -> dict[str, tuple[tuple[int, ...], tuple[float, ...], int]]:
+    """What each policy says to the same prompt: ids, log-probs and the version that they are said
+    to be of.
+    """
+    engines = components.make_policy_engines(stores)
+    for name, version in versions.items():
+        engines[name].load(version)
+    done = {
+        name: asyncio.run(engine.generate((5, 6, 7), GREEDY)) for name, engine in engines.items()
+    }
+    for engine in engines.values():
+        engine.close()
+    return {name: (each.ids, each.logprobs, each.spans[0].version) for name, each in done.items()}
+
+
+def test_each_policy_has_weights_and_versions_of_its_own(
+    components: RunComponents, tmp_path: Path
+) -> None:
+    stores = {name: WeightStore(tmp_path / name) for name in ("planner", "verifier")}
+    publish(stores["planner"], components, 3, 1.0), publish(stores["verifier"], components, 8, 1.2)
+    both = sampled(components, stores, {"planner": 3, "verifier": 8})
+    assert (both["planner"][2], both["verifier"][2]) == (3, 8)
+    assert both["planner"][1] != pytest.approx(both["verifier"][1], rel=1e-2), "weights differ"
+    swapped = sampled(
+        components,
+        {"planner": stores["verifier"], "verifier": stores["planner"]},
+        {"planner": 8, "verifier": 3},
+    )
+    assert (swapped["planner"], swapped["verifier"]) == (both["verifier"], both["planner"])
+
+
+def test_a_policy_without_a_store_is_that_at_its_path(
+    components: RunComponents, tmp_path: Path
+) -> None:
+    store = publish(WeightStore(tmp_path / "store"), components, 0, 1.0)
+    found = sampled(components, {"planner": store}, {"planner": 0})
+    assert found["verifier"] == found["planner"], "the same warm model"
+
+
+def test_the_flow_asks_each_at_its_own_temperature(components: RunComponents) -> None:
+    values = components.config.model_dump()
+    values["policies"]["verifier"]["temperature"] = 0.5
+    flow = dataclasses.replace(components, config=Config.model_validate(values)).make_flow(
+        components.make_no_engines(), 3
+    )
+    assert (flow.planner.temperature, flow.verifier.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
+    greedy = components.make_flow(components.make_no_engines(), 3, temperature=0.0)
+    assert (greedy.planner.temperature, greedy.verifier.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
+
+
+def test_vllm_is_told_where_the_weights_are(
+    tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(factory, "VllmEngine", lambda model, tokenizer, options: told.append(model))
+    policy = PolicyModel.load("model.path", tiny_path)
+    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    for store in (
+        None,
+        WeightStore(tmp_path / "store"),
+        HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
+    ):
+        make_engine(config, policy, CPU, store)
+    assert [model.store for model in told] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]
+    assert told[0].source == tiny_path and told[1].source.architectures == ["Qwen3ForCausalLM"]
+    assert {model.max_tokens for model in told} == {64} and told[0].stop_ids == told[
+        1
+    ].stop_ids != frozenset()
+
+
+def test_a_policys_size_is_known_without_its_weights(tiny_path: str) -> None:
+    assert (
+        PolicyModel.load("k", tiny_path).num_parameters()
+        == AutoModelForCausalLM.from_pretrained(tiny_path).num_parameters()
+    )
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="k must be the folder or hub name"):
+        PolicyModel.load("k", "")
+    with pytest.raises(UserError, match=r"k='.*' holds no tokenizer"):
+        PolicyModel.load("k", str(tmp_path))

@@ -1,0 +1,730 @@
+"""The embedded engine: what it samples, what it reports, and how requests share batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from flowkernels import logprobs
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain.engines.torch_engine import TorchEngine, _choose
+from flowtrain.training import model as models
+from flowtrain.training.trainer import forward_rows
+from flowtrain.training.tree import pack_rows
+from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
+
+T = TypeVar("T")
+Request = tuple[Sequence[int], Sampling]
+MakeEngine = Callable[..., TorchEngine]
+PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), (9, 8, 7, 6), (250, 3, 250)]
+
+
+@pytest.fixture
+def model(tiny_path: str) -> PreTrainedModel:
+    return models.load_model(tiny_path, torch.float32, attn="sdpa")
+
+
+@pytest.fixture
+def tokenizer(tiny_path: str) -> PreTrainedTokenizerFast:
+    return models.load_tokenizer(tiny_path)
+
+
+@pytest.fixture
+def engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> TorchEngine:
+    return TorchEngine(model, tokenizer, WeightStore(tmp_path / "weights"))
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """A request that is never answered fails the test instead of hanging it."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(30):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in requests)
+        )
+
+    return run(together())
+
+
+def trainer_logprobs(
+    path: str,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    temperature: float,
+) -> Tensor:
+    """Of all sampled tokens, from the packed rows that the trainer runs; one row per sample to keep
+    their order.
+    """
+    policy = models.load_model(path, torch.float32)
+    samples = [
+        Sample(tuple(p), c.ids, c.logprobs, (1.0,) * len(c.ids), (1.0,) * len(c.ids))
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    rows = [row for sample in samples for row in pack_rows([sample], 1)]
+    with torch.no_grad():
+        return torch.cat(
+            [
+                logprobs(forward_rows(policy, r), r.target_ids_T, temperature=temperature).logprob_T
+                for r in rows
+            ]
+        )
+
+
+# --- what is sampled
+# -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_sampler_reports_the_logprobs_that_the_trainer_computes(
+    engine: TorchEngine, tiny_path: str, temperature: float
+) -> None:
+    """Prompts of mixed lengths in one batch, responses of mixed lengths, fp32. Greedy reports those
+    at temperature 1.
+    """
+    requests = [
+        (p, Sampling(4 + 6 * i, temperature, seed=i)) for i, p in enumerate(PROMPTS + PROMPTS)
+    ]
+    requests = [(p, s) for p, s in requests if len(p) + s.max_new_tokens <= 64]
+    completions = generate(engine, requests)
+    recorded = torch.tensor([x for c in completions for x in c.logprobs])
+    truth = trainer_logprobs(tiny_path, [p for p, _ in requests], completions, temperature or 1.0)
+    assert len(recorded) > 100 and recorded.min() < -1
+    assert (recorded - truth).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_entropies_are_those_that_the_trainer_computes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tiny_path: str, top_k: int
+) -> None:
+    """At temperature 0.7, over all tokens even where few are kept, of responses that end at
+    different steps.
+    """
+    engine = TorchEngine(model, tokenizer, None, tells_entropies=True)
+    completions = generate(
+        engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)]
+    )
+    policy = models.load_model(tiny_path, torch.float32)
+    for prompt, done in zip(PROMPTS, completions, strict=True):
+        ones = (1.0,) * len(done.ids)
+        (row,) = pack_rows(
+            [Sample(prompt, done.ids, done.logprobs, ones, ones, kept=done.kept)], 1000
+        )
+        with torch.no_grad():
+            truth = logprobs(
+                forward_rows(policy, row), row.target_ids_T, temperature=0.7, kept=row.kept
+            ).entropy_T
+        assert (
+            done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
+        )
+
+
+def test_nobody_is_told_entropies_who_did_not_ask(engine: TorchEngine) -> None:
+    assert generate(engine, [(PROMPTS[0], Sampling(4, 1.0))])[0].entropies == ()
+
+
+def test_greedy_is_what_transformers_generates(engine: TorchEngine, model: PreTrainedModel) -> None:
+    completions = generate(engine, [(p, Sampling(12, 0.0, seed=i)) for i, p in enumerate(PROMPTS)])
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        truth = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        assert list(completion.ids) == truth[0, len(prompt) :].tolist()
+
+
+def test_a_completion_does_not_depend_on_its_batch(engine: TorchEngine) -> None:
+    """Neither on the other prompts and their lengths, nor on how long the others go on, nor on
+    their temperatures.
+    """
+    requests = [(p, Sampling(5 + i, 0.5 + 0.25 * i, seed=1000 + i)) for i, p in enumerate(PROMPTS)]
+    together = generate(engine, requests)
+    alone = [generate(engine, [request])[0] for request in requests]
+    among_clones = generate(engine, [requests[1]] * 2 + [requests[3]])
+    assert [c.ids for c in together] == [c.ids for c in alone]
+    assert [c.ids for c in among_clones] == [alone[1].ids, alone[1].ids, alone[3].ids]
+    for mine, other in zip(together, alone, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_the_seed_decides(engine: TorchEngine) -> None:
+    same = generate(engine, [(PROMPTS[1], Sampling(10, 1.0, seed=4))] * 2)
+    other = generate(engine, [(PROMPTS[1], Sampling(10, 1.0, seed=seed)) for seed in range(8)])
+    assert same[0].ids == same[1].ids == other[4].ids
+    assert len({c.ids for c in other}) == 8
+
+
+def chi_square_excess(counts: Tensor, probs: Tensor) -> float:
+    """Standard deviations by which Pearson's statistic exceeds its mean; cells that expect less
+    than 5 are merged into one.
+    """
+    expected = probs * counts.sum()
+    is_large = expected >= 5
+    counts = torch.cat([counts[is_large], counts[~is_large].sum()[None]])
+    expected = torch.cat([expected[is_large], expected[~is_large].sum()[None]])
+    statistic = ((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()
+    freedom = len(counts) - 1
+    assert freedom >= 5, "the case is to have several likely tokens"
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_are_drawn_from_the_softmax(
+    engine: TorchEngine, model: PreTrainedModel, temperature: float
+) -> None:
+    """The first token, and the second given the most frequent first one, over 6000 seeds."""
+    prompt = PROMPTS[1]
+    completions = generate(
+        engine, [(prompt, Sampling(2, temperature, seed=seed)) for seed in range(6000)]
+    )
+
+    def probs(ids: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(-1)
+
+    first = torch.bincount(torch.tensor([c.ids[0] for c in completions]), minlength=280).double()
+    assert chi_square_excess(first, probs(prompt)) < 4
+    top = int(first.argmax())
+    second = torch.bincount(
+        torch.tensor([c.ids[1] for c in completions if c.ids[0] == top]), minlength=280
+    ).double()
+    assert second.sum() > 250
+    assert chi_square_excess(second, probs((*prompt, top))) < 4
+
+
+def kept_of(completion: Completion) -> list[set[int]]:
+    assert completion.kept is not None
+    ids = iter(completion.kept.ids)
+    sets = [{next(ids) for _ in range(count)} for count in completion.kept.counts]
+    assert next(ids, None) is None
+    return sets
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(6, 1.0), (30, 0.5), (280, 0.9), (1000, 1.0)])
+def test_top_k_and_top_p_keep_the_most_likely_tokens(
+    engine: TorchEngine, model: PreTrainedModel, top_k: int, top_p: float
+) -> None:
+    """What is kept, and that it is drawn by its share: the first token over 3000 seeds."""
+    temperature = 0.7
+    completions = generate(
+        engine,
+        [(PROMPTS[1], Sampling(1, temperature, top_k, top_p, seed=seed)) for seed in range(3000)],
+    )
+    with torch.no_grad():
+        probs_V, order_V = (
+            (model(torch.tensor([PROMPTS[1]])).logits[0, -1].double() / temperature)
+            .softmax(-1)
+            .sort(descending=True)
+        )
+    best_K = probs_V[:top_k] / probs_V[:top_k].sum()
+    num_kept = int((best_K.cumsum(0) - best_K < top_p).sum())
+    assert all(kept_of(c) == [set(order_V[:num_kept].tolist())] for c in completions)
+    share_V = torch.zeros(280, dtype=torch.float64).scatter(
+        0, order_V[:num_kept], best_K[:num_kept] / best_K[:num_kept].sum()
+    )
+    ids = torch.tensor([c.ids[0] for c in completions])
+    assert (
+        share_V[ids].log() - torch.tensor([c.logprobs[0] for c in completions])
+    ).abs().max() <= 1e-5
+    counts = torch.bincount(ids, minlength=280).double()
+    if num_kept > 5:
+        assert chi_square_excess(counts[share_V > 0], share_V[share_V > 0]) < 4
+    assert (counts[share_V == 0].sum() == 0 and num_kept < 280) or top_k > 280
+
+
+def test_bounds_of_one_request_are_none_of_another(engine: TorchEngine) -> None:
+    bounds = [(0, 1.0), (1, 1.0), (4, 0.7), (0, 1.0), (50, 0.9)]
+    requests = [
+        (p, Sampling(6 + i, 1.0, *bounds[i], seed=i, ignore_end=True))
+        for i, p in enumerate(PROMPTS)
+    ]
+    requests.append((PROMPTS[0], Sampling(4, 0.0, 4, 0.7, ignore_end=True)))
+    together, alone = (
+        generate(engine, requests),
+        [generate(engine, [request])[0] for request in requests],
+    )
+    for mine, other in zip(together, alone, strict=True):
+        assert (
+            mine.ids == other.ids
+            and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            and mine.kept == other.kept
+        )
+    assert [c.kept is None for c in together] == [True, False, False, True, False, True], (
+        "greedy knows no bound"
+    )
+    assert all(
+        token in kept
+        for c in together
+        if c.kept
+        for token, kept in zip(c.ids, kept_of(c), strict=True)
+    )
+    assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"
+
+
+def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
+    """Here the sum rounds up to more than 1 and the threshold with it; the tokens at the end cannot
+    be sampled.
+    """
+    logprob_BV = torch.full((64, 280), -torch.inf)
+    for row in range(64):
+        logprob_BV[row, : row + 1] = (torch.arange(row + 1) * 0.37).sin().log_softmax(-1)
+    ids_B, chosen_B = _choose(logprob_BV, torch.zeros(64, dtype=torch.bool), torch.full((64,), 1.0))
+    assert ids_B.tolist() == list(range(64)) and chosen_B.isfinite().all()
+
+
+# --- when it ends --------------------------------------------------------------------------------------------------------------------
+
+
+def test_max_new_tokens(engine: TorchEngine) -> None:
+    lengths = [1, 2, 7, 12]
+    completions = generate(engine, [(PROMPTS[1], Sampling(n, 0.0)) for n in lengths])
+    assert [len(c.ids) for c in completions] == lengths
+    assert {c.finish_reason for c in completions} == {FinishReason.LENGTH}
+    assert all(c.ids == completions[-1].ids[: len(c.ids)] for c in completions)
+    assert all(
+        len(c.logprobs) == len(c.ids) and c.spans == (VersionSpan(0, len(c.ids), 0),)
+        for c in completions
+    )
+
+
+def greedy_ids(
+    engine: TorchEngine, prompt: Sequence[int] = PROMPTS[2], length: int = 12
+) -> tuple[int, ...]:
+    (completion,) = generate(engine, [(prompt, Sampling(length, 0.0))])
+    assert completion.finish_reason is FinishReason.LENGTH
+    return completion.ids
+
+
+def first_new(ids: Sequence[int], start: int) -> int:
+    """A place from `start` on whose token does not occur before."""
+    return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
+
+
+def test_an_end_token_of_the_tokenizer_ends(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine
+) -> None:
+    ids = greedy_ids(engine)
+    place = first_new(ids, 1)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[place])
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
+    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
+    assert completion.ids == ids[: place + 1], "the end token itself is kept: it is trained"
+    assert completion.finish_reason is FinishReason.STOP and len(completion.logprobs) == place + 1
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_end_tokens_of_the_model_end(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine, as_list: bool
+) -> None:
+    ids = greedy_ids(engine)
+    place = first_new(ids, 1)
+    model.generation_config.eos_token_id = [279, ids[place]] if as_list else ids[place]
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
+    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
+    assert completion.ids == ids[: place + 1] and completion.finish_reason is FinishReason.STOP
+
+
+def test_end_tokens_can_be_ignored(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine
+) -> None:
+    """For measurements of a fixed length."""
+    ids = greedy_ids(engine)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[1])
+    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
+    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0, ignore_end=True))])
+    assert completion.ids == ids and completion.finish_reason is FinishReason.LENGTH
+
+
+def test_stop_strings_end_with_the_token_that_completes_them(
+    engine: TorchEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Also when they span several tokens; the tokens are kept. Those of one request do not stop
+    another.
+    """
+    ids = greedy_ids(engine, length=12)
+    texts = [tokenizer.decode(ids[: i + 1]) for i in range(12)]
+    place = 6
+    stop = texts[place][len(texts[place]) - 2 :]
+    place = next(i for i, text in enumerate(texts) if stop in text)
+    requests = [
+        (PROMPTS[2], Sampling(12, 0.0, stop_strings=("never there", stop))),
+        (PROMPTS[2], Sampling(12, 0.0)),
+    ]
+    stopped, free = generate(engine, requests)
+    assert stopped.ids == ids[: place + 1] and stopped.finish_reason is FinishReason.STOP
+    assert free.ids == ids and free.finish_reason is FinishReason.LENGTH
+
+
+def test_the_prompt_cannot_trigger_a_stop_string(
+    engine: TorchEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompt = tokenizer("capital").input_ids
+    ids = greedy_ids(engine, prompt, 4)
+    assert "capital" not in tokenizer.decode(ids)
+    (completion,) = generate(engine, [(prompt, Sampling(4, 0.0, stop_strings=("capital",)))])
+    assert completion.ids == ids
+
+
+def test_a_deadline_returns_what_there_is(engine: TorchEngine) -> None:
+    late, free = generate(
+        engine, [(PROMPTS[1], Sampling(12, 0.0, deadline_s=0.0)), (PROMPTS[1], Sampling(12, 0.0))]
+    )
+    assert late.finish_reason is FinishReason.DEADLINE and free.finish_reason is FinishReason.LENGTH
+    assert len(late.ids) == len(late.logprobs) <= 1 and late.ids == free.ids[: len(late.ids)]
+    assert late.spans == (VersionSpan(0, len(late.ids), 0),)
+
+
+def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
+    assert engine.max_tokens == 64
+    (completion,) = generate(engine, [([7] * 56, Sampling(8, 0.0))])
+    assert len(completion.ids) == 8
+    with pytest.raises(
+        UserError, match=r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
+    ):
+        generate(engine, [([7] * 57, Sampling(8, 0.0))])
+    for prompt, max_new_tokens in (([], 8), ([7], 0)):
+        with pytest.raises(UserError, match="both must be at least 1"):
+            generate(engine, [(prompt, Sampling(max_new_tokens, 0.0))])
+    with pytest.raises(UserError, match=r"top_p=0\.9 needs a top_k above 0"):
+        generate(engine, [([7], Sampling(8, 1.0, top_p=0.9))])
+    assert len(generate(engine, [(PROMPTS[0], Sampling(2, 0.0))])) == 1, "the engine goes on"
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------------------
+
+
+def moved(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
+    """Other weights for the model."""
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        name: w + 0.3 * w.abs().mean() * torch.randn(w.shape, generator=rng)
+        for name, w in models.full_weights(model).items()
+    }
+
+
+def test_load_swaps_the_weights_and_the_version(
+    engine: TorchEngine, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    first, second = models.full_weights(model), moved(model)
+    first = {name: w.clone() for name, w in first.items()}
+    publisher = Publisher(WeightStore(tmp_path / "weights"))
+    publisher.publish(first, 4)
+    publisher.publish(second, 5)
+    request = (PROMPTS[1], Sampling(10, 1.0, seed=3))
+    (before,) = generate(engine, [request])
+    assert engine.version == 0
+    engine.load(5)
+    (after,) = generate(engine, [request])
+    assert engine.version == 5 and after.spans == (VersionSpan(0, len(after.ids), 5),)
+    models.export(model, tokenizer, second, tmp_path / "second")
+    truth = trainer_logprobs(str(tmp_path / "second"), [PROMPTS[1]], [after], 1.0)
+    assert (torch.tensor(after.logprobs) - truth).abs().max() <= 1e-5
+    engine.load(4)
+    (again,) = generate(engine, [request])
+    assert again.ids == before.ids != after.ids and again.spans[0].version == 4
+
+
+def test_a_load_falls_between_batches_and_every_token_is_of_the_version_that_it_names(
+    engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """A request that waits is sampled by the new weights, one that is being sampled wholly by the
+    old ones.
+    """
+    publisher, request = (
+        Publisher(WeightStore(tmp_path / "weights")),
+        (PROMPTS[1], Sampling(30, 1.0, seed=3, ignore_end=True)),
+    )
+    for version in (1, 2):
+        publisher.publish(moved(model, version), version)
+    alone = {}
+    for version in (2, 1):
+        engine.load(version)
+        alone[version] = generate(engine, [request])[0].ids
+    begun, go_on, forward = threading.Event(), threading.Event(), engine._forward
+
+    def slow(*args: Tensor) -> Tensor:
+        begun.set()
+        assert go_on.wait(30)
+        return forward(*args)
+
+    engine._forward = slow
+
+    async def during() -> tuple[Completion, Completion]:
+        first = asyncio.create_task(engine.generate(*request))
+        await asyncio.to_thread(begun.wait, 30)
+        load = asyncio.create_task(asyncio.to_thread(engine.load, 2))
+        while not engine._thread._work_queue.qsize():  # staged, and now behind the batch
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(engine.generate(*request))
+        go_on.set()
+        done = await asyncio.gather(first, second)
+        await load
+        return done
+
+    first, second = run(during())
+    assert first.ids == alone[1] and first.spans == (VersionSpan(0, 30, 1),)
+    assert second.ids == alone[2] != alone[1] and second.spans == (VersionSpan(0, 30, 2),)
+
+
+def test_an_engine_in_bf16_loads_what_was_published_in_bf16(
+    tiny_path: str, model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    store, weights = WeightStore(tmp_path), moved(model)
+    Publisher(store, PublishOptions(torch.bfloat16)).publish(weights, 1)
+    rounded = models.load_model(tiny_path, torch.bfloat16, attn="sdpa")
+    TorchEngine(rounded, tokenizer, store).load(1)
+    for name, parameter in rounded.named_parameters():
+        assert torch.equal(parameter, weights[name].bfloat16())
+
+
+def test_foreign_weights_are_refused_and_change_nothing(
+    engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    weights = moved(model)
+    norm = "model.norm.weight"
+    foreign = {
+        1: {**weights, "model.layers.2.extra": torch.zeros(3)},
+        2: {name: w for name, w in weights.items() if name != norm},
+        3: {**weights, norm: torch.zeros(1)},  # would broadcast
+        4: {**weights, norm: torch.zeros(33)},
+    }
+    before = {name: w.clone() for name, w in models.full_weights(model).items()}
+    for version, each in foreign.items():
+        Publisher(WeightStore(tmp_path / "weights")).publish(each, version)
+        with pytest.raises(
+            UserError, match=f"version {version} .*model.{'layers' if version == 1 else 'norm'}"
+        ):
+            engine.load(version)
+        assert engine.version == 0
+        assert all(torch.equal(before[name], w) for name, w in models.full_weights(model).items())
+    with pytest.raises(UserError, match="version 9 is not in"):
+        engine.load(9)
+
+
+# --- batches -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forwards(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of the input of every forward pass: [rows, tokens]."""
+    shapes: list[tuple[int, ...]] = []
+    real = engine._forward
+
+    def spy(ids: Tensor, *rest: Any) -> Tensor:
+        shapes.append(tuple(ids.shape))
+        return real(ids, *rest)
+
+    monkeypatch.setattr(engine, "_forward", spy)
+    return shapes
+
+
+def test_equal_prompts_are_prefilled_once(
+    engine: TorchEngine, forwards: list[tuple[int, ...]]
+) -> None:
+    sharing = [(PROMPTS[2], Sampling(3, 1.0, seed=seed)) for seed in range(6)]
+    others = [(PROMPTS[1], Sampling(3, 1.0, seed=seed)) for seed in range(3)]
+    generate(engine, [*sharing[:3], *others, *sharing[3:]])
+    assert forwards[0] == (2, len(PROMPTS[2])), "two distinct prompts, padded to the longer"
+    assert forwards[1] == (9, 1)
+
+
+def test_finished_requests_leave_the_batch(
+    engine: TorchEngine, forwards: list[tuple[int, ...]]
+) -> None:
+    generate(engine, [(PROMPTS[1], Sampling(n, 0.0)) for n in (1, 2, 2, 5)])
+    assert forwards == [(1, 3), (3, 1), (1, 1), (1, 1), (1, 1)]
+
+
+class Held:
+    """Batches as they are sampled; each waits in the engine's thread until it is released."""
+
+    def __init__(self, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.error: Exception | None = None
+        self.started, self._released = asyncio.Event(), threading.Semaphore(0)
+        self._real = engine._sample
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(engine, "_sample", self._sample)
+
+    def _sample(self, requests: list[Any]) -> None:
+        self.sizes.append(len(requests))
+        self._loop.call_soon_threadsafe(self.started.set)
+        assert self._released.acquire(timeout=20)
+        if self.error is not None:
+            raise self.error
+        self._real(requests)
+
+    def release(self, number: int = 1) -> None:
+        self._released.release(number)
+
+
+async def begin(engine: TorchEngine, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
+    """Ask, and come back when all requests have been taken in."""
+    tasks = [
+        asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in requests
+    ]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def requests_of(number: int) -> list[Request]:
+    return [(PROMPTS[1], Sampling(2, 1.0, seed=seed)) for seed in range(number)]
+
+
+def test_requests_that_wait_together_share_a_batch(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come while a batch is sampled make the next one."""
+
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        first = await begin(engine, requests_of(3))
+        await held.started.wait()
+        second = await begin(engine, requests_of(2)) + await begin(engine, requests_of(2))
+        assert held.sizes == [3]
+        held.release(2)
+        completions = await asyncio.gather(*first, *second)
+        assert held.sizes == [3, 4]
+        assert completions[0].ids == completions[3].ids == completions[5].ids
+
+    run(scenario())
+
+
+def test_who_asks_again_at_once_joins_those_that_wait(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn of a rollout that was just answered shares the batch of those that came while
+    it was sampled.
+    """
+
+    async def two_turns(request: Request) -> list[Completion]:
+        return [await engine.generate(*request), await engine.generate(*request)]
+
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        rollout = asyncio.create_task(two_turns(requests_of(1)[0]))
+        await held.started.wait()
+        waiting = await begin(engine, requests_of(2))
+        held.release(2)
+        turns, *_ = await asyncio.gather(rollout, *waiting)
+        assert held.sizes == [1, 3] and turns[0].ids == turns[1].ids
+
+    run(scenario())
+
+
+def test_a_deadline_strikes_in_the_queue_too(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        first = await begin(engine, requests_of(1))
+        await held.started.wait()
+        (late,) = await begin(engine, [(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.01))])
+        completion = await late
+        assert (
+            completion.finish_reason is FinishReason.DEADLINE
+            and not completion.ids
+            and held.sizes == [1]
+        )
+        held.release()
+        await asyncio.gather(*first)
+        assert held.sizes == [1]
+
+    run(scenario())
+
+
+def test_a_queue_that_expires_leaves_an_idle_engine(engine: TorchEngine) -> None:
+    async def scenario() -> None:
+        completion = await engine.generate(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.0))
+        assert completion.finish_reason is FinishReason.DEADLINE
+        assert engine._batcher is not None
+        await engine._batcher  # raises what went wrong in it
+        assert len((await engine.generate(PROMPTS[1], Sampling(2, 0.0))).ids) == 2
+
+    run(scenario())
+
+
+def test_batches_are_bounded(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TorchEngine(model, tokenizer, WeightStore(tmp_path), max_batch_size=3)
+    wide = TorchEngine(model, tokenizer, WeightStore(tmp_path))
+
+    async def scenario() -> list[Completion]:
+        held = Held(engine, monkeypatch)
+        held.release(3)
+        completions = await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in requests_of(8))
+        )
+        assert held.sizes == [3, 3, 2]
+        return completions
+
+    assert [c.ids for c in run(scenario())] == [c.ids for c in generate(wide, requests_of(8))]
+
+
+def test_an_error_reaches_every_request(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the batch and those that wait for the next one; none is left hanging, and the engine
+    works again.
+    """
+
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        held.error = RuntimeError("out of memory")
+        first = await begin(engine, requests_of(2))
+        await held.started.wait()
+        second = await begin(engine, requests_of(3))
+        held.release(2)
+        answers = await asyncio.gather(*first, *second, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [RuntimeError] * 5
+        held.error = None
+        held.release()
+        (completion,) = await asyncio.gather(*await begin(engine, requests_of(1)))
+        assert len(completion.ids) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_sampling", [True, False], ids=["in the batch", "before it"])
+def test_a_cancelled_request_does_not_break_the_others(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, is_sampling: bool
+) -> None:
+    async def scenario() -> None:
+        held = Held(engine, monkeypatch)
+        tasks = await begin(engine, requests_of(3))
+        if is_sampling:
+            await held.started.wait()
+        tasks[1].cancel()
+        held.release()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[1], asyncio.CancelledError)
+        assert [len(answers[i].ids) for i in (0, 2)] == [2, 2]
+        held.release()
+        assert len((await engine.generate(*requests_of(1)[0])).ids) == 2
+
+    run(scenario())
+
+
+def test_an_engine_outlives_event_loops(engine: TorchEngine) -> None:
+    """Every step of training runs its rollouts in a loop of its own."""
+    first, second = generate(engine, requests_of(2)), generate(engine, requests_of(2))
+    assert first == second

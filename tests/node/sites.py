@@ -1,0 +1,176 @@
+"""A dataflow on loopback for the tests of nodes: a ledger behind its service, and a trainer that
+only publishes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from torch import Tensor
+
+from flowtrain.config import Config
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.codec import unpack_group
+from flowtrain.dataflow.contract import BatchRequest, Progress, Register
+from flowtrain.dataflow.ledger import Ledger, open_ledger
+from flowtrain.dataflow.service import Service
+from flowtrain.training import model as models
+from flowtrain.types import Group
+from flowtrain.utils import serving
+from flowtrain.weights import Publisher, WeightStore
+
+TOKEN = "of-the-tests"
+
+
+def make_model(path: Path, num_layers: int = 1) -> str:
+    """A folder with a model that says something else to every prompt."""
+    tokenizer = models.new_tokenizer(
+        ["What is the capital of Chad? Sub-Goal: capital of Chad\nTool Name: Search"] * 9,
+        vocab_size=300,
+    )
+    torch.manual_seed(0)
+    model = models.new_model(
+        tokenizer, hidden_size=32, num_layers=num_layers, num_heads=2, max_positions=512
+    )
+    models.export(model, tokenizer, models.full_weights(model), path)
+    return str(path)
+
+
+def make_config(model: str, **sections: dict[str, Any]) -> Config:
+    """Two rollouts of a few tokens per unit."""
+    small: dict[str, dict[str, Any]] = {
+        "model": {"path": model},
+        "tasks": {"num_train": 40, "kinds": ("lookup",)},
+        "eval": {"num_tasks": 4},
+        "agent": {"max_turns": 2, "tools": ("Search", "Base_Generator")},
+        "rollout": {"group_size": 2, "num_questions": 2, "max_new_tokens": 6, "max_in_flight": 8},
+        "run": {"device": "cpu", "threads": 1},
+        "dataflow": {"lease_s": 60.0, "wait_s": 60.0, "max_staleness": 8},
+    }
+    return Config.model_validate(
+        {name: {**small.get(name, {}), **sections.get(name, {})} for name in {**small, **sections}}
+    )
+
+
+class Trainer:
+    """Publishes changed weights and says so; trains nothing."""
+
+    def __init__(self, ledger: Ledger, folder: str, root: Path, policy: str = "planner") -> None:
+        self.store, self.policy, self._ledger = WeightStore(root), policy, ledger
+        self._model, tokenizer = (
+            models.load_model(folder, torch.float32),
+            models.load_tokenizer(folder),
+        )
+        self._publisher = Publisher(self.store)
+        self.layout = models.layout_digest(self._model, tokenizer, torch.float32)
+        self._rng = torch.Generator().manual_seed(0)
+
+    def register(self, num_groups: int = 2, max_staleness: int = 8) -> Register:
+        self.publish(0)
+        request = Register(
+            self.policy, self.layout, str(self.store.root), num_groups, max_staleness
+        )
+        self._ledger.register(request)
+        return request
+
+    def publish(self, version: int) -> None:
+        """A step that changes a few words."""
+        weights = {
+            name: self._moved(weight) if version else weight
+            for name, weight in models.full_weights(self._model).items()
+        }
+        self._publisher.publish(weights, version)
+
+    def tell(self, version: int, is_done: bool = False) -> None:
+        self._ledger.progress(Progress(self.policy, version, 0, is_done=is_done))
+
+    def take(self, step: int, timeout_s: float = 60.0) -> list[Group]:
+        """The batch of a step."""
+        deadline = time.monotonic() + timeout_s
+        while (
+            batch := self._ledger.batch(BatchRequest(self.policy, step, wait_s=1.0))
+        ).num_missing:
+            assert time.monotonic() < deadline, f"{batch.num_missing} groups are missing"
+        return [unpack_group(served.payload) for served in batch.groups]
+
+    def step(self, version: int) -> list[Group]:
+        groups = self.take(version)
+        self.publish(version)
+        self.tell(version)
+        return groups
+
+    def _moved(self, weight: Tensor) -> Tensor:
+        weight += (
+            0.05
+            * torch.randn(weight.shape, generator=self._rng)
+            * (torch.rand(weight.shape, generator=self._rng) < 0.05)
+        )
+        return weight
+
+
+class Site:
+    """A ledger and its service, which can go away and come back at the same port."""
+
+    def __init__(self, config: Config, ledger: Ledger, answers: Any) -> None:
+        """`answers`: the ledger, or what stands before it."""
+        self.config, self.ledger, self.answers = config, ledger, answers
+        self._server: uvicorn.Server | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, wait_s: float = 20.0) -> Client:
+        return Client(self.url, TOKEN, wait_s)
+
+    def start(self) -> None:
+        self._server, listener = serving.make_server(
+            Service(self.answers, self.ledger.run, TOKEN), port=self.port
+        )
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(
+            target=lambda: self._server.run(sockets=[listener]), daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+            self._thread.join(20)
+            assert not self._thread.is_alive()
+            self._server = None
+
+
+@contextmanager
+def site(
+    config: Config, folder: Path, ledger: Ledger | None = None, answers: Any = None
+) -> Iterator[Site]:
+    ledger = ledger or open_ledger(config, folder / "ledger.sqlite")
+    made = Site(config, ledger, answers or ledger)
+    try:
+        yield made
+    finally:
+        made.stop()
+        ledger.close()
+
+
+def once(process: Any) -> Any:
+    """A `cli_runs.Process` whose exit code can be asked for again and again."""
+    code: list[int] = []
+
+    def poll() -> int | None:
+        if not code and (found := process.poll()) is not None:
+            code.append(found)
+        return code[0] if code else None
+
+    return replace(process, poll=poll)

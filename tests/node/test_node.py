@@ -1,0 +1,626 @@
+"""A node on one event loop, with a real ledger and rollouts that a script makes: what it leases,
+keeps, pushes and gives back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sites import make_config
+
+from flowtrain.agents.collect import user_errors
+from flowtrain.dataflow.codec import unpack_group
+from flowtrain.dataflow.contract import (
+    Dataflow,
+    Join,
+    Lease,
+    LeaseRequest,
+    PolicyState,
+    Progress,
+    Push,
+    Pushed,
+    Refused,
+    Register,
+)
+from flowtrain.dataflow.ledger import Ledger
+from flowtrain.engines.protocol import EngineError
+from flowtrain.node.node import Limits, Membership, Node
+from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
+from flowtrain.tasks.cursor import TaskCursor
+from flowtrain.types import (
+    Action,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+    VersionSpan,
+)
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.weights import StoreError
+
+G = 3
+TASKS = [Task(f"task-{i}", f"question {i}", ("x",), "kind") for i in range(10)]
+
+
+@dataclass
+class Clock:
+    now: float = 1e9
+    """Of the ledger: no node has such a time."""
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Engine:
+    """Only has a version."""
+
+    version: int = 0
+    max_tokens: int = 64
+    loads: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+    def load(self, version: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.loads.append(version)
+        self.version = version
+
+
+@dataclass
+class Store:
+    newest: int | None = 0
+
+    def __str__(self) -> str:
+        return "the store"
+
+    def head(self) -> int | None:
+        return self.newest
+
+
+def trajectory(task: Task, seed: int, version: int = 0) -> Trajectory:
+    ids = (seed % 97, 5)
+    turn = Turn(
+        *(
+            (1, 2),
+            ids,
+            (-1.0, -1.0),
+            (VersionSpan(0, 2, version),),
+            FinishReason.STOP,
+            "",
+            Action("", "", "", "Search"),
+            "",
+            ToolResult("r"),
+        ),
+        verdict=Verdict.STOP,
+        seconds=0.1,
+    )
+    return Trajectory(task, (turn,), "x", 0.1, seed, reward=float(seed % 2), scored_by="exact")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.node.node._TICK_S", 0.01)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
+    config = make_config(
+        "tiny",
+        rollout={"group_size": G, "num_questions": 4},
+        dataflow={"lease_s": 0.3, "max_attempts": 3},
+    )
+    ledger = Ledger(tmp_path / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
+    ledger.register(Register("planner", "layout", "store", 4, 8))
+    yield ledger
+    audit = ledger.audit()
+    assert not audit.problems
+    ledger.close()
+
+
+Script = Callable[[Task, int], Any]
+
+
+@dataclass
+class Nodes:
+    """Makes nodes with followers of their own."""
+
+    dataflow: Dataflow
+
+    def join(self, name: str) -> Membership:
+        request = Join(name, f"life-of-{name}", {"planner": "layout"})
+        return Membership(request, self.dataflow.join(request))
+
+    def make(
+        self,
+        rollout: Script,
+        name: str = "a",
+        *,
+        max_in_flight: int = 2 * G,
+        num_units: int = 0,
+        engine: Engine | None = None,
+    ) -> Node:
+        syncer = WeightSyncer(
+            {"planner": engine or Engine()}, {"planner": Store()}, {"planner": "layout"}
+        )  # type: ignore[dict-item]
+        member = self.join(name)
+        syncer.on_policy_state(member.joined.policies)
+        return Node(self.dataflow, member, rollout, syncer, Limits(max_in_flight, 8, num_units))
+
+
+@pytest.fixture
+def nodes(ledger: Ledger) -> Nodes:
+    return Nodes(ledger)
+
+
+async def soon(task: Task, seed: int) -> Trajectory:
+    await asyncio.sleep(0)
+    return trajectory(task, seed)
+
+
+async def never(task: Task, seed: int) -> Trajectory:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+def run(*nodes: Node) -> list[int]:
+    async def together() -> list[int]:
+        async with asyncio.timeout(30):
+            return await asyncio.gather(*(node.run() for node in nodes))
+
+    return asyncio.run(together())
+
+
+def units(ledger: Ledger) -> dict[str, int]:
+    return dict(ledger.status()["units"])
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
+    """Units and groups of the first batches."""
+    from flowtrain.dataflow.contract import BatchRequest
+
+    served = [
+        each
+        for step in range(1, num // 4 + 1)
+        for each in ledger.batch(BatchRequest("planner", step)).groups
+    ]
+    return [(each.unit, unpack_group(each.payload)) for each in served]
+
+
+def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None:
+    assert run(nodes.make(soon, num_units=8)) == [8]
+    assert units(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    made = dict(groups(ledger, 8))
+    assert sorted(made) == list(range(1, 9))
+    for unit, group in made.items():
+        seed = derive_seed(derive_seed(ledger._config.run.seed, "unit", unit), 0)
+        assert len(group.trajectories) == G and group.trajectories[0].seed == seed
+        assert (
+            len({t.seed for t in group.trajectories}) == G
+            and len({t.task.id for t in group.trajectories}) == 1
+        )
+
+
+@pytest.mark.parametrize(("most", "num_at_once"), [(G, G), (2 * G + 1, 2 * G), (1, 1)])
+def test_so_many_rollouts_are_under_way(
+    ledger: Ledger, nodes: Nodes, most: int, num_at_once: int
+) -> None:
+    """As many units as the rollouts are enough for; one at least, whose rollouts then take turns."""
+    now, seen = 0, []
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        nonlocal now
+        now += 1
+        seen.append(now)
+        await asyncio.sleep(0.002)
+        now -= 1
+        return trajectory(task, seed)
+
+    run(nodes.make(rollout, max_in_flight=most, num_units=6))
+    assert max(seen) == num_at_once
+
+
+def test_several_nodes_make_every_unit_once(ledger: Ledger, nodes: Nodes) -> None:
+    pushed = run(*(nodes.make(soon, name, num_units=6) for name in "abc"))
+    assert pushed == [6, 6, 6]
+    assert units(ledger)["committed"] == 18
+
+
+def test_the_end_of_training_is_the_end_of_the_node(ledger: Ledger, nodes: Nodes) -> None:
+    ledger.progress(Progress("planner", 0, 0, is_done=True))
+    assert run(nodes.make(soon)) == [0]
+
+
+def test_stopped_it_pushes_what_is_done_and_gives_the_rest_back(
+    ledger: Ledger, nodes: Nodes
+) -> None:
+    """At once: another node need not wait until leases run out."""
+    num_done = 0
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        nonlocal num_done
+        if num_done >= 2 * G:
+            return await never(task, seed)
+        num_done += 1
+        return trajectory(task, seed)
+
+    node = nodes.make(rollout)
+
+    async def stopped() -> int:
+        async with asyncio.timeout(30):
+            running = asyncio.create_task(node.run())
+            await until(lambda: units(ledger)["leased"] == 2 and units(ledger)["committed"] == 2)
+            node.stop()
+            return await running
+
+    assert asyncio.run(stopped()) == 2
+    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
+    assert run(nodes.make(soon, "b", num_units=2)) == [2]
+    assert units(ledger)["waiting"] == 0 and units(ledger)["committed"] == 4
+
+
+def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes) -> None:
+    """The signal finds the node asking: the answer is on its way and nobody is left to work on it."""
+    lease, node = ledger.lease, nodes.make(never)
+    asked = threading.Event()
+
+    def late(request: LeaseRequest) -> Any:
+        answer = lease(request)
+        asked.set()
+        time.sleep(0.2)
+        return answer
+
+    ledger.lease = late  # type: ignore[method-assign]
+
+    async def main() -> int:
+        async with asyncio.timeout(30):
+            running = asyncio.create_task(node.run())
+            await asyncio.to_thread(asked.wait)
+            node.stop()
+            return await running
+
+    assert asyncio.run(main()) == 0
+    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
+
+
+def test_an_engine_that_fails_ends_the_node_and_its_leases_go_back(
+    ledger: Ledger, nodes: Nodes
+) -> None:
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        if task.id == TASKS[3].id:
+            raise EngineError("vLLM died twice")
+        return await soon(task, seed)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(nodes.make(rollout))
+    assert caught.group_contains(EngineError, match="died twice")
+    left = units(ledger)
+    assert left["leased"] == 0 and left["waiting"] >= 1
+
+
+def test_a_rollout_with_a_bug_costs_its_unit_alone(
+    ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The unit goes back, and counts as failed once it has gone back `max_attempts` times."""
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        if task.id == TASKS[3].id:
+            raise KeyError("a bug of ours")
+        return await soon(task, seed)
+
+    run(nodes.make(rollout, num_units=9))
+    assert units(ledger)["failed"] == 1 and units(ledger)["committed"] == 9
+    assert (
+        sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 3
+    )
+
+
+def test_a_node_that_can_do_nothing_ends(ledger: Ledger, nodes: Nodes) -> None:
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        raise KeyError("a bug of ours")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(nodes.make(rollout))
+    assert "units in a row could not be done; the last: KeyError" in str(
+        next(user_errors(caught.value))
+    )
+    assert units(ledger)["leased"] == 0
+
+
+@dataclass
+class Picky:
+    """A dataflow that refuses the groups of some units, or loses leases."""
+
+    inner: Ledger
+    refused: tuple[int, ...] = ()
+
+    def push(self, request: Push) -> Pushed:
+        if request.unit in self.refused:
+            raise Refused("malformed group: it is too long")
+        return self.inner.push(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_a_group_that_is_refused_goes_back_and_the_node_goes_on(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = Nodes(Picky(ledger, (2,)))  # type: ignore[arg-type]
+    assert run(nodes.make(soon, num_units=6)) == [6]
+    assert units(ledger)["committed"] == 6
+    assert units(ledger)["failed"] == 1, "after three attempts"
+    assert "it is too long" in caplog.text
+
+
+def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
+    """The ledger's clock goes beyond the lease before the node renews: another one gets the units."""
+    cancelled = 0
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        nonlocal cancelled
+        try:
+            return await never(task, seed)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+
+    slow = nodes.make(rollout, max_in_flight=G)
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            running = asyncio.create_task(slow.run())
+            await until(lambda: units(ledger)["leased"] == 1)
+            clock.now += 1.0
+            assert await nodes.make(soon, "b", num_units=2).run() == 2
+            await until(lambda: cancelled == G)
+            assert not running.done()
+            slow.stop()
+            await running
+
+    asyncio.run(main())
+    assert units(ledger)["committed"] == 2
+
+
+def test_leases_are_renewed_while_the_work_goes_on(
+    ledger: Ledger, nodes: Nodes, clock: Clock
+) -> None:
+    """Ten times as long as a lease lasts."""
+    go_on = asyncio.Event()
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        await go_on.wait()
+        return trajectory(task, seed)
+
+    node = nodes.make(rollout, max_in_flight=G, num_units=1)
+    renewals = []
+    renew = ledger.renew
+
+    def counted(request: Any) -> Any:
+        answer = renew(request)
+        clock.now += 0.2  # of 0.3
+        renewals.append(request.units)
+        if len(renewals) > 10:
+            node._loop_of_the_test.call_soon_threadsafe(go_on.set)  # type: ignore[attr-defined]
+        return answer
+
+    ledger.renew = counted  # type: ignore[method-assign]
+
+    async def main() -> int:
+        async with asyncio.timeout(30):
+            node._loop_of_the_test = asyncio.get_running_loop()  # type: ignore[attr-defined]
+            return await node.run()
+
+    assert asyncio.run(main()) == 1
+    assert set(renewals) == {((1, 1),)}
+    other = nodes.join("b")
+    (lease,) = ledger.lease(LeaseRequest("b", other.life, 1)).leases
+    assert (lease.unit, lease.attempt) == (2, 1), "nobody else had to do unit 1"
+
+
+def test_another_process_of_its_name_takes_over(ledger: Ledger, nodes: Nodes) -> None:
+    node = nodes.make(never)
+    ledger.join(Join("a", "another-life", {}))
+    with pytest.raises(ExceptionGroup) as caught:
+        run(node)
+    assert caught.group_contains(Refused, match="another process has joined by its name")
+
+
+# ---- weights
+
+
+def follow(engine: Engine, store: Store, **options: Any) -> WeightSyncer:
+    return WeightSyncer({"planner": engine}, {"planner": store}, {"planner": "layout"}, **options)  # type: ignore[dict-item]
+
+
+def announced(version: int, layout: str = "layout") -> dict[str, PolicyState]:
+    return {"planner": PolicyState(version, "store", layout)}
+
+
+def following(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            running = asyncio.create_task(syncer.run())
+            done, _ = await asyncio.wait(
+                [running, asyncio.create_task(script())], return_when=asyncio.FIRST_COMPLETED
+            )
+            running.cancel()
+            for task in done:
+                task.result()
+
+    asyncio.run(main())
+
+
+def test_it_loads_what_the_trainer_says_and_goes_back_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer that resumed from a checkpoint trains the later versions anew."""
+    engine, store = Engine(), Store(5)
+
+    async def script() -> None:
+        syncer.on_policy_state(announced(4))
+        for version in (4, 5, 3):
+            syncer.on_policy_state(announced(version))
+            await until(lambda: engine.version == version)  # noqa: B023
+
+    syncer = follow(engine, store)
+    following(syncer, script)
+    assert engine.loads == [4, 5, 3]
+
+
+def test_a_store_that_lags_gives_what_it_has_and_the_rest_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
+    engine, store = Engine(), Store(None)
+
+    async def script() -> None:
+        syncer.on_policy_state(announced(5))
+        await until(lambda: "holds no weights" in caplog.text)
+        assert syncer.obstacle(8) == "no weights of the planner yet"
+        store.newest = 4
+        await until(lambda: engine.version == 4)
+        await until(
+            lambda: (
+                "the store is at version 4 of the planner, the trainer at 5: sampling with 4 "
+                "meanwhile" in caplog.text
+            )
+        )
+        assert not syncer.obstacle(1)
+        assert "of version 4, the trainer's of 5" in syncer.obstacle(0), (
+            "what it samples now could not be trained"
+        )
+        store.newest = 6
+        await until(lambda: engine.version == 5)
+        await until(lambda: "the planner's weights are at version 5 now" in caplog.text)
+
+    syncer = follow(engine, store)
+    following(syncer, script)
+    assert engine.loads == [4, 5]
+    assert len(caplog.records) == 3, "announced once each, not at every look"
+
+
+def test_a_load_that_fails_later_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
+    engine, store = Engine(), Store(2)
+
+    async def script() -> None:
+        syncer.on_policy_state(announced(1))
+        await until(lambda: engine.version == 1)
+        engine.error = StoreError("v2 came damaged twice")
+        syncer.on_policy_state(announced(2))
+        await until(lambda: "the planner stays at version 1: v2 came damaged twice" in caplog.text)
+        engine.error = None
+        await until(lambda: engine.version == 2)
+
+    syncer = follow(engine, store)
+    following(syncer, script)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StoreError("version 0 holds another model"), EngineError("vLLM died twice while it loaded")],
+)
+def test_a_first_load_that_fails_ends_the_node(nodes: Nodes, error: Exception) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run(nodes.make(soon, engine=Engine(error=error)))
+    assert caught.group_contains(type(error), match=str(error))
+
+
+def test_first_weights_that_do_not_come_end_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
+
+    async def script() -> None:
+        await asyncio.sleep(3600)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        following(follow(Engine(), Store(None), patience_s=0.05), script)
+    assert (
+        "the store holds no weights of the planner yet, after dataflow.wait_s=0.05 seconds"
+        in str(next(user_errors(caught.value)))
+    )
+
+
+def test_another_model_is_refused_by_name() -> None:
+    syncer = follow(Engine(), Store())
+    with pytest.raises(
+        UserError, match=r"another model than the trainer.s.*layout here, other there"
+    ):
+        syncer.on_policy_state(announced(0, "other"))
+    syncer.on_policy_state(
+        {"verifier": PolicyState(0, "store", "other")}
+    )  # a policy that this flow has not
+
+
+def test_a_frozen_policy_that_is_trained_now_has_the_engines_made_anew() -> None:
+    syncer = WeightSyncer(
+        {"planner": Engine(), "verifier": Engine()},
+        {"planner": Store()},
+        {"planner": "layout", "verifier": "v"},
+    )  # type: ignore[dict-item]
+    syncer.on_policy_state(announced(0))
+    with pytest.raises(PoliciesChanged):
+        syncer.on_policy_state({"verifier": PolicyState(0, "store", "v")})
+
+
+def test_nothing_is_leased_for_weights_that_are_too_old(ledger: Ledger, nodes: Nodes) -> None:
+    """The store has version 0 alone; a token of it is of no use to a trainer that is at 20."""
+    ledger.register(Register("planner", "layout", "store", 4, 8, step=20))
+    node, asked, lease = nodes.make(soon), [], ledger.lease
+    ledger.lease = lambda request: (asked.append(request), lease(request))[1]  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            running = asyncio.create_task(node.run())
+            await until(lambda: "of version 0, the trainer's of 20" in node._waiting)
+            await asyncio.sleep(0.05)
+            node.stop()
+            await running
+
+    asyncio.run(main())
+    assert not asked, "the ledger, which would refuse it, need not be asked"
+
+
+def test_what_it_says_of_its_time(ledger: Ledger, nodes: Nodes) -> None:
+    """Busy while rollouts are under way, waiting while it wants leases and gets none."""
+    asked: list[LeaseRequest] = []
+    lease = ledger.lease
+
+    def noted(request: LeaseRequest) -> Any:
+        asked.append(request)
+        return lease(request)
+
+    ledger.lease = noted  # type: ignore[method-assign]
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        await asyncio.sleep(0.2)
+        return trajectory(task, seed)
+
+    run(nodes.make(rollout, max_in_flight=G, num_units=2))
+    assert len({request.key for request in asked}) == len(asked) == 2
+    assert asked[1].busy_s == pytest.approx(0.2, abs=0.15) and asked[1].busy_s >= 0.19
+    assert asked[1].waited_s < 0.15
+    assert asked[1].versions == {"planner": 0}
+    assert isinstance(lease(LeaseRequest("a", "life-of-a", 1)).leases[0], Lease)

@@ -1,0 +1,278 @@
+"""`python -m flowtrain.node` as real processes with a tiny model on the CPU, a service on loopback
+and weights that change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sites import TOKEN, Site, Trainer, make_config, make_model, once, site
+
+from flowtrain.types import Group
+from flowtrain.weights import WeightStore
+
+pytest.register_assert_rewrite("cli_runs")
+from cli_runs import Process, Server  # noqa: E402
+
+pytest_plugins = ("cli_runs",)
+Start = Callable[..., Process]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def here(model: str, tmp_path: Path) -> Iterator[Site]:
+    with site(
+        make_config(model, dataflow={"lease_s": 1.5, "wait_s": 60.0, "max_staleness": 8}), tmp_path
+    ) as made:
+        yield made
+        assert not made.ledger.audit().problems
+
+
+@pytest.fixture
+def trainer(here: Site, model: str, tmp_path: Path) -> Trainer:
+    made = Trainer(here.ledger, model, tmp_path / "weights")
+    made.register(num_groups=2)
+    return made
+
+
+@pytest.fixture
+def start(server: Server, here: Site) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def begin(name: str, *words: object) -> Process:
+        command = ("--dataflow", here.url, "--name", name, *words)
+        started.append(once(server.start("rollout", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def end(process: Process) -> None:
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 0, process.err.read_text()
+
+
+def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def versions(groups: list[Group]) -> list[set[int]]:
+    """Of each rollout."""
+    return [
+        {span.version for turn in t.turns for span in turn.spans}
+        for group in groups
+        for t in group.trajectories
+    ]
+
+
+def is_held(here: Site, node: str) -> bool:
+    """A node that is stopped has leases, and no push of it is on its way any more."""
+    return all(here.ledger.status()["nodes"][node]["num_leased"] > 0 for _ in range(10))
+
+
+def test_groups_follow_the_weights_and_a_node_that_dies_costs_only_time(
+    here: Site, trainer: Trainer, start: Start
+) -> None:
+    nodes = {name: start(name) for name in ("one", "two")}
+    seen = [versions(trainer.step(1))]
+    wait_for(lambda: all(node["num_groups"] for node in here.ledger.status()["nodes"].values()))
+    for step in itertools.count(2):
+        seen.append(versions(trainer.step(step)))
+        os.kill(nodes["one"].pid, signal.SIGSTOP)
+        if is_held(here, "one"):
+            break
+        os.kill(nodes["one"].pid, signal.SIGCONT)
+    os.kill(nodes["one"].pid, signal.SIGKILL)
+    assert nodes["one"].wait() == -signal.SIGKILL
+    for later in range(step + 1, step + 14):
+        seen.append(versions(trainer.step(later)))
+    flat = [each for batch in seen for each in batch]
+    assert len(set().union(*flat)) >= 3, "tokens of several versions"
+    for step, batch in enumerate(seen, 1):
+        assert all(step - 1 - 8 <= version <= step - 1 for each in batch for version in each)
+    wait_for(lambda: here.ledger.status()["nodes"]["one"]["num_leased"] == 0)
+    end(nodes["two"])
+    left = here.ledger.status()["units"]
+    assert left["leased"] == left["failed"] == 0
+    assert here.ledger.status()["lost_leases"].get("ran out", 0) >= 1
+
+
+def test_a_node_with_another_model_is_refused_and_the_others_go_on(
+    here: Site, trainer: Trainer, start: Start, tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other", num_layers=2)
+    wrong, right = start("wrong", "--model.path", other), start("right")
+    assert wrong.wait() in (1, 2)
+    assert "layout" in wrong.err.read_text() and "Traceback" not in wrong.err.read_text()
+    trainer.step(1)
+    end(right)
+
+
+def test_a_store_that_lags(here: Site, trainer: Trainer, start: Start, tmp_path: Path) -> None:
+    """A mirror has version 0 while the trainer is at 2: the node samples with what there is, says
+    so, and catches up.
+    """
+    mirror = tmp_path / "mirror"
+    shutil.copytree(trainer.store.root, mirror)
+    node = start("far", "--store", str(mirror))
+    for step in (1, 2):
+        trainer.step(step)
+    wait_for(
+        lambda: (
+            "is at version 0 of the planner, the trainer at 2: sampling with 0 meanwhile"
+            in node.err.read_text()
+        )
+    )
+    shutil.copytree(trainer.store.root, mirror, dirs_exist_ok=True)
+    wait_for(lambda: "the planner's weights are at version 2 now" in node.err.read_text())
+    assert WeightStore(mirror).head() == 2
+    wait_for(
+        lambda: (
+            here.ledger.status()["nodes"]["far"]["versions"] == {"planner": 2}
+            or trainer.take(3) is None
+        )
+    )
+    end(node)
+
+
+def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, start: Start) -> None:
+    node = start("one")
+    trainer.step(1)
+    wait_for(
+        lambda: (
+            here.ledger.status()["units"]["leased"] > 0
+            or here.ledger.status()["units"]["committed"] > 8
+        )
+    )
+    here.stop()
+    before = here.ledger.status()["units"]
+    wait_for(lambda: "is asked again" in node.err.read_text())
+    here.start()
+    for step in (2, 3, 4, 5, 6):
+        trainer.step(step)
+    assert node.poll() is None
+    end(node)
+    after = here.ledger.status()
+    assert after["units"]["committed"] >= before["committed"] and after["units"]["failed"] == 0
+    assert after["units"]["leased"] == 0
+
+
+def test_the_end_of_training_ends_nodes(here: Site, trainer: Trainer, start: Start) -> None:
+    node = start("one")
+    trainer.step(1)
+    trainer.tell(1, is_done=True)
+    assert node.wait() == 0
+    assert "groups pushed" in node.err.read_text()
+
+
+def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
+    model: str, tmp_path: Path, server: Server
+) -> None:
+    own = {"roles": {"verifier": "own"}, "policies": {"verifier": {"path": model}}}
+    with site(
+        make_config(model, dataflow={"lease_s": 0.6, "max_staleness": 8}, **own), tmp_path
+    ) as made:
+        planner = Trainer(made.ledger, model, tmp_path / "planner")
+        planner.register()
+        node = once(
+            server.start(
+                "rollout", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
+            )
+        )
+        try:
+            calls = [
+                turn.verifier_call
+                for group in planner.step(1)
+                for t in group.trajectories
+                for turn in t.turns
+            ]
+            assert calls and {span.version for call in calls if call for span in call.spans} == {0}
+            verifier = Trainer(made.ledger, model, tmp_path / "verifier", "verifier")
+            verifier.register()
+            for step in (1, 2):
+                verifier.step(step)
+            wait_for(lambda: made.ledger.status()["nodes"]["n1"]["versions"].get("verifier") == 2)
+            assert "another policy is trained now: the engines start anew" in node.err.read_text()
+            end(node)
+        finally:
+            if node.poll() is None:
+                os.kill(node.pid, signal.SIGKILL)
+        assert not made.ledger.audit().problems
+
+
+def test_without_a_trainer_it_waits_and_a_signal_ends_it(here: Site, start: Start) -> None:
+    node = start("early")
+    wait_for(lambda: "waiting for a trainer to register" in node.err.read_text())
+    end(node)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rollout.temperature", "2"), "--rollout.temperature is the same for the whole run"),
+        (("--config", "x.toml"), "--config is the same for the whole run"),
+        (("--run.devise", "cpu"), "--run.devise is the same for the whole run"),
+        (("--store", "verifier=x"), "this run has the policies planner"),
+        (("--vllm.max_num_seqs", "many"), "vllm.max_num_seqs"),
+    ],
+)
+def test_what_a_node_may_not_say(
+    here: Site, start: Start, words: tuple[str, ...], message: str
+) -> None:
+    node = start("odd", *words)
+    assert node.wait() == 2
+    (line,) = node.err.read_text().strip().splitlines()
+    assert line.startswith("python -m flowtrain.node: ") and message in line
+
+
+def test_the_wrong_token_is_refused(server: Server, here: Site) -> None:
+    node = once(server.start("rollout", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
+    assert node.wait() == 1
+    assert "set FLOWTRAIN_TOKEN to that of the service" in node.err.read_text()
+
+
+def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> None:
+    config = make_config(
+        model,
+        algorithm={"name": "appo"},
+        appo={"num_roots": 1},
+        rollout={"group_size": 2, "num_questions": 2},
+    )
+    with site(config, tmp_path) as made:
+        node = once(server.start("rollout", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
+        assert node.wait() == 2
+        assert (
+            "algorithm.name='appo' branches where the trainer's scores say" in node.err.read_text()
+        )
+
+
+def test_help_in_a_fresh_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flowtrain.node", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "leases tasks" in done.stdout and "--vllm.*" in done.stdout and "--store" in done.stdout

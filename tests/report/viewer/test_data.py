@@ -1,0 +1,283 @@
+"""What the page is told: notes on what is missing, outcomes to filter by, prompts and tokens that
+come out as they went in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.report.viewer.data import Run
+from flowtrain.report.viewer.rollouts import LONGEST_TEXT
+from flowtrain.types import Action, FinishReason, Group, ToolResult
+
+
+def data(run: Path, number: int = 100) -> dict[str, Any]:
+    return Run(run).data(number)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Sets keys of every line, on the rollout and on its turns; ... takes one away."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in lines:
+        for target in (record, *record["turns"]):
+            for key in target.keys() & changes.keys():
+                if changes[key] is ...:
+                    del target[key]
+                else:
+                    target[key] = changes[key]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
+    page = data(run)
+    assert page["notes"] == []
+    assert (
+        page["name"],
+        page["step"],
+        page["num_steps"],
+        page["num_logged"],
+        page["versions"],
+    ) == ("run", 4, 4, 38, [1, 4])
+    assert (
+        dict(page["facts"])["Batch"] == "2 questions x 4 rollouts"
+        and dict(page["facts"])["flowtrain"] == "0123456789"
+    )
+    assert (
+        page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
+    )
+    assert ["texts, sampled", "0.250", "0.750", "+0.500"] in page["results"]
+    panels = {panel["title"]: panel["lines"] for panel in page["panels"]}
+    assert panels["Reward"] == [
+        {"label": "training", "is_sparse": False, "points": [[n, n / 10] for n in range(1, 5)]}
+    ]
+    assert [line["label"] for line in panels["Tool use"]] == ["Search"]
+
+
+def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
+    rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
+    assert len(rollouts) == 38
+    group = runs.group(1, 2, "What is the capital of Chad? 2")
+    for member, trajectory in enumerate(group.trajectories):
+        shown = rollouts[f"train.2.1.{member}"]
+        assert (shown["group"], shown["step"], shown["split"], shown["reward"]) == (
+            "train.2.1",
+            2,
+            "train",
+            trajectory.reward,
+        )
+        assert (
+            shown["seed"] == str(trajectory.seed)
+            and shown["scorer"] == "exact"
+            and shown["seconds"] == 1.5
+        )
+        prompt = ""
+        for turn, original in zip(shown["turns"], trajectory.turns, strict=True):
+            prompt = prompt[: turn["prompt_kept"]] + turn["prompt"]
+            assert prompt == runs.tokenizer.decode(original.prompt_ids, skip_special_tokens=False)
+            assert tuple(turn["ids"]) == original.response_ids and turn[
+                "logprobs"
+            ] == pytest.approx(original.response_logprobs)
+            assert "".join(turn["texts"]) == runs.tokenizer.decode(
+                original.response_ids, skip_special_tokens=False
+            )
+            assert turn["training"]["logprobs"] == pytest.approx(original.training.logprobs)
+            assert turn["training"]["advantage"] == original.training.advantage and turn[
+                "spans"
+            ] == [[0, 3, 6], [3, len(turn["ids"]), 7]]
+            assert (turn["seconds"], turn["plan_s"], turn["tool_s"], turn["verdict"]) == (
+                0.5,
+                0.25,
+                0.1,
+                original.verdict.value,
+            )
+        assert shown["turns"][1]["prompt_kept"] > 30 and shown["turns"][1]["prompt"].startswith(
+            "1. "
+        )
+    assert rollouts["train.4.1.0"]["turns"][0]["training"] is None
+    assert rollouts["held-out.4.3.0"]["split"] == "held-out"
+
+
+def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
+    TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
+    rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
+    assert rollouts["train.5.0.2"]["branch"] == {"root": 0, "turn": 1, "token": 2, "score": 2.5}
+    assert rollouts["train.5.0.0"]["branch"] is rollouts["train.1.0.0"]["branch"] is None
+
+
+def test_what_two_prompts_share_is_counted_as_javascript_counts(runs: Any) -> None:
+    page = data(runs.make("😀 é"))
+    first, second, _ = page["rollouts"][0]["turns"]
+    as_utf16 = first["prompt"].encode("utf-16-le")
+    whole = as_utf16[: 2 * second["prompt_kept"]].decode("utf-16-le") + second["prompt"]
+    assert whole == "Question: 😀 é 1\n1. 😀 é 1\nSub-Goal:"
+
+
+def test_outcomes(runs: Any, run: Path) -> None:
+    action = Action("", "", "x", "No matched tool given: Sear")
+    endings: list[tuple[dict[str, Any], dict[str, Any], float | None, list[str]]] = [
+        ({}, {}, 1.0, ["right"]),
+        ({}, {}, 0.5, ["right"]),
+        ({}, {}, 0.49, ["wrong"]),
+        ({}, {}, None, ["unscored"]),
+        (
+            {"action": None, "result": ToolResult(error="malformed")},
+            {},
+            0.0,
+            ["wrong", "malformed"],
+        ),
+        (
+            {"action": action, "result": ToolResult(error="no such tool")},
+            {},
+            1.0,
+            ["right", "malformed"],
+        ),
+        ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
+        ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, ["wrong", "truncated"]),
+        ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, ["wrong", "truncated"]),
+        ({}, {"truncated": "prompt"}, 0.0, ["wrong", "truncated"]),
+    ]
+    trajectories = [
+        dataclasses.replace(
+            runs.trajectory("x", reward, 0),
+            turns=(runs.turn("x"), runs.turn("x", **turn)),
+            **trajectory,
+        )
+        for turn, trajectory, reward, _ in endings
+    ]
+    (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
+    TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, tuple(trajectories))])
+    assert [rollout["outcomes"] for rollout in data(run)["rollouts"]] == [
+        outcomes for *_, outcomes in endings
+    ]
+
+
+def test_fields_that_other_versions_log_are_shown(run: Path) -> None:
+    log = run / "trajectories.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in lines:
+        record |= {"scored_by": "judge", "analysis": "a" * (LONGEST_TEXT + 7), "error": "endpoint"}
+        record["turns"][0]["verdict_text"] = "because"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rollout = data(run)["rollouts"][0]
+    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == (
+        "judge",
+        "endpoint",
+        "because",
+    )
+    assert rollout["analysis"].endswith("a … (7 more characters)")
+
+
+def test_a_log_of_an_earlier_version_is_shown_without_what_it_lacks(run: Path) -> None:
+    gone = dict.fromkeys(
+        ("training", "prompt_ids", "prompt_shared", "plan_s", "tool_s", "scorer"), ...
+    )
+    for name in ("trajectories.jsonl", "held_out.jsonl"):
+        edit(run / name, **gone)
+    page = data(run)
+    assert page["notes"] == [
+        "No log-probs of the trainer: none of these rollouts was trained, or an earlier version "
+        "wrote the log. Colours show surprisal."
+    ]
+    turn = page["rollouts"][0]["turns"][1]
+    assert (turn["prompt"], turn["num_new_tokens"], turn["training"], turn["plan_s"]) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert turn["texts"][-1] == "<|end|>"
+
+
+def notes(run: Path) -> str:
+    return "\n".join(data(run)["notes"])
+
+
+def test_without_a_tokenizer_ids_remain(run: Path) -> None:
+    (run / "tokenizer.json").unlink()
+    turn = data(run)["rollouts"][0]["turns"][0]
+    assert (
+        turn["texts"] is None
+        and turn["prompt"] is None
+        and turn["ids"]
+        and turn["num_new_tokens"] > 0
+    )
+    assert "The tokenizer of the run is gone" in notes(run)
+
+
+def test_a_run_that_goes_on(run: Path) -> None:
+    (run / "summary.json").unlink()
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write('{"step": 5, "vers')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    page = data(run)
+    assert page["num_logged"] == 38 and page["step"] == 4
+    assert page["notes"] == [
+        "metrics.jsonl, trajectories.jsonl: the last line is incomplete and was left out; the run "
+        "is writing it, or was killed.",
+        "The run has not finished, or was interrupted: there is no summary.json yet.",
+    ]
+
+
+def test_a_run_that_has_just_begun(run: Path) -> None:
+    for name in ("summary.json", "trajectories.jsonl", "held_out.jsonl"):
+        (run / name).unlink()
+    (run / "metrics.jsonl").write_text("")
+    page = data(run)
+    assert (page["panels"], page["rollouts"], page["step"], page["reward"]) == ([], [], None, [])
+    assert "No step has been logged" in notes(run) and "No rollouts have been logged" in notes(run)
+
+
+def test_only_an_evaluation(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, -1, tensorboard=False)
+    log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
+    page = data(tmp_path)
+    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == (
+        [0.25, 0.25],
+        {"eval": 3.0},
+        [],
+        "",
+    )
+    assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.toml", "a = [", "config.toml is no TOML"),
+        ("manifest.json", "{", "manifest.json is no JSON"),
+        ("summary.json", "nonsense", "summary.json is no JSON"),
+        (
+            "metrics.jsonl",
+            'nonsense\n{"step": 1, "a": 2}\n',
+            "metrics.jsonl line 1 is not a JSON object",
+        ),
+        (
+            "trajectories.jsonl",
+            'nonsense\n{"step": 1}\n',
+            "trajectories.jsonl line 1 is not a JSON object",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_on_the_page_and_the_rest_is_shown(
+    run: Path, name: str, text: str, message: str
+) -> None:
+    (run / name).write_text(text)
+    page = data(run)
+    assert message in "\n".join(page["notes"])
+    assert page["rollouts"] and (page["panels"] or name == "metrics.jsonl")
+
+
+def test_long_curves_are_thinned(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "kl": {step}}}\n' for step in range(5000))
+    )
+    (panel,) = data(run)["panels"]
+    points = panel["lines"][0]["points"]
+    assert len(points) == 1000 and points[0] == [0, 0] and points[-1] == [4999, 4999]

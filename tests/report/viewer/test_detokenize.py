@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from flowtrain.report.viewer.detokenize import find_tokenizer, pieces, text_of
+
+ANY_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@ANY_FIXTURE
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_the_pieces_of_a_text_are_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text).ids
+    texts = pieces(tokenizer, ids)
+    assert len(texts) == len(ids) and "".join(texts) == text
+
+
+@ANY_FIXTURE
+@given(ids=st.lists(st.integers(0, 299), max_size=60))
+def test_any_ids_have_a_piece_each_and_none_is_lost(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """What a model samples need be no UTF-8 at all."""
+    texts = pieces(tokenizer, ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text_of(tokenizer, ids)
+
+
+def test_a_character_of_several_tokens_is_shown_by_its_last(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a😀é").ids
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "😀", "", "é"]
+    assert pieces(tokenizer, ids[:4]) == ["a", "", "", "\ufffd"], "cut off within it"
+
+
+def test_bytes_that_are_no_text_hold_nothing_up(tokenizer: Tokenizer) -> None:
+    byte = next(n for n in range(1, 300) if text_of(tokenizer, [n]) == "\ufffd")
+    texts = pieces(tokenizer, [byte] * 12 + tokenizer.encode("a").ids)
+    assert texts == ["", *["\ufffd"] * 11, "\ufffda"]
+
+
+def test_a_word_keeps_its_space() -> None:
+    """Some decoders strip it where a text begins, so a token must not be decoded alone."""
+    words = Tokenizer(models.WordLevel({"\u2581to": 0, "\u2581be": 1}, unk_token="\u2581to"))
+    words.decoder = decoders.Metaspace()
+    assert pieces(words, [0, 1, 1, 0]) == ["to", " be", " be", " to"]
+
+
+def test_a_special_token_is_shown(tokenizer: Tokenizer) -> None:
+    assert pieces(tokenizer, [0, 0]) == ["<|end|>", "<|end|>"]
+
+
+def test_the_tokenizer_is_looked_for_in_the_run_its_checkpoints_and_its_model(
+    tokenizer: Tokenizer, run: Path, tmp_path: Path
+) -> None:
+    def found() -> int | None:
+        tokenizer = find_tokenizer(run, str(tmp_path / "model"))
+        return None if tokenizer is None else tokenizer.get_vocab_size()
+
+    def place(folder: str, number: int) -> None:
+        smaller = Tokenizer.from_str(tokenizer.to_str())
+        smaller.add_tokens([f"<{n}>" for n in range(number)])
+        (run / folder).mkdir(parents=True)
+        smaller.save(str(run / folder / "tokenizer.json"))
+
+    (
+        place("../model", 1),
+        place("checkpoints/step_00000001", 2),
+        place("checkpoints/step_00000012", 3),
+    )
+    seen = [found()]
+    for gone in ("tokenizer.json", "checkpoints/step_00000012", "checkpoints", "../model"):
+        shutil.rmtree(run / gone) if (run / gone).is_dir() else (run / gone).unlink()
+        seen.append(found())
+    size = tokenizer.get_vocab_size()
+    assert seen == [size, size + 3, size + 2, size + 1, None]

@@ -1,0 +1,365 @@
+"""Batches of a dataflow as a rank gets them, from a real ledger behind a real service; what goes
+wrong with them is scripted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain.config import Config
+from flowtrain.config.command import Interrupt
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import Batch, Progress, Refused, Served, Unavailable
+from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.service import Service
+from flowtrain.run import batch_source as feeds
+from flowtrain.run.batch_source import BatchSource, connect, versions
+from flowtrain.run.heartbeat import Heartbeat
+from flowtrain.training.world import World
+from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
+from tests.dataflow.groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
+from tests.http_servers import running
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+class Place:
+    """A ledger behind a service, and the feeds of its trainers."""
+
+    def __init__(self, cleanup: ExitStack, folder: Path) -> None:
+        self._cleanup, self.folder = cleanup, folder
+        self.notes: list[str] = []
+        self.interrupt = Interrupt()
+        self.ledger = self.new_ledger("one")
+        self.url = self.serve(self.ledger)
+
+    def new_ledger(self, name: str) -> Ledger:
+        made = ledger(self.folder / f"{name}.sqlite")
+        self._cleanup.callback(made.close)
+        return made
+
+    def serve(self, ledger: Ledger) -> str:
+        return self._cleanup.enter_context(running(Service(ledger, ledger.run, "secret")))
+
+    def batch_source(self, url: str = "", client: Any = None, **dataflow: Any) -> BatchSource:
+        values = {
+            "rollout": {"num_questions": 4},
+            "dataflow": {"url": url or self.url, "max_staleness": 1, "wait_s": 30, **dataflow},
+        }
+        config = Config.model_validate(values)
+        made = BatchSource(
+            client or connect(config), config, ALONE, self.interrupt, self.notes.append
+        )
+        self._cleanup.callback(made.close)
+        return made
+
+    def fill(self, num: int, version: int = 0) -> list[int]:
+        joined(self.ledger)
+        leases = lease(self.ledger, num)
+        assert [push(self.ledger, each, version) for each in leases] == ["committed"] * num
+        return [each.unit for each in leases]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("FLOWTRAIN_TOKEN", "secret")
+    with ExitStack() as cleanup:
+        yield Place(cleanup, tmp_path)
+
+
+def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    assert batch_source.run == place.ledger.run
+    place.fill(5)
+    groups = batch_source.next_batch(1)
+    assert groups is not None and [each.index for each in groups] == [0, 1, 2, 3]
+    assert all(
+        each.trajectories == group(each.trajectories[0].task).trajectories for each in groups
+    )
+    assert (
+        batch_source.metrics["dataflow/staleness_mean"]
+        == batch_source.metrics["dataflow/staleness_max"]
+        == batch_source.metrics["dataflow/replay_share"]
+        == 0
+    )
+    assert (
+        batch_source.metrics["dataflow/num_buffered"] == 1
+        and batch_source.metrics["dataflow/waited_s"] >= 0
+    )
+
+
+def test_a_rank_gets_its_share(place: Place) -> None:
+    feeds = [place.batch_source() for _ in range(2)]
+    for rank, batch_source in enumerate(feeds):
+        batch_source.register(LAYOUT, "weights", 0, "")
+        batch_source._world = replace(ALONE, rank=rank, size=2)
+    place.fill(4)
+    assert [
+        [served.place for served in batch_source._full(1).groups] for batch_source in feeds
+    ] == [[0, 2], [1, 3]]
+
+
+def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "/weights", 0, "")
+    place.fill(4)
+    batch_source.next_batch(1)
+    batch_source.report_progress(1, 0)
+    batch_source.report_progress(1, 1, is_done=True)
+    batch_source.close()
+    policy = place.ledger.status()["policies"]["planner"]
+    assert (policy["state"], policy["version"], policy["checkpoint"]) == ("done", 1, 1)
+
+
+def test_staleness_is_counted_in_tokens(place: Place) -> None:
+    """Two groups of 8 tokens of version 0, two of version 1, for step 2."""
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    place.fill(4)
+    batch_source.next_batch(1)
+    batch_source.report_progress(1, 0)
+    place.fill(2, version=0)
+    place.fill(2, version=1)
+    batch_source.next_batch(2)
+    assert (
+        batch_source.metrics["dataflow/staleness_mean"],
+        batch_source.metrics["dataflow/staleness_max"],
+    ) == (0.5, 1)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("register", "token", "words"),
+    [
+        ((LAYOUT, "weights", 3, ""), "secret", "a checkpoint of step 3 is of another run"),
+        (
+            ("other", "weights", 0, ""),
+            "secret",
+            "has layout other, this run has trained one of layout-1",
+        ),
+        ((LAYOUT, "weights", 0, ""), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN"),
+    ],
+)
+def test_who_does_not_fit_is_told_why(
+    place: Place, register: tuple[Any, ...], token: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = place.batch_source()
+    first.register(LAYOUT, "weights", 0, "")
+    place.fill(4)
+    first.next_batch(1)
+    monkeypatch.setenv("FLOWTRAIN_TOKEN", token)
+    with pytest.raises(UserError, match=f"^dataflow.url='{place.url}': .*{words}"):
+        place.batch_source().register(*register)
+
+
+def test_a_batch_that_was_not_announced_is_refused(place: Place) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    with pytest.raises(UserError, match="step 7 of planner"):
+        batch_source.next_batch(7)
+
+
+def test_a_checkpoint_of_another_database_is_refused_before_anything_is_changed_there(
+    place: Place,
+) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    other = place.new_ledger("two")
+    with pytest.raises(
+        UserError,
+        match=f"this is run '{other.run}', but the checkpoint was trained from "
+        f"'{batch_source.run}'",
+    ):
+        place.batch_source(place.serve(other)).register(LAYOUT, "weights", 0, batch_source.run)
+    assert other.status()["policies"] == {}
+    place.batch_source().register(LAYOUT, "weights", 0, batch_source.run)
+
+
+# ---- waiting
+
+
+def test_waiting_ends_with_what_is_missing(place: Place) -> None:
+    batch_source = place.batch_source(wait_s=0.6)
+    batch_source.register(LAYOUT, "weights", 0, "")
+    place.fill(3)
+    with pytest.raises(
+        UserError,
+        match=r"step 1 lacks 1 of 4 groups; 0 under way at 1 nodes; dataflow.wait_s=0.6 s are over",
+    ):
+        batch_source.next_batch(1)
+
+
+def test_who_watches_learns_what_is_missing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_FIRST_NOTE_S", 0.1)
+    monkeypatch.setattr(feeds, "_TICK_S", 0.02)
+    monkeypatch.setattr(feeds, "_ASK_S", 0.02)
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    told = threading.Event()
+    batch_source._note = lambda text: (place.notes.append(text), "lacks" in text and told.set())  # type: ignore[func-returns-value,assignment]
+    thread = threading.Thread(target=lambda: told.wait(30) and place.fill(4))
+    thread.start()
+    assert batch_source.next_batch(1) is not None
+    thread.join()
+    assert place.notes[-1].startswith("step 1 lacks 4 of 4 groups; 0 under way at 0 nodes (")
+
+
+def test_a_run_that_is_asked_to_end_waits_no_longer(place: Place) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    place.interrupt.requested = True
+    assert batch_source.next_batch(1) is None
+    batch_source.close()
+    assert not batch_source._thread._threads or not any(
+        thread.is_alive() for thread in batch_source._thread._threads
+    )
+
+
+def test_one_that_waits_for_a_service_that_never_came_can_be_ended(place: Place) -> None:
+    place.interrupt.requested = True
+    with pytest.raises(KeyboardInterrupt):
+        place.batch_source("http://127.0.0.1:9").register(LAYOUT, "weights", 0, "")
+
+
+def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> None:
+    batch_source = place.batch_source()
+    batch_source.register(LAYOUT, "weights", 0, "")
+    place.fill(4)
+    batch_source._answer(lambda: batch_source._full(1), batch_source._missing)
+    place.interrupt.requested = True
+    while (
+        groups := batch_source.next_batch(1)
+    ) is None:  # asked for before it was there, if the machine is slow
+        pass
+    assert len(groups) == 4
+
+
+# ---- a service that is wrong
+
+
+class Serving:
+    """Answers with one batch, whatever is asked."""
+
+    def __init__(self, *groups: Served) -> None:
+        self._batch = Batch(groups, 0)
+
+    def batch(self, request: Any) -> Batch:
+        return self._batch
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def spans(*versions: int) -> Group:
+    """A rollout with one token of each version in its first turn, and none in the second."""
+    whole = group(TASKS[0], num=1)
+    parts = tuple(VersionSpan(index, index + 1, version) for index, version in enumerate(versions))
+    return replace(
+        whole, trajectories=(replace(whole.trajectories[0], turns=(turn(parts), turn(()))),)
+    )
+
+
+def served(*groups: Group, first: int = 0) -> list[Served]:
+    return [
+        Served(first + index, 10 + index, pack_group(each), False)
+        for index, each in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_token_that_is_too_old_is_an_error_that_names_it(place: Place, step: int) -> None:
+    """Of every span: the first and the last of this group are fresh."""
+    batch_source = place.batch_source(
+        client=Serving(*served(spans(6), spans(6, 4, 6), spans(6), spans(6)))
+    )
+    if step == 6:
+        batch_source.next_batch(step)
+        assert (
+            batch_source.metrics["dataflow/staleness_max"],
+            batch_source.metrics["dataflow/staleness_mean"],
+        ) == (1, pytest.approx(-4 / 6))
+        return
+    with pytest.raises(
+        RuntimeError,
+        match=r"unit 11 came for step 7 with tokens of version 4, 2 versions behind; "
+        r".*max_staleness=1",
+    ):
+        batch_source.next_batch(step)
+
+
+def test_a_group_at_another_place_is_an_error(place: Place) -> None:
+    batch_source = place.batch_source(
+        client=Serving(*served(spans(0), spans(0), spans(0), spans(0), first=1))
+    )
+    with pytest.raises(RuntimeError, match="unit 10 came for place 1 of its batch instead of 0"):
+        batch_source.next_batch(1)
+
+
+def test_versions_are_those_of_the_policy_that_is_trained() -> None:
+    call = Call((1,), (2, 3), (-0.1, -0.2), (VersionSpan(0, 2, 9),), FinishReason.STOP)
+    both = spans(3, 4)
+    (trajectory,) = both.trajectories
+    turns = (replace(trajectory.turns[0], verifier_call=call), trajectory.turns[1])
+    both = replace(
+        both,
+        trajectories=(replace(trajectory, turns=turns), replace(trajectory, error="planner: down")),
+    )
+    assert list(versions(both, "planner")) == [(3, 1), (4, 1)]
+    assert list(versions(both, "verifier")) == [(9, 2)]
+
+
+# ---- reports
+
+
+class Hearing:
+    """Notes what is told, one at a time; the first times the service is not there."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures, self.told = failures, queue.Queue[Progress]()
+
+    def progress(self, progress: Progress) -> None:
+        if self.failures:
+            raise self.failures.pop()
+        self.told.put(progress)
+
+
+def test_reports_come_in_order_with_the_seconds_of_their_step_and_survive_a_silence() -> None:
+    hearing = Hearing([Unavailable("down"), Refused("odd")])
+    heartbeat = Heartbeat(hearing, interval_s=60.0)  # type: ignore[arg-type]
+    heartbeat.start(Progress("planner", 0, 0))
+    heartbeat.report_progress(Progress("planner", 1, 0))
+    for version in (2, 3):
+        heartbeat.waited(0.25)
+        heartbeat.waited(0.5)
+        heartbeat.report_progress(Progress("planner", version, 0))
+    heartbeat.close()
+    told = [hearing.told.get_nowait() for _ in range(2)]
+    assert [each.version for each in told] == [2, 3] and hearing.told.empty()
+    assert [each.waited_s for each in told] == [0.75, 0.75] and all(
+        each.busy_s == 0 for each in told
+    )
+
+
+def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
+    hearing = Hearing([])
+    heartbeat = Heartbeat(hearing, interval_s=0.01)  # type: ignore[arg-type]
+    heartbeat.start(Progress("planner", 0, 0))
+    heartbeat.waited(2.0)
+    heartbeat.report_progress(Progress("planner", 1, 0))
+    told = [hearing.told.get(timeout=30) for _ in range(4)]
+    heartbeat.close()
+    assert [each.version for each in told][-2:] == [1, 1] and [
+        each.waited_s for each in told if each.version == 1
+    ][:2] == [2.0, 0.0]

@@ -1,0 +1,314 @@
+"""Statistics of rollouts against numbers worked out by hand, and held-out evaluation with the real
+tools and scripted planners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flowtrain.agents.build import make_flow, make_tools
+from flowtrain.agents.expert import ScriptedPlanner
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
+from flowtrain.agents.prompts import CompactPrompt
+from flowtrain.config import Config
+from flowtrain.run.evaluation import Evaluation, evaluate
+from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.tasks.sets import TaskSet, task_set
+from flowtrain.tools import Tool
+from flowtrain.training.model import new_tokenizer
+from flowtrain.training.world import World
+from flowtrain.types import (
+    Action,
+    BranchPoint,
+    Completion,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+WORLD = World(0, 1, torch.device("cpu"))
+TOOLS = ("Search", "Python_Coder", "Base_Generator")
+
+
+def turn(tool: str | None, num_prompt: int, num_response: int, error: str | None = None) -> Turn:
+    action = None if tool is None else Action("", "", "x", tool)
+    result = ToolResult("" if error else "found", error)
+    ids = tuple(range(num_response))
+    done = (ids, (-1.0,) * num_response, (), FinishReason.STOP)
+    return Turn((0,) * num_prompt, *done, "", action, "", result, Verdict.CONTINUE, 0.1)
+
+
+def rollout(reward: float | None, *turns: Turn, truncated: str = "") -> Trajectory:
+    return Trajectory(Task("t", "q", ("x",)), turns, "x", 1.0, 0, truncated, reward)
+
+
+ROLLOUTS = (
+    rollout(1.0, turn("Search", 10, 4), turn("Python_Coder", 20, 6)),
+    rollout(
+        0.0,
+        turn(None, 10, 2, "malformed"),
+        turn("Search", 15, 3, "nothing found"),
+        turn("Search", 15, 5),
+        truncated="turns",
+    ),
+    rollout(0.0, turn(NO_TOOL + "Calculator", 10, 4, "not found"), truncated="time"),
+    rollout(0.5, truncated="prompt"),
+)
+
+# ---- statistics
+
+
+def test_statistics_by_hand() -> None:
+    """4 rollouts, 6 turns, 95 - 15 = 80 prompt tokens, 24 response tokens."""
+    stats = RolloutStats.of(ROLLOUTS, TOOLS, WORLD)
+    assert stats == RolloutStats(
+        num_rollouts=4,
+        failed_rollouts=0,
+        straggler_rollouts=0,
+        reward_mean=1.5 / 4,
+        turns_mean=6 / 4,
+        malformed_share=2 / 6,
+        tool_error_share=1 / 6,
+        response_len_mean=24 / 6,
+        num_sampled_tokens=24,
+        sub_goal_mean=0.0,
+        reward_density=1000 * 1.5 / 24,
+        hinted_share=0.0,
+        prompt_len_mean=80 / 6,
+        out_of_turns_share=1 / 4,
+        out_of_time_share=2 / 4,
+        tool_shares={"Search": 3 / 6, "Python_Coder": 1 / 6, "Base_Generator": 0.0},
+    )
+    assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
+
+
+def test_a_branch_sampled_only_what_its_root_had_not() -> None:
+    """It left the second turn at token 2: 4 tokens of the first turn and 2 of the second are its
+    root's.
+    """
+    branch = replace(ROLLOUTS[0], branch=BranchPoint(0, 1, 2, 1.0))
+    assert RolloutStats.of([branch], TOOLS, WORLD).num_sampled_tokens == 4
+    assert RolloutStats.of([ROLLOUTS[0], branch], TOOLS, WORLD).num_sampled_tokens == 14
+
+
+def test_sub_goals_and_hints_are_means_over_rollouts() -> None:
+    trajectories = (
+        replace(ROLLOUTS[0], sub_goals=0.5),
+        replace(ROLLOUTS[1], sub_goals=1.0, hint_turn=0),
+        ROLLOUTS[3],
+    )
+    stats = RolloutStats.of(trajectories, TOOLS, WORLD)
+    assert (stats.sub_goal_mean, stats.hinted_share) == (0.5, 1 / 3)
+
+
+def test_statistics_of_nothing_are_zeros() -> None:
+    stats = RolloutStats.of([], TOOLS, WORLD)
+    assert (
+        stats.num_rollouts,
+        stats.reward_mean,
+        stats.turns_mean,
+        stats.tool_shares["Search"],
+    ) == (0, 0, 0, 0)
+
+
+def test_a_rollout_that_was_not_scored_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        RolloutStats.of([rollout(None)], TOOLS, WORLD)
+
+
+def test_a_rollout_that_failed_is_counted_and_has_no_part_in_the_mean_reward() -> None:
+    failed = replace(rollout(None, turn("Search", 10, 4)), error="generator: no reply")
+    cut = rollout(0.0, truncated="straggler")
+    stats = RolloutStats.of([rollout(1.0), failed, cut], TOOLS, WORLD)
+    assert (stats.num_rollouts, stats.failed_rollouts, stats.straggler_rollouts) == (3, 1, 1)
+    assert (stats.reward_mean, stats.out_of_time_share, stats.turns_mean) == (1 / 2, 1 / 3, 1 / 3)
+
+
+def test_metrics_are_flat() -> None:
+    metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
+    assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
+    assert set(metrics) == {
+        *(
+            "reward_mean",
+            "turns_mean",
+            "malformed_share",
+            "tool_error_share",
+            "response_len_mean",
+            "num_sampled_tokens",
+            "prompt_len_mean",
+        ),
+        *(
+            "failed_rollouts",
+            "straggler_rollouts",
+            "sub_goal_mean",
+            "reward_density",
+            "hinted_share",
+        ),
+        *(
+            "out_of_turns_share",
+            "out_of_time_share",
+            "tool_share/Search",
+            "tool_share/Python_Coder",
+            "tool_share/Base_Generator",
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class FakeWorld:
+    """One of two ranks whose other half reports the same numbers."""
+
+    rank: int
+    size: int = 2
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [2 * value for value in values]
+
+
+def test_statistics_are_over_all_ranks() -> None:
+    alone, both = (RolloutStats.of(ROLLOUTS, TOOLS, world) for world in (WORLD, FakeWorld(0)))  # type: ignore[arg-type]
+    assert (both.num_rollouts, both.num_sampled_tokens) == (8, 48)
+    assert replace(both, num_sampled_tokens=24).metrics() == pytest.approx(alone.metrics())
+
+
+# ---- evaluation with the real tools on the real questions
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return Config.model_validate({"tasks": {"num_train": 50}, "eval": {"num_tasks": 60}})
+
+
+@pytest.fixture(scope="module")
+def tasks(config: Config) -> TaskSet:
+    return task_set(config)
+
+
+@pytest.fixture(scope="module")
+def tools(config: Config, tasks: TaskSet) -> Iterator[dict[str, Tool]]:
+    made = make_tools(config, tasks)
+    yield made
+    for tool in made.values():
+        tool.close()
+
+
+class FakeEngine:
+    """Only knows how long it may get."""
+
+    version, max_tokens = 0, 10_000
+
+
+def expert(tasks: TaskSet, error: float) -> Planner:
+    tokenizer = new_tokenizer([task.question for task in tasks.train], 300)
+    like = PolicyPlanner(FakeEngine(), tokenizer, CompactPrompt(), TOOLS, 10, 1.0, 1.0)  # type: ignore[arg-type]
+    return ScriptedPlanner(like, error, tokenizer.eos_token_id)
+
+
+def run(
+    config: Config,
+    planner: Planner,
+    tools: dict[str, Tool],
+    tasks: Sequence[Task],
+    world: World = WORLD,
+) -> Evaluation:
+    return evaluate(make_flow(config, planner, tools, max_turns=3), tasks, 0, TOOLS, world, 512)
+
+
+@pytest.mark.parametrize("split", ["texts", "entities", "forms"])
+def test_a_planner_that_follows_the_plans_is_always_right(
+    config: Config, tasks: TaskSet, tools: dict[str, Tool], split: str
+) -> None:
+    """Questions, plans, tools, verifier, generator and scorer agree with each other."""
+    result = run(config, expert(tasks, 0.0), tools, tasks.held_out[split])
+    wrong = [
+        (t.task.question, t.answer, t.task.answers) for t in result.trajectories if t.reward != 1
+    ]
+    assert not wrong
+    assert (result.stats.reward_mean, result.stats.num_rollouts) == (1.0, 60)
+    assert set(result.by_num_turns) == {"1", "2", "3"} and set(result.by_num_turns.values()) == {
+        1.0
+    }
+    assert (
+        {"lookup", "chain", "sum"}
+        <= set(result.by_kind)
+        <= {"lookup", "chain", "sum", "arithmetic"}
+    )
+    assert set(result.by_kind.values()) == {1.0}
+    assert [len(t.turns) for t in result.trajectories] == [
+        t.task.num_turns for t in result.trajectories
+    ]
+    assert (
+        result.stats.malformed_share,
+        result.stats.tool_error_share,
+        result.stats.out_of_turns_share,
+    ) == (0, 0, 0)
+    assert result.stats.tool_shares["Base_Generator"] == 0
+
+
+def test_a_planner_that_only_guesses_is_nearly_always_wrong(
+    config: Config, tasks: TaskSet, tools: dict[str, Tool]
+) -> None:
+    result = run(config, expert(tasks, 1.0), tools, tasks.held_out["texts"])
+    assert result.stats.reward_mean < 0.1
+    assert (result.stats.turns_mean, result.stats.tool_shares["Base_Generator"]) == (1.0, 1.0)
+
+
+@dataclass
+class FakePlanner:
+    """Right about questions of one kind, malformed about all others."""
+
+    kind: str
+    right: Planner
+
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
+        if task.kind == self.kind:
+            return await self.right.plan(task, memory, turn, seed, deadline_s)
+        return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "well", None)
+
+
+def test_rewards_are_told_apart_by_kind_and_by_turns(
+    config: Config, tasks: TaskSet, tools: dict[str, Tool]
+) -> None:
+    held_out = tasks.held_out["texts"]
+    result = run(config, FakePlanner("chain", expert(tasks, 0.0)), tools, held_out)
+    counts = {kind: sum(task.kind == kind for task in held_out) for kind in result.by_kind}
+    assert result.by_kind == {"arithmetic": 0.0, "chain": 1.0, "lookup": 0.0, "sum": 0.0}
+    assert result.by_num_turns == {"1": 0.0, "2": 1.0, "3": 0.0}
+    assert result.stats.reward_mean == pytest.approx(counts["chain"] / 60)
+    others = 60 - counts["chain"]
+    assert result.stats.out_of_turns_share == pytest.approx(others / 60)
+    assert result.stats.malformed_share == pytest.approx(
+        3 * others / (3 * others + 2 * counts["chain"])
+    )
+
+
+def test_a_rank_evaluates_its_share_and_counts_all_tasks(
+    config: Config, tasks: TaskSet, tools: dict[str, Tool]
+) -> None:
+    by_kind = {
+        kind: [task for task in tasks.held_out["texts"] if task.kind == kind]
+        for kind in ("sum", "chain", "lookup")
+    }
+    held_out = [by_kind["sum"][0], *by_kind["chain"][:4], *by_kind["lookup"][:6]]
+    result = run(config, expert(tasks, 0.0), tools, held_out, FakeWorld(1))  # type: ignore[arg-type]
+    assert [t.task for t in result.trajectories] == list(held_out[1::2])
+    # The other rank reports the same sums for the same labels, also for "sum", of which this rank
+    # has none.
+    assert result.by_kind == {"sum": 0.0, "chain": 2 * 2 / 4, "lookup": 2 * 3 / 6}
+
+
+def test_evaluation_repeats(config: Config, tasks: TaskSet, tools: dict[str, Tool]) -> None:
+    first, second = (
+        run(config, expert(tasks, 0.5), tools, tasks.held_out["texts"]) for _ in range(2)
+    )
+    assert first.stats == second.stats and 0 < first.stats.reward_mean < 1

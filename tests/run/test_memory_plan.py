@@ -1,0 +1,331 @@
+"""The memory plan: activations counted on shapes against those of a real pass, and against the
+layers' own sums; and what it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from flowtrain.config import Config
+from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
+from flowtrain.training import attention
+from flowtrain.training import model as models
+from flowtrain.training.attention import Forest
+from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.model import ShardSpec
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import pack_rows
+from flowtrain.training.world import World
+from flowtrain.types import Sample, UserError
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+}
+CONFIGS = {
+    "Qwen3": Qwen3Config(**SHAPE, num_key_value_heads=4, head_dim=16),
+    "Qwen3, two key heads": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16),
+    "Qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "Llama": LlamaConfig(**SHAPE, num_key_value_heads=4),
+}
+GROUPED = {"num_attention_heads": 28, "num_key_value_heads": 4}
+NUM_TOKENS = 96
+BILLION = 10**9
+GB_80, GB_24 = 80 * BILLION, 24 * BILLION
+
+
+def settings(**sections: dict[str, Any]) -> Config:
+    """fp32, rows of 96 tokens and no reference, where nothing else is said."""
+    defaults: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "train": {"token_budget": NUM_TOKENS},
+        "algorithm": {"kl_coef": 0.0},
+    }
+    return Config.model_validate({**defaults, **sections})
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    return Config.model_validate({**config.model_dump(), **sections})
+
+
+def plan(config: Config, model: Any, num_ranks: int, gpu_bytes: int = 0) -> MemoryPlan:
+    """With an engine for the model alone."""
+    return plan_memory(config, model, [model.num_parameters()], num_ranks, gpu_bytes)
+
+
+def build(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+
+def with_layers(number: int) -> Qwen3Config:
+    return Qwen3Config(**{**SHAPE, "num_hidden_layers": number}, num_key_value_heads=4, head_dim=16)
+
+
+def kept_bytes(config: Any) -> int:
+    """What autograd keeps of a real forward pass on one chain of tokens, parameters and the row's
+    own tensors left out.
+    """
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).train()
+    forest = Forest.of(torch.full((NUM_TOKENS,), NUM_TOKENS))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.arange(NUM_TOKENS)[None] % 64
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, forest=forest)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activations_are_those_of_a_real_pass(name: str) -> None:
+    at_head, peak = activations(CONFIGS[name], torch.float32, NUM_TOKENS, recompute=False)
+    assert at_head == pytest.approx(kept_bytes(CONFIGS[name]), rel=0.02)
+    assert at_head < peak < 1.5 * at_head
+
+
+def test_a_layer_of_qwen3_keeps_what_can_be_counted_by_hand() -> None:
+    """Per token and in numbers of fp32: around each of two norms the input, the normalised and the
+    weighted one; queries and keys before and after their norms and after rotation; values;
+    attention's output twice, and one number per head; four of the MLP's width.
+    """
+    four, five = (
+        activations(with_layers(num), torch.float32, NUM_TOKENS, False)[0] for num in (4, 5)
+    )
+    by_hand = 2 * 3 * 64 + 2 * 3 * 64 + 64 + 2 * 64 + 4 + 4 * 160
+    norms = 2 + 2 * 4  # the reciprocal deviation of each
+    assert (five - four) / 4 / NUM_TOKENS == pytest.approx(by_hand + norms, rel=0.01)
+
+
+def test_recomputing_keeps_the_inputs_of_layers_and_one_layer_whole() -> None:
+    config = CONFIGS["Qwen3"]
+    at_head, peak = activations(config, torch.float32, NUM_TOKENS, recompute=True)
+    whole, whole_peak = activations(config, torch.float32, NUM_TOKENS, recompute=False)
+    assert at_head == pytest.approx(4 * NUM_TOKENS * 64 * (config.num_hidden_layers + 3), rel=0.25)
+    one_layer = whole - activations(with_layers(4), torch.float32, NUM_TOKENS, recompute=False)[0]
+    assert peak == pytest.approx(at_head + one_layer + (whole_peak - whole), rel=0.15)
+
+
+def test_bf16_takes_less_and_more_tokens_take_more() -> None:
+    config = CONFIGS["Qwen2"]
+    full, half, twice = (
+        activations(config, dtype, n, False)[1]
+        for dtype, n in ((torch.float32, 96), (torch.bfloat16, 96), (torch.float32, 192))
+    )
+    assert 0.5 * full < half < 0.8 * full and twice == pytest.approx(2 * full, rel=0.02)
+
+
+def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CONFIGS["Llama"])
+    num = model.num_parameters()
+    alone = plan(settings(), model, 1).parts
+    assert (alone["weights"], alone["gradients"], alone["moments"]) == (4 * num, 4 * num, 8 * num)
+    assert (alone["reference"], alone["gathered"], alone["published"], alone["engine"]) == (
+        0,
+        0,
+        4 * num,
+        4 * num,
+    )
+    two = settings(model={"dtype": "bfloat16"}, algorithm={"kl_coef": 0.001})
+    whole = plan(two, model, 2).parts
+    assert (whole["weights"], whole["moments"], whole["reference"], whole["gathered"]) == (
+        2 * num,
+        4 * num,
+        2 * num,
+        2 * num,
+    )
+    assert (whole["published"], whole["engine"]) == (num, 2 * num)
+    monkeypatch.setattr(models, "_SMALL", 0)
+    layers = plan(two, model, 2).parts
+    num_layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert layers["gathered"] == 2 * (num - 3 * num_layer)
+    kept = plan(changed(two, train={"token_budget": 96, "reshard": False}), model, 2).parts
+    assert kept["gathered"] == 2 * num
+    away = plan(changed(two, train={"token_budget": 96, "offload": True}), model, 2, GB_80).parts
+    assert not any(
+        away[name] for name in ("weights", "gradients", "moments", "reference", "published")
+    )
+    assert away["gathered"] == layers["gathered"] and away["activations"] == layers["activations"]
+
+
+def test_ranks_that_only_train_have_no_engine() -> None:
+    model = build(CONFIGS["Llama"])
+    assert plan(settings(rollout={"num_engine_ranks": 1}), model, 1).parts["engine"] == 0
+    apart = settings(rollout={"engine": "vllm", "num_engine_ranks": 1})
+    assert plan(apart, model, 1, GB_80).vllm == 0
+
+
+def test_every_policy_that_is_sampled_from_has_an_engine() -> None:
+    model = build(CONFIGS["Llama"])
+    assert plan_memory(settings(), model, [1000, 10], 1).parts["engine"] == 4 * 1010
+    assert plan_memory(settings(), model, [], 1).parts["engine"] == 0
+    half = settings(rollout={"engine": "vllm"}, vllm={"gpu_memory_utilization": 0.25})
+    assert plan_memory(half, model, [1000, 10], 1, GB_80).vllm == 40 * BILLION
+    cached = settings(rollout={"engine": "vllm"}, vllm={"kv_cache_gb": 2.0})
+    assert plan_memory(cached, model, [1000, 10], 1, GB_80).vllm == 4 * 1010 + 4 * 2**30
+
+
+def test_a_reference_that_places_branches_counts_too() -> None:
+    branching = settings(algorithm={"name": "appo", "kl_coef": 0.0}, appo={"omega": "reference"})
+    found = plan(branching, build(CONFIGS["Llama"]), 1)
+    assert found.parts["reference"] == found.parts["weights"] > 0
+
+
+def test_the_plan_is_told_in_a_line() -> None:
+    found = plan(settings(train={"token_budget": 4096}), build(CONFIGS["Llama"]), 1)
+    assert found.num_bytes == sum(found.parts.values())
+    assert found.text().startswith(
+        f"memory of a rank at the peak of a step, predicted: {found.num_bytes / 1e9:.3g} GB "
+        "(weights "
+    )
+    assert "reference" not in found.text()
+
+
+# ---- what is sure not to fit
+
+
+@pytest.mark.parametrize(
+    ("vllm", "expected"),
+    [
+        ({"gpu_memory_utilization": 0.25}, 20 * BILLION),
+        ({"kv_cache_gb": 10.0}, 2 * 1000 + 10 * 2**30),
+    ],
+)
+def test_what_vllm_takes_of_the_gpu(vllm: dict[str, Any], expected: int) -> None:
+    assert _vllm_bytes(settings(vllm=vllm), 2000, GB_80) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gpu_bytes", "options", "fits"),
+    [
+        (8, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}}, True),
+        (4, GB_80, {"rollout": {"engine": "vllm", "num_engine_ranks": 4}}, True),
+        (1, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}}, False),
+        (1, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}, "train": {"offload": True}}, True),
+    ],
+)
+def test_the_shipped_configs_fit_where_their_comments_say(
+    num_ranks: int, gpu_bytes: int, options: dict[str, Any], fits: bool
+) -> None:
+    with torch.device("meta"):
+        model = build(
+            Qwen2Config(
+                vocab_size=152064,
+                hidden_size=3584,
+                intermediate_size=18944,
+                num_hidden_layers=28,
+                **GROUPED,
+            )
+        )
+    assert model.num_parameters() == pytest.approx(7.6e9, rel=0.01)
+    config = settings(
+        **{
+            "model": {"dtype": "bfloat16"},
+            "algorithm": {"kl_coef": 0.001},
+            "rollout": {"engine": "vllm"},
+            **options,
+        }
+    )
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(UserError, match="before any activation")
+    ):
+        plan(config, model, num_ranks, gpu_bytes).check(config)
+
+
+SURE = {"weights": 8, "gradients": 8, "moments": 16, "reference": 4, "published": 2, "engine": 3}
+"""GB"""
+
+
+@pytest.mark.parametrize(
+    ("vllm", "sleeps", "needed"), [(0, False, 41), (5, False, 46), (5, True, 41), (12, True, 45)]
+)
+def test_what_is_needed_for_sure_is_compared_to_the_byte(
+    vllm: int, sleeps: bool, needed: int
+) -> None:
+    """What depends on the length of rows does not count; a vLLM that sleeps and the gradients are
+    not there at the same time.
+    """
+    parts = {
+        **{name: number * BILLION for name, number in SURE.items()},
+        "gathered": 7 * BILLION,
+        "activations": BILLION,
+        "head": 1,
+    }
+    config = settings(rollout={"engine": "vllm"}, vllm={"sleep": sleeps})
+    MemoryPlan(parts, vllm * BILLION, needed * BILLION).check(config)
+    MemoryPlan(parts, vllm * BILLION, 0).check(config)  # no GPU, nothing to compare with
+    with pytest.raises(UserError):
+        MemoryPlan(parts, vllm * BILLION, needed * BILLION - 1).check(config)
+
+
+def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
+    parts = {
+        **{name: number * BILLION for name, number in SURE.items()},
+        "engine": 0,
+        "activations": BILLION,
+    }
+    config = settings(
+        rollout={"engine": "vllm"},
+        algorithm={"kl_coef": 0.001},
+        vllm={"gpu_memory_utilization": 0.5},
+    )
+    with pytest.raises(UserError) as refusal:
+        MemoryPlan(parts, 12 * BILLION, GB_24).check(config)
+    assert str(refusal.value) == (
+        "the GPU of a rank has 24 GB and training needs 50 GB before any activation (weights 8, "
+        "gradients 8, moments 16, reference 4, "
+        "published 2, vLLM 12): start more ranks, or algorithm.kl_coef = 0, or train.offload = "
+        "true, or vllm.gpu_memory_utilization < 0.5, "
+        "or vllm.sleep = true"
+    )
+    with pytest.raises(UserError, match=r"or vllm.kv_cache_gb < 9.0, or vllm.sleep = true$"):
+        MemoryPlan(parts, 12 * BILLION, GB_24).check(changed(config, vllm={"kv_cache_gb": 9.0}))
+    with pytest.raises(UserError, match=r": start more ranks, or train.offload = true$"):
+        MemoryPlan(parts, 0, GB_24).check(settings())
+
+
+# ---- beside what was measured
+
+
+def test_the_resident_set_grows_by_what_was_planned() -> None:
+    """A row of 8,192 tokens through 4 layers of width 128; glibc keeps some of what is given back
+    to it, so at least the plan.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **{**SHAPE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},
+        num_key_value_heads=4,
+        head_dim=32,
+    )
+    alone, model = World(0, 1, torch.device("cpu")), build(config)
+    peak = MemoryPeak(alone.device)
+    parts = plan(settings(train={"token_budget": 8192}), model, 1).parts
+    planned = sum(number for name, number in parts.items() if name not in ("published", "engine"))
+    trainer = Trainer(
+        models.shard(model, alone, ShardSpec(torch.float32)), alone, LossSpec(), OptimSpec(lr=1e-4)
+    )
+    ids = tuple(range(64)) * 8
+    samples = [
+        Sample(
+            (seed, *ids[seed : seed + 341]), ids[:171], (-4.0,) * 171, (1.0,) * 171, (1.0,) * 171
+        )
+        for seed in range(16)
+    ]
+    trainer.step([pack_rows(samples, 8192, share=False)])
+    assert 0.8 * planned < peak.num_bytes() < 4 * planned

@@ -1,0 +1,76 @@
+"""Shares of verdicts, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowtrain.config import Config
+from flowtrain.run.verdict_stats import verdict_metrics
+from flowtrain.training.world import World
+from flowtrain.types import Action, Call, FinishReason, Task, ToolResult, Trajectory, Turn, Verdict
+
+WORLD = World(0, 1, torch.device("cpu"))
+CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
+
+
+def turn(tool: str, text: str, verdict: Verdict, call: Call | None = CALL) -> Turn:
+    action, result = Action("", "", "area of Chad", tool), ToolResult("The area of Chad is 1284.")
+    return Turn(
+        (1,),
+        (2,),
+        (-1.0,),
+        (),
+        FinishReason.STOP,
+        "",
+        action,
+        "",
+        result,
+        verdict,
+        0.1,
+        verdict_text=text,
+        verifier_call=call,
+    )
+
+
+TASK = Task("t", "What is the area of Chad?", ("1284",))
+ROLLOUTS = [
+    Trajectory(
+        TASK,
+        (
+            turn(
+                "Python_Coder", "Conclusion: CONTINUE", Verdict.CONTINUE
+            ),  # the rule wants a passage
+            turn(
+                "Search", "Conclusion: stop", Verdict.CONTINUE
+            ),  # malformed, and the rule stops at a passage
+            turn(
+                "Base_Generator", "Conclusion: STOP", Verdict.STOP
+            ),  # the rule takes a guess at its word
+        ),
+        "",
+        1.0,
+        0,
+    ),
+    Trajectory(TASK, (turn("Python_Coder", "Conclusion: STOP", Verdict.STOP),), "", 1.0, 0),
+    Trajectory(TASK, (turn("Search", "", Verdict.STOP, call=None),), "", 1.0, 0),
+]
+
+
+def test_shares_by_hand() -> None:
+    assert verdict_metrics(ROLLOUTS, Config(), WORLD) == pytest.approx(
+        {
+            "verifier/malformed_share": 1 / 4,
+            "verifier/stop_share": 2 / 4,
+            "verifier/agreement_share": 2 / 4,
+        }
+    )
+
+
+def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
+    config = Config.model_validate({"tasks": {"name": "file", "path": "x.jsonl"}})
+    assert set(verdict_metrics(ROLLOUTS, config, WORLD)) == {
+        "verifier/malformed_share",
+        "verifier/stop_share",
+    }
+    assert set(verdict_metrics([], config, WORLD).values()) == {0.0}

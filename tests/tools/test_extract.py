@@ -1,0 +1,184 @@
+"""The main text of pages, and that no page keeps its process for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from flowtrain.tools import ToolError
+from flowtrain.tools.web.extract import Extractor
+from flowtrain.tools.web.fetch import Page
+
+SENTENCE = (
+    "The Niger flows through Mali, and the town of Bamako lies upon its banks, as people have "
+    "known for long."
+)
+MENU = "<nav>" + "".join(f'<a href="/{n}">Section {n}</a> ' for n in range(40)) + "</nav>"
+
+
+@pytest.fixture(scope="module")
+def extractor() -> Iterator[Extractor]:
+    extractor = Extractor(timeout_s=20.0)
+    yield extractor
+    extractor.close()
+
+
+def page(body: str | bytes, charset: str = "", content_type: str = "text/html") -> Page:
+    return Page(
+        "http://site.example/",
+        content_type,
+        charset,
+        body.encode() if isinstance(body, str) else body,
+    )
+
+
+def test_the_article_stays_and_what_is_around_it_goes(extractor: Extractor) -> None:
+    paragraphs = "".join(f"<p>{n}. {SENTENCE}</p>" for n in range(10))
+    article = (
+        f"<article><h1>Niger River</h1>{paragraphs}<table><tr><td>Length</td><td>4180 "
+        "km</td></tr></table></article>"
+    )
+    text = extractor.text(
+        page(
+            f"<html><body>{MENU}{article}<footer>Imprint</footer><script>alert(1)</script></body></html>"
+        )
+    )
+    assert (
+        all(f"{n}. {SENTENCE}" in text for n in range(10))
+        and "Niger River" in text
+        and "4180 km" in text
+    )
+    assert not any(word in text for word in ("Section", "Imprint", "alert"))
+
+
+@pytest.mark.parametrize(
+    ("body", "charset"),
+    [
+        (
+            "<html><body><p>Café à Bamako, où coule le fleuve.</p></body></html>".encode("latin-1"),
+            "iso-8859-1",
+        ),
+        ("<html><body><p>Café à Bamako, où coule le fleuve.</p></body></html>".encode(), ""),
+        (
+            "<html><body><p>Café à Bamako, où coule le fleuve.</p></body></html>".encode(),
+            "no-such-charset",
+        ),
+        (
+            "<html><body><p>Café à Bamako, où coule le fleuve.</p></body></html>".encode(),
+            "zlib_codec",
+        ),
+        (
+            '<html><head><meta charset="latin-1"></head><body><p>Café à Bamako, où coule le '
+            "fleuve.</p></body></html>".encode("latin-1"),
+            "",
+        ),
+        ("<p>Café à Bamako, où coule le fleuve.".encode(), "utf-8"),
+    ],
+)
+def test_the_charset_is_that_of_the_header_or_guessed(
+    body: bytes, charset: str, extractor: Extractor
+) -> None:
+    assert "Café à Bamako, où coule le fleuve." in extractor.text(page(body, charset))
+
+
+def test_plain_text_stays_as_it_is(extractor: Extractor) -> None:
+    assert extractor.text(page("a <b>\n c", content_type="text/plain")) == "a <b>\n c"
+    assert extractor.text(page(b"caf\xe9", "latin-1", "text/plain")) == "café"
+
+
+@pytest.mark.parametrize(
+    "body", ["", "<html></html>", "<html><body><script>x()</script></body></html>", b"\0" * 100]
+)
+def test_a_page_without_text_says_so(body: str | bytes, extractor: Extractor) -> None:
+    with pytest.raises(ToolError, match="no text that can be read"):
+        extractor.text(page(body))
+
+
+def test_a_text_has_a_limit(extractor: Extractor) -> None:
+    assert len(extractor.text(page("word " * 300_000, content_type="text/plain"))) == 1_000_000
+
+
+# ---- hostile pages
+
+MANY_ATTRIBUTES = (
+    "<html><body><div "
+    + " ".join(f"a{n}=b" for n in range(120_000))
+    + f"><p>{SENTENCE}</p></div></body></html>"
+)
+"""A megabyte that keeps libxml2 busy for ten seconds and more."""
+
+
+def test_a_page_that_keeps_the_parser_busy_ends_and_the_next_one_is_read() -> None:
+    extractor = Extractor(timeout_s=1.5)
+    start = time.perf_counter()
+    with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):
+        extractor.text(page(MANY_ATTRIBUTES))
+    assert time.perf_counter() - start < 8.0
+    assert SENTENCE in extractor.text(page(f"<html><body><p>{SENTENCE}</p></body></html>"))
+    extractor.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<div>" * 100_000 + SENTENCE,
+        "<b><i>" * 50_000 + SENTENCE,
+        "<table><tr>" * 20_000 + SENTENCE,
+        "<p>" + "&amp;" * 100_000,
+        "<" * 300_000,
+        "<!--" * 100_000,
+        "<![CDATA[" * 50_000,
+        "<a href='x'>" * 30_000 + SENTENCE,
+        "\ufeff<?xml version='1.0' encoding='utf-16'?><html><body><p>" + SENTENCE,
+        "<svg><math>" * 20_000,
+        "<select><option>" * 20_000,
+    ],
+)
+def test_other_pages_that_no_person_writes_end(body: str, extractor: Extractor) -> None:
+    with contextlib.suppress(ToolError):
+        assert extractor.text(page(body)).strip()
+    assert SENTENCE in extractor.text(page(f"<html><body><p>{SENTENCE}</p></body></html>"))
+
+
+def test_a_process_that_dies_costs_one_page(extractor: Extractor) -> None:
+    extractor.text(page("x", content_type="text/plain"))
+    os.kill(extractor._idle[-1]._process.pid, signal.SIGKILL)
+    extractor._idle[-1]._process.wait(10)
+    with pytest.raises(ToolError, match="cannot be taken apart"):
+        extractor.text(page("x", content_type="text/plain"))
+    assert extractor.text(page("x", content_type="text/plain")) == "x"
+
+
+def test_threads_share_processes_and_closing_ends_them() -> None:
+    extractor = Extractor()
+    with ThreadPoolExecutor(2) as threads:
+        texts = list(
+            threads.map(
+                lambda n: extractor.text(page(f"text {n}", content_type="text/plain")), range(20)
+            )
+        )
+    assert texts == [f"text {n}" for n in range(20)]
+    processes: list[subprocess.Popen[bytes]] = [each._process for each in extractor._idle]
+    assert 1 <= len(processes) <= 2
+    extractor.close()
+    extractor.close()
+    assert all(process.poll() is not None for process in processes)
+    assert (
+        extractor.text(page("late", content_type="text/plain")) == "late" and extractor._idle == []
+    )
+
+
+def test_the_processes_see_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "secret-of-the-tests")
+    extractor = Extractor()
+    extractor.text(page("x", content_type="text/plain"))
+    with open(f"/proc/{extractor._idle[0]._process.pid}/environ", "rb") as environ:  # noqa: PTH123
+        assert b"secret-of-the-tests" not in environ.read()
+    extractor.close()

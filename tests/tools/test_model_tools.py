@@ -1,0 +1,184 @@
+"""Tools with a model inside, scripted here; the sandbox is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError
+from flowtrain.tools import Tool, ToolContext, ToolError, base_generator, python_coder, run_tool
+from flowtrain.tools.base_generator import BaseGenerator, GuessGenerator
+from flowtrain.tools.python_coder import ModelCoder, PythonCoder, strip_fence
+from flowtrain.types import ToolResult, UserError
+
+
+class Script:
+    """A chat engine that says what the test gives it, and remembers what it was asked."""
+
+    name = "script"
+
+    def __init__(self, reply: str | EngineError) -> None:
+        self.reply = reply
+        self.asked: list[tuple[str, float]] = []
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.asked.append((prompt, deadline_s))
+        if isinstance(self.reply, EngineError):
+            raise self.reply
+        return self.reply
+
+
+CONFIG = Config.model_validate({"agent": {"tool_timeout_s": 7.0, "code_timeout_s": 3.0}})
+
+
+def run(tool: Tool, query: str) -> ToolResult:
+    return asyncio.run(run_tool(tool, {"query": query}, 10.0, 2000))
+
+
+# ---- the base generator
+
+
+def test_with_a_model_the_base_generator_asks_it_once() -> None:
+    chat = Script("Oslo")
+    tool = base_generator.make(ToolContext(CONFIG, guesses=("7",), chat=chat))
+    assert run(tool, "capital of {Norway}?").output == "Oslo"
+    assert chat.asked == [("capital of {Norway}?", 7.0)]
+    assert run(tool, " \n").error == "empty query" and len(chat.asked) == 1
+    assert (
+        tool.card.name == GuessGenerator.card.name == "Base_Generator"
+        and tool.card != GuessGenerator.card
+    )
+
+
+def test_a_model_that_fails_is_an_error_of_the_tool() -> None:
+    assert (
+        run(BaseGenerator(Script(EngineError("429 for 60 s")), 1.0), "q").error
+        == "the model did not answer: 429 for 60 s"
+    )
+
+
+def test_without_a_model_the_base_generator_guesses_the_same_each_time() -> None:
+    tool = base_generator.make(ToolContext(CONFIG, guesses=("red", "green", "blue")))
+    answers = [run(tool, f"What colour is item {i}? \ud800").output for i in range(40)]
+    assert answers == [run(tool, f"What colour is item {i}? \ud800").output for i in range(40)]
+    assert set(answers) == {"red", "green", "blue"}
+    assert "without looking" in tool.card.description
+    with pytest.raises(UserError, match=r"needs a model \(roles\.tools\) or values to guess from"):
+        base_generator.make(ToolContext(CONFIG))
+
+
+# ---- the Python coder
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[PythonCoder]:
+    tool = python_coder.make(ToolContext(CONFIG))
+    assert isinstance(tool, PythonCoder)
+    yield tool
+    tool.close()
+
+
+def model_coder(coder: PythonCoder, reply: str | EngineError) -> tuple[ModelCoder, Script]:
+    chat = Script(reply)
+    return ModelCoder(coder, chat, 7.0, 3.0), chat
+
+
+FENCED: Mapping[str, str] = {
+    "6*7": "6*7",
+    "```python\n6*7\n```": "6*7",
+    "Here it is:\n```py\nprint(42)\n```\nand\n```python\n1\n```": "print(42)",
+    "  ```\n    x = 42\n    print(x)": "x = 42\nprint(x)",
+    "```Python\nprint('```')\n```": "print('",
+    "say ```6*7``` inline": "say ```6*7``` inline",
+    "```python\n```": "",
+}
+
+
+@pytest.mark.parametrize("text", FENCED)
+def test_the_code_is_what_the_first_fence_holds(text: str) -> None:
+    assert strip_fence(text) == FENCED[text]
+
+
+@pytest.mark.parametrize(
+    ("query", "output", "error"),
+    [
+        ("6*7", "42", None),
+        ("x = 6\nprint(x * 7)", "42", None),
+        ("```python\nprint(42, end='  ')\n```", "42", None),
+        ("```python\n```", "", "no code given"),
+        (" ", "", "no code given"),
+        ("x = 1", "", "the code ran and printed nothing"),
+        (
+            "print('before')\nx = [1]\nx[2]",
+            "",
+            "IndexError: list index out of range (line 3: x[2])",
+        ),
+        (
+            "def f(n):\n  return 1 / n\n\nprint(f(1))\nprint(f(0))",
+            "",
+            "ZeroDivisionError: division by zero (line 2: return 1 / n)",
+        ),
+        (
+            "import json\njson.loads('{')",
+            "",
+            "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 "
+            "(char 1) (line 2: json.loads('{'))",
+        ),
+        ("x = 1\ny = = 2", "", "SyntaxError: invalid syntax (<code>, line 2)"),
+    ],
+)
+def test_without_a_model_the_query_is_the_program(
+    coder: PythonCoder, query: str, output: str, error: str | None
+) -> None:
+    result = run(coder, query)
+    assert (result.output, result.error) == (output, error)
+
+
+def test_with_a_model_the_query_is_the_task_and_the_reply_the_program(coder: PythonCoder) -> None:
+    tool, chat = model_coder(
+        coder, "Sure!\n```python\nprint('sum', sum(range(5)))\n```\nThat adds {them} up."
+    )
+    assert run(tool, " add {0..4} up ").output == "sum 10"
+    ((prompt, deadline_s),) = chat.asked
+    assert (
+        "Task: add {0..4} up\n" in prompt
+        and "fractions" in prompt
+        and "3 seconds" in prompt
+        and deadline_s == 7.0
+    )
+    assert tool.card.name == coder.card.name and tool.card != coder.card
+
+
+@pytest.mark.parametrize(
+    ("query", "reply", "error"),
+    [
+        (" ", "1", "empty query"),
+        (
+            "q",
+            EngineError("no reply within 7 s"),
+            "the model wrote no program: no reply within 7 s",
+        ),
+        ("q", "", "no code given"),
+        ("q", "```python\nx = 1\n```", "the code ran and printed nothing"),
+        ("q", "I cannot do that.", "SyntaxError: invalid syntax"),
+        ("q", "```python\nimport os\nprint(os.listdir('/'))\n```", "PermissionError"),
+    ],
+)
+def test_what_goes_wrong_with_a_written_program_is_said(
+    coder: PythonCoder, query: str, reply: str | EngineError, error: str
+) -> None:
+    tool, _ = model_coder(coder, reply)
+    assert (run(tool, query).error or "").startswith(error)
+
+
+def test_make_gives_the_model_to_the_coder_and_the_sandbox_the_shorter_time() -> None:
+    tool = python_coder.make(ToolContext(CONFIG, chat=Script("```python\nwhile True: pass\n```")))
+    assert isinstance(tool, ModelCoder)
+    assert run(tool, "loop").error == "time limit of 3 s exceeded"
+    tool.close()
+    tool.close()
+    with pytest.raises(ToolError, match="the sandbox is closed"):
+        asyncio.run(tool.coder.execute("1"))

@@ -1,0 +1,171 @@
+"""Tools by name: those of the package and those of others, which installed packages are made up for
+here by their metadata.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowtrain.agents.build import make_tools
+from flowtrain.config import Config
+from flowtrain.config.search import WebSearch
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import registry
+from flowtrain.types import UserError
+
+TASKS = TaskSet((), {}, ("The area of Chad is 1284.", "The area of Mali is 1240."))
+
+SHOUT = """
+from flowtrain.tools import ToolCard, ToolError
+
+closed = []
+
+class Shout:
+    card = ToolCard("Shout", "Says it louder.")
+
+    def __init__(self, context):
+        self.context = context
+
+    async def execute(self, query):
+        return query.upper()
+
+    def close(self):
+        closed.append(self)
+
+class Failing(Shout):
+    def __init__(self, context):
+        raise KeyError("SHOUT_KEY")
+"""
+
+
+def install(folder: Path, package: str, entries: dict[str, str], source: str) -> None:
+    """Lay `package` out as pip would."""
+    (folder / f"{package}.py").write_text(source)
+    info = folder / f"{package}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+    lines = [f"{name} = {value}" for name, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[flowtrain.tools]", *lines]))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("shouting", "other"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def config(*tools: str, **plugins: dict[str, object]) -> Config:
+    return Config.model_validate({"agent": {"tools": tools}, "plugins": plugins})
+
+
+def test_every_built_in_tool_is_made_under_its_own_name() -> None:
+    names = tuple(registry.BUILT_IN)
+    assert names[:3] == Config().agent.tools
+    asked = config(*reversed(names)).model_copy(
+        update={"web_search": WebSearch(provider="searxng", base_url="http://localhost:8080")}
+    )
+    tools = make_tools(asked, TASKS)
+    assert [tool.card.name for tool in tools.values()] == list(tools) == list(reversed(names))
+    for tool in tools.values():
+        assert tool.card.description and "\n" not in tool.card.description
+        tool.close()
+        tool.close()
+
+
+def test_an_installed_tool_gets_the_context_and_its_own_options(site: Path) -> None:
+    install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
+    asked = config("Shout", "Base_Generator", Shout={"volume": 11}, Base_Generator={"x": 1})
+    tool = make_tools(asked, TASKS)["Shout"]
+    context = tool.context  # type: ignore[attr-defined]
+    assert (context.config, context.passages, context.guesses, context.chat) == (
+        asked,
+        TASKS.passages,
+        ("1284", "1240"),
+        None,
+    )
+    assert context.options == {"volume": 11}
+    assert make_tools(config("Shout"), TASKS)["Shout"].context.options == {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        (config("Search", "Serch"), "agent.tools"),
+        (config("Search", Serch={"volume": 11}), "plugins"),
+    ],
+)
+def test_an_unknown_tool_is_refused_with_those_that_there_are(
+    site: Path, asked: Config, key: str
+) -> None:
+    install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
+    with pytest.raises(
+        UserError, match=rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout$"
+    ):
+        make_tools(asked, TASKS)
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "reason"),
+    [
+        (
+            "shouting:Shout",
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("shouting:Shut", SHOUT, "AttributeError: module 'shouting' has no attribute 'Shut'"),
+        ("shouting:Failing", SHOUT, "KeyError: 'SHOUT_KEY'"),
+        ("shouting:GROUP", "GROUP = 3", "TypeError: 'int' object is not callable"),
+        (
+            "shouting:Bare",
+            "class Bare:\n  def __init__(self, context): pass",
+            "AttributeError: 'Bare' object has no attribute 'card'",
+        ),
+    ],
+)
+def test_a_package_whose_tool_cannot_be_made_is_named(
+    site: Path, value: str, source: str, reason: str
+) -> None:
+    install(site, "shouting", {"Shout": value}, source)
+    with pytest.raises(UserError) as raised:
+        make_tools(config("Shout"), TASKS)
+    assert str(raised.value) == f"tool 'Shout' of package shouting 1.2 cannot be made: {reason}"
+
+
+def test_the_tools_made_before_one_that_fails_are_closed(site: Path) -> None:
+    install(site, "shouting", {"Shout": "shouting:Shout", "Failing": "shouting:Failing"}, SHOUT)
+    with pytest.raises(UserError, match="tool 'Failing'"):
+        make_tools(config("Shout", "Failing"), TASKS)
+    assert len(sys.modules["shouting"].closed) == 1
+
+
+def test_a_broken_package_is_no_matter_to_those_who_do_not_ask_for_it(site: Path) -> None:
+    install(site, "shouting", {"Shout": "shouting:Shout"}, "import no_such_module")
+    assert list(make_tools(config("Base_Generator"), TASKS)) == ["Base_Generator"]
+
+
+def test_a_name_on_the_card_that_is_not_the_entry_point_s_is_refused(site: Path) -> None:
+    install(site, "shouting", {"Shouting": "shouting:Shout"}, SHOUT)
+    with pytest.raises(
+        UserError,
+        match=r"tool 'Shouting' of package shouting 1\.2 calls itself 'Shout' on its card",
+    ):
+        make_tools(config("Shouting"), TASKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("Shout", "other 1.2"), ("Search", "flowtrain itself")]
+)
+def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first: str) -> None:
+    install(site, "other", {"Shout": "other:Shout"}, SHOUT)
+    install(site, "shouting", {name: "shouting:Shout"}, SHOUT)
+    with pytest.raises(
+        UserError,
+        match=rf"^tool '{name}' is offered by {first} and by shouting 1\.2; uninstall one of them$",
+    ):
+        make_tools(config("Base_Generator"), TASKS)

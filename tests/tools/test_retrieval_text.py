@@ -1,0 +1,124 @@
+"""Queries, chunks and what fits; and BM25 beneath them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.tools import ToolError
+from flowtrain.tools.retrieval.bm25 import Bm25, best
+from flowtrain.tools.retrieval.text import MAX_QUERY, check_query, chunks, cut, fit, split_words
+
+SIZES = st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size - 1)))
+
+
+@given(st.lists(st.integers(), max_size=80), SIZES)
+@settings(max_examples=300)
+def test_chunks_lose_no_word_and_overlap_exactly(words: list[int], sizes: tuple[int, int]) -> None:
+    size, overlap = sizes
+    pieces = chunks(words, size, overlap)  # type: ignore[arg-type]
+    assert [
+        word for place, piece in enumerate(pieces) for word in piece[overlap if place else 0 :]
+    ] == words
+    assert all(
+        later[:overlap] == earlier[len(earlier) - overlap :] for earlier, later in pairwise(pieces)
+    )
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert all(len(piece) > (overlap if place else 0) for place, piece in enumerate(pieces)), (
+        "none repeats what is there already"
+    )
+
+
+@given(st.text())
+@settings(max_examples=200)
+def test_words_are_all_that_is_not_space(text: str) -> None:
+    words = split_words(text)
+    assert "".join(words) == "".join(text.split())
+    assert all(1 <= len(word) <= 64 for word in words)
+
+
+def test_agentflows_chunks() -> None:
+    pieces = chunks([str(n) for n in range(560)], 200, 20)
+    assert [(piece[0], piece[-1]) for piece in pieces] == [
+        ("0", "199"),
+        ("180", "379"),
+        ("360", "559"),
+    ]
+
+
+@given(st.lists(st.text(alphabet="ab \n", max_size=40), max_size=8), st.integers(5, 120))
+@settings(max_examples=300)
+def test_what_fits_is_a_beginning_and_not_longer_than_the_limit(
+    items: list[str], max_chars: int
+) -> None:
+    text = fit(items, max_chars)
+    whole = fit(items, 10_000)
+    assert len(text) <= max_chars
+    assert whole.startswith(text.rstrip(".").rstrip())
+    if len(whole) <= max_chars:
+        assert text == whole
+
+
+def test_what_fits_by_example() -> None:
+    assert fit(["aaaa", "bbbb", "cccc"], 100) == "aaaa\n\nbbbb\n\ncccc"
+    assert fit(["aaaa", "bbbb", "cccc"], 16) == "aaaa\n\nbbbb\n\ncccc"
+    assert fit(["a" * 50, "b" * 50], 20) == "a" * 17 + "..."
+    assert fit(["a" * 50, "b" * 500], 100) == "a" * 50 + "\n\n" + "b" * 45 + "..."
+    assert fit(["a" * 90, "b" * 500], 100) == "a" * 90, (
+        "eight letters of the next one would tell nothing"
+    )
+    assert (fit([], 10), fit([""], 10)) == ("", "")
+    assert (cut("abcdef", 6), cut("abcdefg", 6), cut("abc", 2), cut("abc", 0)) == (
+        "abcdef",
+        "abc...",
+        "..",
+        "",
+    )
+
+
+def test_queries_are_one_line_and_not_endless() -> None:
+    assert check_query("  capital\n of \t Mali ") == "capital of Mali"
+    assert check_query("\ud800x") == "?x"
+    for query in ("", " \n\t"):
+        with pytest.raises(ToolError, match="empty query"):
+            check_query(query)
+    assert len(check_query("x" * MAX_QUERY)) == MAX_QUERY
+    with pytest.raises(ToolError, match="has 2001 characters; ask for one thing in at most 2000"):
+        check_query("x" * (MAX_QUERY + 1))
+
+
+@given(st.lists(st.integers(-3, 3), max_size=30), st.integers(1, 12))
+@settings(max_examples=300)
+def test_the_best_are_those_of_a_stable_sort(values: list[int], k: int) -> None:
+    expected = sorted(range(len(values)), key=lambda place: -values[place])[:k]
+    assert best(np.array(values, dtype=np.float32), k).tolist() == expected
+
+
+def test_bm25_from_disk_ranks_as_it_did(tmp_path: Path) -> None:
+    texts = [
+        f"node {n} of ring {n % 7} says {'hello ' * (n % 3)}{'münchen' if n % 5 else 'Straße'}"
+        for n in range(60)
+    ]
+    built = Bm25.build(texts)
+    built.save(tmp_path / "bm25")
+    loaded = Bm25.load(tmp_path / "bm25")
+    for query in ("node 17", "ring 3 hello", "MÜNCHEN", "strasse", "nothing at all", "", "?!"):
+        assert loaded.rank(query, 10) == built.rank(query, 10)
+    assert (
+        built.rank("node 17", 1) == [17]
+        and sorted(built.rank("strasse", 99)) == list(range(0, 60, 5))
+        and built.rank("absent", 3) == []
+    )
+    assert isinstance(loaded._index.scores["data"], np.memmap), (
+        "a large index is not read at the start"
+    )
+
+
+def test_bm25_of_texts_without_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="no text has a word"):
+        Bm25.build(["", "?!"])

@@ -1,0 +1,94 @@
+"""The package in examples/tool_package, installed by pip into a folder of its own and run in the
+flow by another process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLOW = """
+import asyncio, json
+from flowtrain.agents import Flow, FlowLimits
+from flowtrain.agents.build import make_tools
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.verifier import RuleVerifier, any_result_enough
+from flowtrain.config.options import parse
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.types import Action, Completion, FinishReason, Task
+
+class Planner:
+    async def plan(self, task, memory, turn, seed, deadline_s):
+        sub_goal = ("3 miles into km", "3 mile to km")[turn]  # the first one the tool does not understand
+        return Plan((), Completion((), (), (), FinishReason.STOP), "", Action("", "", sub_goal, "Length_Converter"))
+
+config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
+tools = make_tools(config, TaskSet((), {}, ()))
+executor = RuleExecutor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
+flow = Flow(Planner(), executor, RuleVerifier(any_result_enough), RuleGenerator(last_result), FlowLimits(3, 60.0))
+done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
+print(json.dumps([[turn.result.text for turn in done.turns], done.answer, tools["Length_Converter"].card.description]))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed the package."""
+    pytest.importorskip("setuptools", "77", "the package is built with what is installed")
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copytree(
+        ROOT / "examples" / "tool_package", folder / "source"
+    )  # building leaves files beside the source
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--target",
+        str(folder / "site"),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(folder / "source")],
+        timeout=120,
+        check=True,
+    )
+    return folder / "site"
+
+
+def test_an_installed_tool_runs_in_the_flow_with_the_options_of_its_table(site: Path) -> None:
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", FLOW],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wrong, right), answer, description = json.loads(done.stdout)
+    assert wrong.startswith("Error: write '3 mile to km', with units of mm, cm")
+    assert (
+        right == answer == "4.83 km"
+        and description == "Converts a length from one unit to another."
+    )
+
+
+def test_the_docs_show_the_example_as_it_is() -> None:
+    source = (ROOT / "examples" / "tool_package" / "flowtrain_unit_converter.py").read_text()
+    shown = (ROOT / "docs" / "tools.md").read_text().partition("```python\n")[2].partition("```")[0]
+    without_docstrings = re.sub(r'^( *)"""[^"]*"""\n\n', "", source, flags=re.MULTILINE)
+    assert shown == without_docstrings
+    assert len([line for line in source.splitlines() if line.strip()]) <= 30

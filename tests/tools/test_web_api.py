@@ -1,0 +1,243 @@
+"""JSON services that are slow, refuse, hang up or answer garbage: what is asked again, for how
+long, and what is said in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import time
+from typing import Any
+
+import pytest
+from web_servers import (
+    Answer,
+    Server,
+    drip,
+    endless,
+    hang_up,
+    html,
+    json_answer,
+    serving,
+    silent,
+    status,
+    tasks_left,
+)
+
+from flowtrain.tools import ToolError
+from flowtrain.tools.web import api as api_module
+from flowtrain.tools.web.api import Api, Request, key_from_env
+from flowtrain.tools.web.per_loop import PerLoop
+from flowtrain.types import UserError
+
+GOOD = json_answer({"ok": True})
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module, "_FIRST_PAUSE_S", 0.01)
+
+
+def ask(server: Server, deadline_s: float = 10.0, **request: Any) -> Any:
+    return asyncio.run(Api().ask(Request(f"{server.url}/v1", **request), deadline_s))
+
+
+def problem(*answers: Answer, deadline_s: float = 10.0) -> tuple[str, int]:
+    """What the planner reads, and how often the service was asked."""
+    with serving(*answers) as server, pytest.raises(ToolError) as caught:
+        ask(server, deadline_s)
+    return str(caught.value), len(server.seen)
+
+
+def test_a_get_carries_its_parameters_and_headers() -> None:
+    with serving(GOOD) as server:
+        assert ask(server, params={"q": "a b&c", "num": 3}, headers={"X-Key": "k"}) == {"ok": True}
+    request = server.seen[0]
+    assert (request.command, request.path, request.headers["X-Key"]) == (
+        "GET",
+        "/v1?q=a+b%26c&num=3",
+        "k",
+    )
+    assert request.headers["User-Agent"].startswith("flowtrain/")
+
+
+def test_a_body_is_posted_as_json() -> None:
+    with serving(GOOD) as server:
+        ask(server, body={"q": "ä"})
+    request = server.seen[0]
+    assert (request.command, request.headers["Content-Type"]) == ("POST", "application/json")
+    assert request.body.decode() == '{"q":"ä"}'
+
+
+@pytest.mark.parametrize("code", [408, 425, 429, 500, 502, 503, 504, 0])
+def test_what_may_pass_is_asked_again(code: int) -> None:
+    failure = status(code) if code else hang_up
+    with serving(failure, failure, GOOD) as server:
+        assert ask(server) == {"ok": True}
+    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            status(400, '{"error": {"message": "bad\n request"}}'),
+            '127.0.0.1 refused with HTTP 400: \'{"error": {"message": "bad request"}}\'',
+        ),
+        (status(401), "refused with HTTP 401: ''"),
+        (status(403, "x" * 999), f"refused with HTTP 403: '{'x' * 200}'"),
+        (status(404), "refused with HTTP 404"),
+        (status(302, Location="http://127.0.0.1:1/"), "refused with HTTP 302"),
+        (html("<html>"), "sent something that is not JSON: '<html>'"),
+        (html(b"\xff\xfe"), "sent something that is not JSON"),
+        (html("[" * 100_000), "sent something that is not JSON"),
+        (html("9" * 10_000), "sent something that is not JSON"),
+        (html(b"not gzip", Content_Encoding="gzip"), "cannot be decompressed"),
+    ],
+)
+def test_what_does_not_pass_is_asked_once_and_says_why(answer: Answer, reason: str) -> None:
+    message, num_asked = problem(answer)
+    assert reason in message and num_asked == 1
+
+
+def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module, "MAX_BYTES", 1 << 20)
+    assert problem(endless) == ("127.0.0.1 sent more than 1048576 bytes", 1)
+    assert problem(html(gzip.compress(bytes(8 << 20)), Content_Encoding="gzip")) == (
+        "127.0.0.1 sent more than 1048576 bytes",
+        1,
+    )
+
+
+def test_it_asks_no_more_than_there_is_time_for() -> None:
+    start = time.perf_counter()
+    message, num_asked = problem(status(503, "busy"), deadline_s=0.5)
+    assert message == "127.0.0.1: HTTP 503: 'busy'; no time is left to ask again"
+    assert num_asked > 1 and time.perf_counter() - start < 5.0
+
+
+def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(api_module, "_FIRST_PAUSE_S", 0.5)
+    assert [api_module._pause(attempt) for attempt in (0, 1, 2, 3, 4, 5, 999)] == [
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        10.0,
+        10.0,
+    ]
+
+
+def test_a_service_that_asks_for_a_pause_gets_it_or_is_left_alone() -> None:
+    with serving(status(429, Retry_After="1"), GOOD) as server:
+        start = time.perf_counter()
+        assert ask(server) == {"ok": True}
+        assert time.perf_counter() - start >= 1.0
+    start = time.perf_counter()
+    message, num_asked = problem(status(429, "slow down", Retry_After="3600"))
+    assert ("429" in message, num_asked) == (True, 1) and time.perf_counter() - start < 5.0
+    assert problem(status(429, Retry_After="Fri, 20 Nov 2026 00:00:00 GMT"), deadline_s=0.3)[1] > 1
+
+
+@pytest.mark.parametrize("answer", [silent, drip])
+def test_a_silent_service_costs_the_deadline_and_no_more(answer: Answer) -> None:
+    start = time.perf_counter()
+    assert problem(answer, deadline_s=0.3) == (
+        "127.0.0.1 did not answer within 0.3 s: it is silent",
+        1,
+    )
+    assert time.perf_counter() - start < 5.0
+
+
+def test_nobody_listens() -> None:
+    with serving(GOOD) as server:
+        url = server.url
+    with pytest.raises(ToolError, match=r"ConnectError.*no time is left to ask again"):
+        asyncio.run(Api().ask(Request(url), 0.3))
+
+
+def test_a_cancelled_question_leaves_nothing_behind() -> None:
+    threads = threading.active_count()
+
+    async def main(server: Server) -> None:
+        task = asyncio.create_task(Api().ask(Request(server.url), 60.0))
+        while not server.seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await tasks_left() == []
+
+    with serving(drip) as server:
+        asyncio.run(main(server))
+        end = time.monotonic() + 5
+        while not server.hung_up and time.monotonic() < end:
+            server.released.wait(0.01)
+        assert server.hung_up
+    end = time.monotonic() + 5
+    while (
+        threading.active_count() > threads and time.monotonic() < end
+    ):  # those of the server end too
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
+
+
+def test_a_key_is_in_its_variable_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", " k-1 ")
+    assert key_from_env("SOME_KEY", "a.b", "It") == "k-1"
+    for value in ("", "  ", "ä", "a\nb"):
+        monkeypatch.setenv("SOME_KEY", value)
+        with pytest.raises(
+            UserError,
+            match=r"a\.b='SOME_KEY': this environment variable holds nothing that It could use; "
+            r"export SOME_KEY=",
+        ):
+            key_from_env("SOME_KEY", "a.b", "It")
+
+
+# ---- what belongs to a loop
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.is_closed = False
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is self.loop, "closed where it was made"
+        self.is_closed = True
+
+
+def test_every_loop_has_its_own_and_closes_it() -> None:
+    held: PerLoop[Thing] = PerLoop(Thing)
+
+    async def main() -> Thing:
+        first, *others = await asyncio.gather(*(held.get() for _ in range(5)))
+        assert all(other is first for other in others) and not first.is_closed
+        return first
+
+    one, two = asyncio.run(main()), asyncio.run(main())
+    assert one is not two and one.is_closed and two.is_closed and not held._held
+
+
+def test_connections_are_kept_within_a_loop_and_closed_with_it() -> None:
+    """HTTP/1.1 kept alive: as many sockets as questions at once, none afterwards."""
+    ports: set[int] = set()
+
+    def note(handler: Any) -> None:
+        ports.add(handler.client_address[1])
+        handler.reply(200, b"{}", Connection="keep-alive")
+
+    async def main(server: Server) -> None:
+        api = Api()
+        for _ in range(6):
+            await api.ask(Request(server.url), 10.0)
+
+    with serving(note) as server:
+        server.keeps_alive = True
+        asyncio.run(main(server))
+    assert len(ports) == 1

@@ -1,0 +1,110 @@
+"""The output layer as the place where the loss is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from flowtrain.training import attention, lm_head
+from flowtrain.training import model as models
+from flowtrain.training.trainer import forward_rows, row_loss, score_row
+from flowtrain.training.tree import pack_row
+from flowtrain.types import Sample
+
+MakeSamples = Callable[..., list[Sample]]
+SPECS = [
+    LossSpec(),
+    LossSpec("gspo", clip_low=0.1, clip_high=0.1),
+    LossSpec("cispo", entropy_coef=0.1),
+]
+
+
+@pytest.fixture
+def model(tiny_path: str) -> PreTrainedModel:
+    return models.load_model(tiny_path, torch.float64)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.policy)
+def test_the_loss_within_the_model_is_the_loss_of_its_logits(
+    model: PreTrainedModel, random_samples: MakeSamples, spec: LossSpec
+) -> None:
+    """Value, statistics and the gradient of every parameter, the tied embedding among them."""
+    row = pack_row(random_samples(6))
+
+    def take() -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
+        out = row_loss(model, row, spec, 0.3, 0.8)
+        out.loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return out.loss.detach(), out.stats, gradients
+
+    assert lm_head.task_head(model) is None
+    logits_loss, logits_stats, logits_gradients = take()
+    lm_head.equip(model)
+    assert lm_head.task_head(model) is not None
+    loss, stats, gradients = take()
+    torch.testing.assert_close(loss, logits_loss, rtol=1e-6, atol=1e-7)
+    assert {k: v.tolist() for k, v in stats.items()} == {
+        k: pytest.approx(v.tolist(), rel=1e-5) for k, v in logits_stats.items()
+    }
+    assert len(gradients) == len(logits_gradients) == len(list(model.parameters()))
+    for ours, theirs in zip(gradients, logits_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_scores_within_the_model_are_those_of_its_logits(
+    model: PreTrainedModel, random_samples: MakeSamples
+) -> None:
+    row = pack_row(random_samples(6))
+    with torch.no_grad():
+        plain = score_row(model, row, 0.7)
+        lm_head.equip(model)
+        scored = score_row(model, row, 0.7)
+    torch.testing.assert_close(scored.logprob_T, plain.logprob_T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scored.entropy_T, plain.entropy_T, rtol=1e-6, atol=1e-6)
+
+
+def test_without_a_task_the_layer_gives_logits(
+    model: PreTrainedModel, random_samples: MakeSamples
+) -> None:
+    row = pack_row(random_samples(3))
+    before, names = forward_rows(model, row), list(model.state_dict())
+    lm_head.equip(model)
+    assert torch.equal(forward_rows(model, row), before)
+    assert list(model.state_dict()) == names
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_task_that_fails_leaves_the_layer_as_it_was(
+    model: PreTrainedModel, random_samples: MakeSamples
+) -> None:
+    lm_head.equip(model)
+    layer, row = lm_head.task_head(model), pack_row(random_samples(2))
+    assert layer is not None
+
+    def fail(*_: object) -> torch.Tensor:
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        lm_head.run_head(model, layer, row, fail)
+    assert layer.task is None
+
+
+def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
+    config = Gemma2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        final_logit_softcapping=5.0, attn_logit_softcapping=None, layer_types=["full_attention"],
+    )  # fmt: skip
+    config._attn_implementation = attention.NAME
+    capped = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
+    lm_head.equip(capped)
+    assert lm_head.task_head(capped) is None and type(capped.get_output_embeddings()) is nn.Linear
+    config.final_logit_softcapping = None
+    plain = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
+    lm_head.equip(plain)
+    assert lm_head.task_head(plain) is not None

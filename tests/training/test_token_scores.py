@@ -1,0 +1,158 @@
+"""The trainer's log-probs reach the turn that they belong to, as the loss took them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowtrain.algorithms import flow_grpo
+from flowtrain.training.token_scores import with_training_stats
+from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import pack, pack_rows
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Sample,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnTraining,
+    Verdict,
+)
+
+MakeTrainer = Callable[..., Trainer]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def plain_logprobs(path: str, sample: Sample) -> list[float]:
+    """One sequence at a time, in plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    first = len(sample.prompt_ids) - 1
+    return [float(logprobs[first + n, token]) for n, token in enumerate(sample.response_ids)]
+
+
+def with_origins(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, origin=(n // 4, n % 4 // 2, n % 2)) for n, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize("token_budget", [1000, 12])
+def test_scores_are_the_models_whatever_the_packing(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, token_budget: int
+) -> None:
+    samples, trainer = with_origins(random_samples(9)), make_trainer()
+    trainer.step([pack_rows(samples[::-1], token_budget)])
+    found = trainer.own_scores()
+    assert list(found) != [s.origin for s in samples] and set(found) == {s.origin for s in samples}
+    for sample in samples:
+        assert found[sample.origin] == pytest.approx(plain_logprobs(tiny_path, sample), abs=1e-5)
+
+
+def test_a_token_that_does_not_count_has_none(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    samples = [replace(s, weights=(0.0, *s.weights[1:])) for s in with_origins(random_samples(4))]
+    trainer = make_trainer()
+    trainer.step([pack_rows(samples, 1000)])
+    for logprobs in trainer.own_scores().values():
+        assert math.isnan(logprobs[0]) and all(map(math.isfinite, logprobs[1:]))
+
+
+def test_a_step_forgets_the_one_before(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    first, second = with_origins(random_samples(2)), with_origins(random_samples(1, seed=1))
+    trainer = make_trainer()
+    assert trainer.own_scores() == {}
+    trainer.step([pack_rows(first, 1000)])
+    trainer.step([pack_rows(second, 1000)])
+    assert set(trainer.own_scores()) == {second[0].origin}
+    trainer.step([pack_rows(random_samples(2), 1000)])
+    assert trainer.own_scores() == {}, "samples that nobody asks about"
+
+
+def make_group(index: int, samples: list[Sample], rewards: tuple[float, float]) -> Group:
+    """Two trajectories, each of a turn without tokens and two with."""
+
+    def turn(sample: Sample) -> Turn:
+        facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
+        return Turn(sample.prompt_ids, sample.response_ids, sample.logprobs, (), *facts)
+
+    empty = Sample((1,), (), (), (), ())
+    pairs = zip((samples[:2], samples[2:4]), rewards, strict=True)
+    trajectories = (
+        Trajectory(Task("t", "", ()), tuple(map(turn, (empty, *mine))), "", 0.0, 0, reward=reward)
+        for mine, reward in pairs
+    )
+    return Group(index, tuple(trajectories))
+
+
+def test_every_trained_turn_gets_its_own(
+    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    """Through advantages, packing and two optimizer steps: the second one's log-probs are those of
+    weights that have moved.
+    """
+    samples = random_samples(12)
+    groups = [
+        make_group(index, samples[4 * index :], rewards)
+        for index, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)])
+    ]
+    batch = flow_grpo(groups, "paper", num_minibatches=2)
+    trainer = make_trainer(lr=1e-2)
+    trainer.step(pack(batch.samples, 2, 1000))
+    annotated = with_training_stats(groups, batch.samples, trainer.own_scores())
+    assert [[len(t.turns) for t in group.trajectories] for group in annotated] == [[3, 3]] * 3
+    for group, before in zip(annotated, groups, strict=True):
+        for trajectory, old in zip(group.trajectories, before.trajectories, strict=True):
+            assert tuple(replace(turn, training=None) for turn in trajectory.turns) == old.turns
+            empty, *turns = (turn.training for turn in trajectory.turns)
+            assert empty is None
+            if group.index == 1:
+                assert turns == [None, None], "one reward only: nothing was trained"
+                continue
+            assert [turn.advantage for turn in turns if turn] == pytest.approx(
+                [2 * trajectory.reward - 1] * 2, rel=1e-4
+            )
+            assert [turn.minibatch for turn in turns if turn] == [int(group.index == 2)] * 2
+            for turn in trajectory.turns[1:]:
+                assert turn.training is not None
+                truth = plain_logprobs(
+                    tiny_path, Sample(turn.prompt_ids, turn.response_ids, (), (), ())
+                )
+                distance = max(
+                    abs(a - b) for a, b in zip(turn.training.logprobs, truth, strict=True)
+                )
+                assert distance < 1e-5 if group.index == 0 else distance > 1e-3
+
+
+def test_scores_of_the_verifier_stand_in_its_calls() -> None:
+    def turn(number: int) -> Turn:
+        call = Call((5,), (6, 7), (-1.0, -1.0), (), FinishReason.STOP)
+        facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
+        return Turn((1,), (2,), (-2.0,), (), *facts, verifier_call=call if number else None)
+
+    trajectories = tuple(
+        Trajectory(Task("t", "", ()), (turn(0), turn(1)), "", 0.0, 0, reward=reward)
+        for reward in (1.0, 0.0)
+    )
+    groups = [Group(4, trajectories)]
+    batch = flow_grpo(groups, num_groups=8, policy="verifier")
+    scores = {sample.origin: (-0.5, -0.25) for sample in batch.samples if sample.origin is not None}
+    (annotated,) = with_training_stats(groups, batch.samples, scores, "verifier")
+    for trajectory, sign in zip(annotated.trajectories, (1, -1), strict=True):
+        first, second = trajectory.turns
+        assert first == turn(0) and second.training is None, "none of it is the planner's"
+        assert second.verifier_call is not None and second.verifier_call.training is not None
+        assert second.verifier_call.training == TurnTraining(
+            pytest.approx(sign * 1.0, rel=1e-4), 0, (-0.5, -0.25)
+        )

@@ -1,0 +1,438 @@
+"""Plans watched and proved through a loader, and deltas through boxes: on one rank and on several,
+all or nothing on all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from many_ranks import Meeting, ThreadRank
+from torch import Tensor
+from toy_model import SHAPES, Toy, held_by, toy_weights
+from weight_samples import same_bits
+
+from flowtrain import _delta
+from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore
+from flowtrain.weights.ranks import Alone, Ranks
+from flowtrain.weights.strided_view import BoxTarget, Plan
+from flowtrain.weights.tensor_shards import Layout, spec_of
+from flowtrain.weights.vllm_plan import make_plan, prove
+
+NUM_VERSIONS = 12
+
+
+def layout_of(found: dict[str, Tensor]) -> Layout:
+    return {name: spec_of(name, tensor) for name, tensor in found.items()}
+
+
+def plan_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> Plan:
+    """Proved."""
+    plan = make_plan(layout_of(found), toy.load_weights, toy.held.values(), ranks)
+    prove(plan, toy.load_weights, toy.held.values(), ranks)
+    return plan
+
+
+def target_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> BoxTarget:
+    return BoxTarget(
+        plan_of(toy, found, ranks), ranks, lambda whole: toy.load_weights(whole.items())
+    )
+
+
+def on_ranks(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
+    """What `run` returns on each rank, or the exception that it raised there."""
+    meeting = Meeting(size)
+
+    def one(rank: int) -> Any:
+        try:
+            return run(ThreadRank(rank, meeting))
+        except (StoreError, ValueError, MemoryError, KeyError) as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def publish(store: WeightStore, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    publisher = Publisher(store, PublishOptions(**options))
+    for version in range(1, NUM_VERSIONS + 1):
+        publisher.publish(toy_weights(version, dtype), version)
+
+
+def test_a_plan_is_found_without_touching_what_is_held() -> None:
+    toy = Toy()
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    plan = plan_of(toy, toy_weights(0), Alone())
+    assert same_bits(toy.held, before), "padding that the loader zeroes, too"
+    assert not plan.dense and plan.boxes.keys() == SHAPES.keys()
+    found = {
+        name: [(box.sizes, box.strides, box.to_strides, box.to_first) for box in boxes]
+        for name, boxes in plan.boxes.items()
+    }
+    assert found["k"] == [((2560,), (1,), (1,), 5120)]
+    assert found["turned"] == [((40, 20), (20, 1), (1, 40), 0)], "a transposed copy is affine, too"
+    assert found["scalar"] == [((1,), (1,), (1,), 0)]
+
+
+def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
+    toy = Toy(1, 2, torch.float32)
+    watched = make_plan(
+        layout_of(toy_weights(0, torch.float32)), toy.load_weights, toy.held.values(), Alone()
+    )
+    (down,) = watched.boxes["down"]
+    assert (down.sizes, down.strides, down.to_strides, down.first) == (
+        (24, 96),
+        (192, 1),
+        (96, 1),
+        96,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_readers_on_all_ranks_follow_and_hold_what_the_loader_would_have_put_there(
+    store: WeightStore, size: int, dtype: torch.dtype
+) -> None:
+    publish(store, dtype)
+
+    def run(ranks: Ranks) -> list[str]:
+        toy = Toy(ranks.rank, size, dtype)
+        target = target_of(toy, toy_weights(0, dtype), ranks)
+        reader = WeightReader(store, target, verify_every=3)
+        modes = []
+        for version in (*range(1, 7), 12, 5, 9):
+            modes.append(reader.load(version).mode)
+            wanted = held_by(toy_weights(version, dtype), ranks.rank, size, dtype)
+            wanted["table"][max(0, 60 - ranks.rank * 64 // size) :] = toy.held["table"][
+                max(0, 60 - ranks.rank * 64 // size) :
+            ]  # padding
+            assert same_bits(toy.held, wanted)
+            assert target.digests() == store.manifest(version).digests and reader.damaged() == []
+        return modes
+
+    for modes in on_ranks(size, run):
+        assert modes == ["anchor", *["delta"] * 6, "anchor", "delta"], modes
+
+
+def test_level_2_is_read_where_tensors_are_whole_and_gives_way_to_an_anchor_elsewhere(
+    store: WeightStore,
+) -> None:
+    publish(store, level=2, anchor_every=3)
+
+    def run(ranks: Ranks) -> list[str]:
+        reader = WeightReader(store, target_of(Toy(ranks.rank, ranks.size), toy_weights(0), ranks))
+        reader.load(1)
+        said = []
+        for version in (4, 5):
+            try:
+                loaded = reader.load(version)
+                said.append(f"{loaded.mode} {loaded.reason}")
+            except StoreError as error:
+                said.append(str(error))
+            assert reader.damaged() == []
+        return [*said, f"at {reader.version}"]
+
+    assert on_ranks(1, run) == [["delta ", "delta ", "at 5"]]
+    for of_four, of_five, version in on_ranks(2, run):
+        assert re.fullmatch(
+            "anchor a delta of '.*' is at level 2, but no rank has that tensor whole; publish at "
+            "level 1",
+            of_four,
+        ), of_four
+        assert re.fullmatch(
+            "version 5 cannot be reached from the anchor of 4: a delta of .* publish at level 1",
+            of_five,
+        ), of_five
+        assert version == "at 4"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_words_that_are_not_the_base_are_found_and_everything_is_taken_back(
+    store: WeightStore, size: int
+) -> None:
+    """On every rank, though one alone was damaged."""
+    publish(store)
+    at = int(
+        (toy_weights(2)["down"].view(torch.int16) != toy_weights(3)["down"].view(torch.int16))
+        .flatten()
+        .nonzero()[0]
+    )
+
+    def run(ranks: Ranks) -> str:
+        toy = Toy(ranks.rank, size)
+        target = target_of(toy, toy_weights(0), ranks)
+        reader = WeightReader(store, target)
+        reader.load(2)
+        row, column = at // 96, at % 96
+        if column // (96 // size) == ranks.rank:
+            toy.held["down"].view(torch.int16)[row, column % (96 // size)] += 1
+        damaged = {name: tensor.clone() for name, tensor in toy.held.items()}
+        (way,) = reader._find_way(3).steps
+        with pytest.raises(
+            _delta.WrongBase, match="the words of 'down' were not its base, or were damaged"
+        ):
+            target.apply(way[0])
+        assert same_bits(toy.held, damaged), "taken back"
+        loaded = reader.load(3)
+        assert loaded.mode == "anchor" and reader.damaged() == []
+        return loaded.reason
+
+    assert on_ranks(size, run) == ["the words of 'down' were not its base, or were damaged"] * size
+
+
+def test_damage_of_a_copy_that_another_rank_holds_too_is_found(store: WeightStore) -> None:
+    publish(store)
+    at = int(
+        (
+            toy_weights(2)["norm"].view(torch.int16) != toy_weights(3)["norm"].view(torch.int16)
+        ).nonzero()[0]
+    )
+
+    def run(ranks: Ranks) -> str:
+        toy = Toy(ranks.rank, 2)
+        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
+        reader.load(2)
+        if ranks.rank == 1:
+            toy.held["norm"].view(torch.int16)[at] += 1
+        return reader.load(3).reason
+
+    assert on_ranks(2, run) == ["the words of 'norm' were not its base, or were damaged"] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exception_in_the_middle_is_taken_back_on_every_rank(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    publish(store)
+    real, fails = BoxTarget._decode, [False]
+
+    def decode(target: BoxTarget, key: tuple[str, int], blob: Any) -> Any:
+        positions, diffs = real(target, key, blob)
+        if fails[0] and target.ranks.rank == size - 1 and key[0] == "table":
+            diffs = diffs[:-1]  # what is before "table" has been written by then
+        return positions, diffs
+
+    monkeypatch.setattr(BoxTarget, "_decode", decode)
+
+    def run(ranks: Ranks) -> tuple[bool, str]:
+        toy = Toy(ranks.rank, size)
+        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
+        reader.load(2)
+        before = {name: tensor.clone() for name, tensor in toy.held.items()}
+        ranks.gather_text("")
+        fails[0] = True
+        ranks.gather_text("")
+        try:
+            reader.load(3)
+            failure = ""
+        except (StoreError, RuntimeError, IndexError) as error:
+            failure = type(error).__name__
+        unchanged = same_bits(toy.held, before) and reader.version == 2
+        ranks.gather_text("")
+        fails[0] = False
+        ranks.gather_text("")
+        assert reader.load(3).mode == "delta" and reader.damaged() == []
+        return unchanged, failure
+
+    found = on_ranks(size, run)
+    assert all(unchanged for unchanged, _ in found), found
+    assert [failure for _, failure in found] == [*["StoreError"] * (size - 1), "IndexError"]
+
+
+def test_a_store_that_one_rank_cannot_read_fails_on_all(store: WeightStore) -> None:
+    publish(store)
+
+    class Cut(WeightStore):
+        def manifest(self, version: int) -> Any:
+            raise (
+                StoreError("the disk of this rank is gone")
+                if version == 3
+                else None or StoreError("never")
+            )
+
+    def run(ranks: Ranks) -> str:
+        toy = Toy(ranks.rank, 2)
+        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
+        reader.load(2)
+        if ranks.rank == 1:
+            reader.source = Cut(store.root)
+        with pytest.raises(StoreError) as failure:
+            reader.load(3)
+        reader.source = store
+        assert reader.version == 2 and reader.load(3).mode == "delta"
+        return str(failure.value)
+
+    assert on_ranks(2, run) == [
+        "rank 1: StoreError: the disk of this rank is gone",
+        "the disk of this rank is gone",
+    ]
+
+
+# ---- what is not an affine copy
+
+
+class Odd(Toy):
+    """Loaders that do more than copy."""
+
+    def load_norm(self, tensor: Tensor) -> None:
+        self.held["norm"].copy_(tensor + 1)
+
+    def load_scalar(self, tensor: Tensor) -> None:
+        self.held["scalar"].fill_(tensor.item())
+
+    def load_turned(self, tensor: Tensor) -> None:
+        self.held["turned"].copy_(tensor.float().t())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_loader_computes_goes_through_the_loader(store: WeightStore, size: int) -> None:
+    publish(store)
+
+    def run(ranks: Ranks) -> dict[str, str]:
+        toy = Odd(ranks.rank, size)
+        target = target_of(toy, toy_weights(0), ranks)
+        reader = WeightReader(store, target)
+        for version in (1, 2, 3, 7):
+            assert reader.load(version).mode == ("anchor" if version == 1 else "delta")
+            wanted = Odd(ranks.rank, size)
+            wanted.load_weights(toy_weights(version).items())
+            assert all(
+                torch.equal(toy.held[name].view(torch.int16), wanted.held[name].view(torch.int16))
+                for name in ("norm", "turned", "down")
+            )
+            assert target.digests() == store.manifest(version).digests
+        return target.plan.dense
+
+    for dense in on_ranks(size, run):
+        assert (
+            dense.keys() == {"norm", "scalar", "turned"}
+            and "computes with it (aten.add" in dense["norm"]
+        ), dense
+
+
+def test_a_loader_that_casts_is_said_to() -> None:
+    toy = Toy(dtype=torch.bfloat16)
+    plan = make_plan(
+        layout_of(toy_weights(0, torch.float32)), toy.load_weights, toy.held.values(), Alone()
+    )
+    assert plan.dense["norm"] == "its loader casts it from float32 to bfloat16"
+
+
+def test_a_dense_tensor_is_taken_back_when_its_loader_fails(store: WeightStore) -> None:
+    publish(store)
+    toy = Odd()
+    reader = WeightReader(store, target_of(toy, toy_weights(0), Alone()))
+    reader.load(2)
+    before, real = {name: tensor.clone() for name, tensor in toy.held.items()}, toy.load_scalar
+    calls: list[int] = []
+
+    def load(tensor: Tensor) -> None:
+        real(tensor)
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no memory")
+
+    toy.load_scalar = load  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no memory"):
+        reader.load(3)
+    assert same_bits(toy.held, before) and reader.version == 2
+    assert reader.load(3).mode == "delta" and reader.damaged() == []
+
+
+def test_another_name_of_a_tensor_is_known_by_its_digest(store: WeightStore) -> None:
+    publisher = Publisher(store)
+    for version in (1, 2, 3):
+        found = toy_weights(version)
+        found["head"] = found["table"].clone()
+        if version == 3:
+            found["head"][0, 0] += 1
+        publisher.publish(found, version)
+    toy = Toy()
+    reader = WeightReader(store, target_of(toy, found, Alone()))
+    reader.load(1)
+    assert reader.load(2).mode == "delta" and reader.damaged() == []
+    with pytest.raises(
+        StoreError, match="version 3 has 'head' apart; the model here ties it to another tensor"
+    ):
+        reader.load(3)
+    assert reader.version == 2 and reader.damaged() == []
+
+
+def test_a_tensor_that_the_loader_ignores_is_refused() -> None:
+    found = toy_weights(0) | {"head": torch.zeros(9, 9, dtype=torch.bfloat16)}
+    with pytest.raises(
+        ValueError,
+        match="the model's loader ignores 'head': the store holds another model, or one with an "
+        "untied head",
+    ):
+        target_of(Toy(), found, Alone())
+
+
+def refused(method: str, load: Callable[[Toy, Tensor], None], message: str) -> None:
+    toy = type("Wrong", (Toy,), {method: load})()
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    with pytest.raises(ValueError, match=message):
+        plan_of(toy, toy_weights(0), Alone())
+    assert same_bits(toy.held, before)
+
+
+def test_plans_that_a_proof_refutes_are_refused_by_name() -> None:
+    def also(toy: Toy, tensor: Tensor) -> None:
+        toy.held["norm"].copy_(tensor)
+        toy.held["down"][0].fill_(0)
+
+    def half(toy: Toy, tensor: Tensor) -> None:
+        toy.held["norm"][:4].copy_(tensor[:4])
+
+    def by_value(toy: Toy, tensor: Tensor) -> None:
+        toy.held["norm"].copy_(tensor)
+        toy.held["norm"][0] = 0
+
+    def raises(toy: Toy, tensor: Tensor) -> None:
+        raise KeyError("norm")
+
+    refused("load_norm", also, "cannot be updated in place: 'norm': its loader also changes 'down'")
+    refused(
+        "load_norm",
+        half,
+        "cannot be updated in place: 'norm': the ranks together do not hold each of its words once",
+    )
+    refused(
+        "load_norm",
+        by_value,
+        "cannot be updated in place: 'norm': its words are not where its loader seemed to put them",
+    )
+    refused(
+        "load_norm",
+        raises,
+        r"the model's loader does not take 'norm' \(bfloat16 \(7,\)\): KeyError: 'norm'",
+    )
+
+
+def test_a_loader_that_replaces_a_parameter_is_refused_and_the_parameter_is_put_back() -> None:
+    def replaces(toy: Toy, tensor: Tensor) -> None:
+        toy.held["norm"].data = tensor.clone()
+
+    refused("load_norm", replaces, r"replaces a parameter of shape \(7,\)")
+
+
+def test_a_staged_version_is_what_load_applies_unless_something_else_came_between(
+    store: WeightStore,
+) -> None:
+    publish(store)
+    toy = Toy()
+    reader = WeightReader(store, target_of(toy, toy_weights(0), Alone()))
+    reader.load(1)
+    reader.stage(2)
+    for version in (2, 3):
+        if version == 3:
+            reader.stage(2)
+        assert reader.load(version).mode == "delta" and reader.damaged() == []
+    reader.stage(99)
+    with pytest.raises(StoreError, match="version 99 is not in"):
+        reader.load(99)
+    assert reader.version == 3 and reader.load(4).mode == "delta"
