@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -410,3 +410,20 @@ class Sample:
     """The trainer's own, where it has scored the sample before; else ()."""
     ref_logprobs: tuple[float, ...] = ()
     """The reference policy's, likewise."""
+
+
+FILTER_REASONS = ("empty", "too_long", "advantage", "logprob")
+"""Why a sample is left out: no response token, more tokens than the model has positions, an
+advantage or a sampler's log-prob of a trained token that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The trained samples of a batch and what was left out of it."""
+
+    samples: tuple[Sample, ...]
+    num_dropped: int
+    """Groups that were left out: those whose rollouts all failed, and in mode "paper" those of one
+    reward only; they carry no signal."""
+    num_excluded: Mapping[str, int] = field(default_factory=dict)
+    """Samples that could not be trained, by reason (FILTER_REASONS)."""

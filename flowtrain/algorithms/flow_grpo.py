@@ -14,10 +14,23 @@ from dataclasses import replace
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
-from flowtrain.algorithms.base import TrainBatch
-from flowtrain.types import Call, Group, PolicyName, Sample, Trajectory, calls_of
+from flowtrain.algorithms.base import Algorithm
+from flowtrain.types import Call, Group, PolicyName, Sample, TrainBatch, Trajectory, calls_of
 
 _EPS = 1e-6
+
+
+class FlowGrpo(Algorithm):
+    """Flow-GRPO: the defaults of every algorithm, and its advantages."""
+
+    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
+        return flow_grpo(
+            groups,
+            mode=self.config.algorithm.mode,
+            num_minibatches=self.config.train.num_minibatches,
+            num_groups=self.config.rollout.num_questions,
+            policy=self.config.train.policy,
+        )
 
 
 def flow_grpo(

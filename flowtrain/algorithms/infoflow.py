@@ -9,14 +9,47 @@ group, or among themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from flowtrain.algorithms.base import TrainBatch
+from flowtrain.agents.hints import Hints
+from flowtrain.algorithms.base import Algorithm
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.types import Group, PolicyName, Sample, Trajectory
+from flowtrain.tasks import sub_goals
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import Tool
+from flowtrain.types import Group, PolicyName, Sample, TrainBatch, Trajectory, UserError
+
+
+class Infoflow(Algorithm):
+    """InfoFlow: Flow-GRPO of a reward with sub-goals, and hints for rollouts that are stuck."""
+
+    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
+        return infoflow(
+            groups,
+            sub_goal_weight=self.config.infoflow.sub_goal_weight,
+            splits_hinted=self.config.infoflow.hint_group == "split",
+            mode=self.config.algorithm.mode,
+            num_minibatches=self.config.train.num_minibatches,
+            num_groups=self.config.rollout.num_questions,
+            policy=self.config.train.policy,
+        )
+
+    def hints(self, step: int) -> Hints | None:
+        """Give fewer hints from step to step, and none after `infoflow.hint_until`."""
+        options = self.config.infoflow
+        last_step = max(options.hint_until * self.config.train.num_steps, 1)
+        rate = options.hint_rate * max(0.0, 1 - (step - 1) / last_step)
+        return Hints(rate, options.hint_turn, options.hint_patience) if rate > 0 else None
+
+    def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
+        if not any(map(sub_goals.sought, tasks.train)):
+            raise UserError(
+                "algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks "
+                "has any to find"
+            )
 
 
 def infoflow(

@@ -9,8 +9,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from flowtrain.algorithms.base import FILTER_REASONS, TrainBatch
-from flowtrain.types import Sample
+from flowtrain.types import FILTER_REASONS, Sample, TrainBatch
 
 _log = logging.getLogger(__name__)
 
