@@ -104,6 +104,10 @@ class Trainer:
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
 
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -217,10 +221,10 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
-        """Of every row's targets under `model`; collective, rows may differ in number."""
+        """Score every row's targets under `model`; collective, ranks may differ in rows."""
         num_rows = int(self._world.max([len(rows)])[0])
-        padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
-        scores = [score_row(model, row, self._temperature) for row in padded]
+        padded = [*rows, *[empty_row()] * (num_rows - len(rows))]
+        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
 
     def _within_region(self, rows: Sequence[PackedRow], threshold: float) -> LossSpec:
