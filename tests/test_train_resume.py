@@ -9,9 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of  # noqa: E402
+from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of
 
 pytest_plugins = ("cli_runs",)
 
