@@ -18,8 +18,11 @@ class Train(Section):
     """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
     """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """how the learning rate falls over num_steps: not at all, or linearly or by half a cosine to 0
+    """
     warmup_steps: int = Field(0, ge=0)
-    """steps over which the learning rate rises from 0"""
+    """steps over which the learning rate rises from 0; 0: it starts at lr"""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW"""
     beta2: float = Field(0.95, ge=0, lt=1)
