@@ -26,13 +26,14 @@ from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
-from flowtrain.algorithms import TrainBatch, filter_samples
+from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.engines.chat_engines import POLICY
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents, saving
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
@@ -73,10 +74,7 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
     run_dir = components.open_run_dir()
     started = time.monotonic()
     if _samples(config):  # through the store, as in training
-        with saving(store.root):
-            components.make_publisher(store, components.world).publish(
-                named_weights(components.model), 0
-            )
+        publish_start(components, store)
         engines[config.train.policy].load(0)
     demonstrations = _demonstrate(components, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
@@ -138,7 +136,7 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
             "num_steps": last_step,
         }
         facts = {"seconds": time.monotonic() - started, **counted}
-        with saving(run_dir.path / "model"):
+        with writing_tensors(run_dir.path / "model"):
             export(components.model, components.tokenizer, weights, run_dir.path / "model")
             (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
         print(f"model: {run_dir.path / 'model'}")
@@ -212,7 +210,10 @@ def _imitate(
 ) -> int:
     """Fine-tune with a warm-up and a linear decay; returns the last step."""
     config, world, rft = components.config, components.world, components.config.rft
-    trainer = components.make_trainer(
+    trainer = make_trainer(
+        components,
+        world,
+        loss=
         LossSpec("nll"), OptimSpec(rft.lr, (0.9, 0.95), weight_decay=0.0, grad_clip=1.0), world
     )
     batches = _batches(
@@ -227,10 +228,7 @@ def _imitate(
     started = time.monotonic()
     step = 0
     for step in range(1, rft.num_steps + 1):
-        trainer.set_lr(
-            rft.lr
-            * min(step / max(rft.warmup_steps, 1), (rft.num_steps - step + 1) / rft.num_steps, 1.0)
-        )
+        trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
         stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})

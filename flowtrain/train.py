@@ -47,8 +47,7 @@ def train(config: Config) -> int:
         saved_step = run.start_step
         timer = StepTimer()
         for step in range(run.start_step + 1, config.train.num_steps + 1):
-            with timer("collect"):
-                rollouts = gather(run, step, timer)
+            rollouts = gather(run, step, timer)
             if rollouts is None:
                 run.checkpoint(step - 1)
                 return INTERRUPTED
@@ -66,8 +65,18 @@ def train(config: Config) -> int:
                 loaded = run.load(step)
             with timer("eval"):
                 evaluation = run.evaluate(step)
-            run.logger.log_step(...)
+            run.logger.log(
+                step,
+                rollouts,
+                stats,
+                batch=batch,
+                trained=trained,
+                weights={**published, **loaded},
+                evaluation=evaluation,
+                seconds=timer.metrics(),
+            )
             timer = StepTimer()
+            # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
@@ -77,3 +86,54 @@ def train(config: Config) -> int:
                 return INTERRUPTED
         run.finish(warm)
     return 0
+
+
+def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
+    """Roll out the next questions here and now."""
+    config, samplers = run.config.rollout, run.placement.samplers
+    flow = run.flow_of(step)
+    tasks = run.cursor.take(config.num_questions)
+    with timer("collect"):
+        groups = collect(
+            flow,
+            tasks,
+            group_size=run.algorithm.num_roots,
+            seed=derive_seed(run.config.run.seed, "train", step),
+            max_in_flight=config.max_in_flight,
+            rank=samplers.rank,
+            num_ranks=samplers.size,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+        )
+    with timer("branch"):
+        branches = run.algorithm.branch(step, groups, run.trainer, run.components.tokenizer)
+    with timer("collect"):
+        groups = collect_branches(
+            flow,
+            groups,
+            branches.points,
+            group_size=config.group_size,
+            seed=derive_seed(run.config.run.seed, "branch", step),
+            max_in_flight=config.max_in_flight,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+        )
+        groups = score(groups, run.judge)
+    if run.config.algorithm.shuffle_rewards:
+        groups = shuffle_rewards(groups, derive_seed(run.config.run.seed, "shuffle", step))
+    return Rollouts(groups, branches.logprobs, {})
+
+
+def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
+    """Take what nodes have rolled out and scored; None when the run is asked to end before."""
+    assert run.batch_source is not None, "without dataflow.url a run samples by itself"
+    with timer("collect"):
+        rollouts = run.batch_source.next_batch(step)
+    if rollouts is None or not run.config.algorithm.shuffle_rewards:
+        return rollouts
+    seed = derive_seed(run.config.run.seed, "shuffle", step)
+    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
+
+
+if __name__ == "__main__":
+    end_process(run_command("flowtrain.train", train))

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config
-from flowtrain.run import recipe
 from flowtrain.training import attention
 from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
@@ -80,6 +79,7 @@ def plan_memory(
     sampled: Sequence[int],
     num_ranks: int,
     gpu_bytes: int = 0,
+    has_reference: bool = False,
 ) -> MemoryPlan:
     """Of one of `num_ranks` that train, for a model that is not sharded yet and full rows; a sample
     above the token budget takes more.
@@ -95,7 +95,6 @@ def plan_memory(
         num_ranks > 1 or dtype != torch.float32 or train.offload,
     )
     own = 0 if is_away else 4 * num_parameters // num_ranks
-    has_reference = config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config)
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)

@@ -17,6 +17,7 @@ from flowtrain.report.run_dir import writing_tensors
 from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import ShardSpec, named_weights
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
@@ -50,6 +51,8 @@ class PolicyTrainer:
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return statistics of all ranks."""
+        t = self.components.config.train
+        self.trainer.set_lr(learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule))
         stats = self.trainer.step(minibatches, step)
         if self.components.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself

@@ -27,7 +27,7 @@ from flowtrain.run.evaluation import Evaluation, Evaluator
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
-from flowtrain.run.records import Rollouts, Trained
+from flowtrain.run.records import Trained
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.tasks.cursor import TaskCursor
@@ -35,6 +35,7 @@ from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.model import layout_digest
+from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import Group, UserError
@@ -65,6 +66,11 @@ class Run:
     memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer of the policy; None on a rank that only samples."""
+        return None if self.policy_trainer is None else self.policy_trainer.trainer
 
     @property
     def max_positions(self) -> int:

@@ -19,7 +19,7 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Evaluation
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Trained
+from flowtrain.run.records import Rollouts, Trained
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training import checkpoint
@@ -83,23 +83,24 @@ class RunLogger:
     def close(self) -> None:
         self._cleanup.close()
 
-    def log_step(
+    def log(
         self,
         step: int,
-        groups: Sequence[Group],
+        rollouts: Rollouts,
         stats: RolloutStats,
+        *,
         batch: TrainBatch,
         trained: Trained,
+        weights: Mapping[str, float | str],
         evaluation: Evaluation | None,
-        metrics: Mapping[str, float | str],
         seconds: Mapping[str, float],
     ) -> None:
         """Write a step down; collective.
 
         Args:
-            groups: this rank's rollouts; their `stats` are of all ranks.
+            rollouts: this rank's; their `stats` are of all ranks.
             batch: this rank's, after filtering.
-            metrics: of the dataflow, of publishing and of loading.
+            weights: metrics of publishing and loading them.
             seconds: by stage.
         """
         held_out = {}
@@ -107,11 +108,11 @@ class RunLogger:
             held_out = {"eval_reward": evaluation.stats.reward_mean}
             self.log_held_out(step, evaluation.trajectories)
         policy = self._config.train.policy
-        told = with_training_stats(groups, batch.samples, trained.logprobs, policy)
+        told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
         verdicts = {}
         if "verifier" in self._config.policy_names:
-            trajectories = [t for group in groups for t in group.trajectories]
+            trajectories = [t for group in rollouts.groups for t in group.trajectories]
             verdicts = verdict_metrics(trajectories, self._config, self._placement.world)
         self.write(
             {
@@ -121,9 +122,10 @@ class RunLogger:
                 **verdicts,
                 **held_out,
                 **self._counts(batch),
+                **rollouts.metrics,
                 **trained.metrics,
                 **self._speed(trained.metrics, seconds["train_s"]),
-                **metrics,
+                **weights,
                 **self._chat_metrics(),
                 **seconds,
             }
