@@ -91,7 +91,7 @@ class RolloutRequest:
 def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
     """What the group is short of."""
     numbers, task = range(len(group.trajectories), group_size), group.trajectories[0].task
-    starts = [BranchStart(group.trajectories[point.root], point) for point in points]
+    starts = [BranchStart(group.trajectories[point.parent], point) for point in points]
     return [
         RolloutRequest(group.index, task, number, start)
         for number, start in zip_longest(numbers, starts)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import ValidationError
 
-from flowtrain.config import Config, Section
 from flowtrain.config import Algorithm as Options
-from flowtrain.types import BranchPoint, Group, TrainBatch, UserError
+from flowtrain.config import Config, Section
+from flowtrain.types import BranchPoint, Group, SampleId, TrainBatch, UserError
 
 if TYPE_CHECKING:
     from flowkernels import LossSpec, TokenLossFn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowtrain.agents.hints import Hints
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tools import Tool
-    from flowtrain.training.token_scores import Origin, Scored
+    from flowtrain.training.token_scores import Scored
     from flowtrain.training.trainer import Trainer
 
 
@@ -34,7 +34,7 @@ class Branches(NamedTuple):
 
     points: Sequence[Sequence[BranchPoint]]
     """Of each group; at most as many as it lacks rollouts."""
-    logprobs: Mapping[Origin, Scored]
+    logprobs: Mapping[SampleId, Scored]
     """What the search for them has found out about turns that will be trained."""
 
 
@@ -141,10 +141,12 @@ class Algorithm(ABC):
         if self.config.dataflow.url:
             self.check_nodes()
 
-    def check_nodes(self) -> None:
+    def check_nodes(self) -> None:  # noqa: B027  # most algorithms have nothing to check
         """Raise UserError where rollout nodes cannot make this algorithm's rollouts."""
 
-    def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
+    def check_inputs(  # noqa: B027
+        self, tasks: TaskSet, tools: Mapping[str, Tool]
+    ) -> None:
         """Raise UserError for training tasks or tools that the algorithm cannot work with."""
 
     def _options(self, chosen: Options) -> Any:

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.algorithms.base import Branches
-from flowtrain.training.token_scores import Origin, Scored
+from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack_rows, packing_order
-from flowtrain.types import BranchPoint, Group, Sample, Turn
+from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
 from flowtrain.utils.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ def branch(
 
 def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """Return every turn with tokens as a sample to score, and the sampler's entropies of all tokens."""
-    _, turns = _root_turns(groups)
-    samples = [_sample(turn, origin) for _, origin, turn in turns]
-    return samples, [x for *_, turn in turns for x in turn.response_entropies]
+    _, calls = _root_calls(groups)
+    samples = [_sample(call, sample_id) for _, sample_id, call in calls]
+    return samples, [x for *_, call in calls for x in call.entropies]
 
 
 def score_samples(
@@ -163,7 +163,7 @@ def _fp32(values: Sequence[float], device: torch.device) -> Tensor:
 
 def known_logprobs(
     samples: Sequence[Sample], scores: ResponseScores, *, has_old: bool, has_ref: bool
-) -> dict[Origin, Scored]:
+) -> dict[SampleId, Scored]:
     """Return what the loss need not compute again: the scores as old log-probs, the baseline's as
     those of the reference policy.
     """
@@ -173,12 +173,12 @@ def known_logprobs(
     old = scores.logprob_T.split(num_tokens)
     ref = scores.baseline_logprob_T.split(num_tokens)
     return {
-        sample.origin: (
+        sample.sample_id: (
             tuple(old_T.tolist()) if has_old else (),
             tuple(ref_T.tolist()) if has_ref else (),
         )
         for sample, old_T, ref_T in zip(samples, old, ref, strict=True)
-        if sample.origin is not None
+        if sample.sample_id is not None
     }
 
 
@@ -207,14 +207,14 @@ def find_points(
         scores: of the tokens of `root_samples(groups)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
-    roots, turns = _root_turns(groups)
-    positions = _TokenPositions.of(turns, len(roots), scores.logprob_T.device)
+    roots, calls = _root_calls(groups)
+    positions = _TokenPositions.of(calls, len(roots), scores.logprob_T.device)
     if rule.kind == "arpo":
         found = _after_tools(positions, scores.entropy_T, random.Random(seed))
         options = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
         chosen = [sorted(each, reverse=True)[:num_branches] for each in options]
     else:
-        ids = [token for *_, turn in turns for token in turn.response_ids]
+        ids = [token for *_, call in calls for token in call.response_ids]
         allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
         if rule.keeps_token:  # nothing could follow the last token of a turn
             allowed_T[torch.tensor(positions.turn_bounds[1:]) - 1] = False
@@ -233,35 +233,35 @@ def find_points(
     ]
 
 
-def _root_turns(
+def _root_calls(
     groups: Sequence[Group],
-) -> tuple[list[tuple[int, int]], list[tuple[int, Origin, Turn]]]:
-    """(group, trajectory) of each root, and (root, origin, turn) of each of their turns with tokens."""
+) -> tuple[list[tuple[int, int]], list[tuple[int, SampleId, Call]]]:
+    """(group, trajectory) of each root, and (root, id, call) of each of their turns with tokens."""
     roots = [
         (g, member)
         for g, group in enumerate(groups)
         for member, root in enumerate(group.trajectories)
         if not root.error
     ]
-    turns = [
-        (s, (groups[g].index, member, number), turn)
+    calls = [
+        (s, SampleId(groups[g].index, member, number), call)
         for s, (g, member) in enumerate(roots)
         for number, turn in enumerate(groups[g].trajectories[member].turns)
-        if turn.response_ids
+        if (call := turn.calls["planner"]).response_ids
     ]
-    return roots, turns
+    return roots, calls
 
 
-def _sample(turn: Turn, origin: Origin) -> Sample:
-    num_tokens = len(turn.response_ids)
+def _sample(call: Call, sample_id: SampleId) -> Sample:
+    num_tokens = len(call.response_ids)
     return Sample(
-        turn.prompt_ids,
-        turn.response_ids,
-        turn.response_logprobs,
+        call.prompt_ids,
+        call.response_ids,
+        call.logprobs,
         advantages=(0.0,) * num_tokens,
-        weights=(1.0,) * num_tokens,
-        origin=origin,
-        kept=turn.response_kept,
+        loss_weights=(1.0,) * num_tokens,
+        sample_id=sample_id,
+        sampling_mask=call.sampling_mask,
     )
 
 
@@ -313,15 +313,15 @@ class _TokenPositions:
 
     @classmethod
     def of(
-        cls, turns: Sequence[tuple[int, Origin, Turn]], num_roots: int, device: torch.device
+        cls, calls: Sequence[tuple[int, SampleId, Call]], num_roots: int, device: torch.device
     ) -> _TokenPositions:
-        lengths = [len(turn.response_ids) for *_, turn in turns]
+        lengths = [len(call.response_ids) for *_, call in calls]
         per_root = [0] * num_roots
-        for (root, *_), length in zip(turns, lengths, strict=True):
+        for (root, *_), length in zip(calls, lengths, strict=True):
             per_root[root] += length
         bounds = torch.tensor([0, *accumulate(per_root)], dtype=torch.int64, device=device)
-        places = [(root, origin[2]) for root, origin, _ in turns]
-        return cls([0, *accumulate(lengths)], places, bounds)
+        turns = [(root, sample_id.turn) for root, sample_id, _ in calls]
+        return cls([0, *accumulate(lengths)], turns, bounds)
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowtrain.types import Completion, FinishReason, KeptTokens, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
 
 
 class Decodes(Protocol):
@@ -106,7 +106,7 @@ def completion(
         for (version, start), end in zip(labels, ends, strict=True)
     ]
     filled = tuple(span for span in spans if span.start < span.end)
-    sets = None if kept is None else KeptTokens.of(kept)
+    sets = None if kept is None else SamplingMask.of(kept)
     return Completion(
         tuple(ids),
         tuple(logprobs),

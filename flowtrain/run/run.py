@@ -321,9 +321,7 @@ def _open_batch_source(
 ) -> BatchSource:
     """Register with the dataflow; nodes may pull the weights from now on."""
     config = components.config
-    source = BatchSource(
-        connect(config), config, components.world, interrupt, logger.progress.note
-    )
+    source = BatchSource(connect(config), config, components.world, interrupt, logger.progress.note)
     with ExitStack() as cleanup:
         cleanup.callback(source.close)
         dtype = getattr(torch, config.model.dtype)

@@ -145,8 +145,8 @@ class RunLogger:
 
     def _counts(self, batch: TrainBatch) -> dict[str, float]:
         """Groups and samples left out, over all ranks, and the most memory that a rank took."""
-        reasons = list(batch.num_excluded)
-        numbers = [batch.num_dropped, *batch.num_excluded.values()]
+        reasons = list(batch.num_filtered)
+        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
         sums, (peak_bytes,) = self._placement.world.reduce(numbers, [self._memory.num_bytes()])
         left_out = dict(zip((f"num_excluded/{name}" for name in reasons), sums[1:], strict=True))
         return {"num_groups_dropped": sums[0], **left_out, "peak_memory_gb": peak_bytes / 1e9}
