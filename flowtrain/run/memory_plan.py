@@ -77,23 +77,28 @@ def plan_memory(
     config: Config,
     model: PreTrainedModel,
     sampled: Sequence[int],
+    *,
     num_ranks: int,
+    has_reference: bool,
     gpu_bytes: int = 0,
-    has_reference: bool = False,
 ) -> MemoryPlan:
-    """Of one of `num_ranks` that train, for a model that is not sharded yet and full rows; a sample
-    above the token budget takes more.
+    """Predict the peak of a rank that trains, for a model that is not sharded yet and full rows.
 
-    What a GPU's rank has in the memory of the CPU is not in it. `sampled`: the parameters of each
-    policy that has an engine. `gpu_bytes`: all that the rank's GPU has; 0 on a CPU.
+    A sample above the token budget takes more. What a GPU's rank keeps in the memory of the CPU is
+    left out.
+
+    Args:
+        sampled: the number of parameters of each policy that has an engine.
+        num_ranks: how many ranks train.
+        has_reference: a frozen copy of the policy stays beside it.
+        gpu_bytes: all memory of the rank's GPU; 0 on a CPU.
     """
-    train, on_gpu = config.train, gpu_bytes > 0
+    train = config.train
+    on_gpu = gpu_bytes > 0
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     num_parameters, size = model.num_parameters(), dtype.itemsize
-    is_away, is_sharded = (
-        train.offload and on_gpu,
-        num_ranks > 1 or dtype != torch.float32 or train.offload,
-    )
+    is_away = train.offload and on_gpu
+    is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload
     own = 0 if is_away else 4 * num_parameters // num_ranks
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
