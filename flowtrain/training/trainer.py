@@ -371,7 +371,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
             forward_rows(model, row),
             row.target_ids_T,
             temperature=temperature,
-            kept=row.sampling_mask,
+            sampling_mask=row.sampling_mask,
         )
     found: list[LogProbs] = []
 
@@ -383,7 +383,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
                 row.target_ids_T,
                 bias_V=bias_V,
                 temperature=temperature,
-                kept=row.sampling_mask,
+                sampling_mask=row.sampling_mask,
             )
         )
         return found[0].logprob_T
@@ -412,7 +412,7 @@ def row_loss(
         "sampler_logprob_T": row.sampler_logprob_T,
         "cu_seqlens_S1": row.cu_targets_S1,
         "temperature": temperature,
-        "kept": row.sampling_mask,
+        "sampling_mask": row.sampling_mask,
     }
     head = task_head(model)
     if head is None:

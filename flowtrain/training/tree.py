@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from flowkernels import KeptSet
+from flowkernels import SamplingMask
 from torch import Tensor
 
 from flowtrain.types import Sample, SampleId
@@ -67,11 +67,11 @@ class PackedRow:
     ids."""
 
     @property
-    def sampling_mask(self) -> KeptSet | None:
+    def sampling_mask(self) -> SamplingMask | None:
         """The sampling mask as the kernels take it."""
         if self.mask_ids_K is None or self.mask_offsets_T1 is None:
             return None
-        return KeptSet(self.mask_ids_K, self.mask_offsets_T1)
+        return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

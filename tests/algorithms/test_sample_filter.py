@@ -20,7 +20,18 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Call, FinishReason, Group, Sample, Task, ToolResult, TrainBatch, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Sample,
+    Task,
+    ToolResult,
+    TrainBatch,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
 BAD = {

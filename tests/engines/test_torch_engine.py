@@ -132,7 +132,7 @@ def test_the_entropies_are_those_that_the_trainer_computes(
                 forward_rows(policy, row),
                 row.target_ids_T,
                 temperature=0.7,
-                kept=row.sampling_mask,
+                sampling_mask=row.sampling_mask,
             ).entropy_T
         assert (
             done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
