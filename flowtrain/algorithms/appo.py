@@ -11,22 +11,21 @@ part of the loss (`flowkernels.future_aware`), because it depends on the current
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from flowtrain.algorithms.advantages import make_sample, normalise, reward_of, trained_calls
 from flowtrain.algorithms.base import Algorithm, Branches
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
-from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, Trajectory, UserError
+from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, UserError
 
 if TYPE_CHECKING:
     from flowkernels import LossSpec, TokenLossFn
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.training.trainer import Trainer
-
-_EPS = 1e-6
 
 
 class Appo(Algorithm):
@@ -152,8 +151,8 @@ def appo(
     num_groups: int | None = None,
     trains_branches: bool = False,
 ) -> TrainBatch:
-    """Per-token advantages of the roots of scored groups; every token weighs 1, so that the
-    objective is the mean over tokens.
+    """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
+    the objective is the mean over tokens.
 
     Args:
         groups: this rank's groups, every trajectory with a reward but those that failed; roots
@@ -185,43 +184,36 @@ def appo(
 
 
 _Branches = tuple[tuple[int, int, float], ...]
-"""(turn, token, advantage) of what left a rollout there; tokens before that are the branch's too.
-"""
+"""(turn, token, advantage) of the branches that left a rollout there; the tokens before are theirs
+too."""
 
 
 def _everyone(group: Group) -> list[tuple[int, float, _Branches]]:
     """(trajectory, advantage, its branches) of all of a group, none of which credits another."""
     members = [member for member, t in enumerate(group.trajectories) if not t.error]
-    return [
-        (member, advantage, ())
-        for member, advantage in zip(members, _normalised(group.finished), strict=True)
-    ]
+    advantages = normalise([reward_of(t) for t in group.finished])
+    return [(member, a, ()) for member, a in zip(members, advantages, strict=True)]
 
 
 def _roots(group: Group) -> list[tuple[int, float, _Branches]]:
-    """The same of the roots, with what their branches found."""
-    roots = [
-        member for member, t in enumerate(group.trajectories) if t.branch is None and not t.error
-    ]
-    branches = [t for t in group.finished if t.branch is not None]
-    left: dict[int, list[tuple[int, int, float]]] = {member: [] for member in roots}
-    for branch, advantage in zip(branches, _normalised(branches), strict=True):
-        assert branch.branch is not None
-        left[branch.branch.parent].append((branch.branch.turn, branch.branch.token, advantage))
-    advantages = _normalised([group.trajectories[member] for member in roots])
-    return [
-        (member, advantage, tuple(left[member]))
-        for member, advantage in zip(roots, advantages, strict=True)
-    ]
+    """(trajectory, advantage, its branches) of the roots."""
+    finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
+    roots = [(n, t) for n, t in finished if t.branch is None]
+    branches = [(t.branch, reward_of(t)) for _, t in finished if t.branch is not None]
+    left: dict[int, list[tuple[int, int, float]]] = {n: [] for n, _ in roots}
+    advantages = normalise([reward for _, reward in branches])
+    for (point, _), advantage in zip(branches, advantages, strict=True):
+        left[point.parent].append((point.turn, point.token, advantage))
+    advantages = normalise([reward_of(t) for _, t in roots])
+    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=True)]
 
 
 def _samples(
     group: Group, member: int, advantage: float, branches: _Branches, minibatch: int
 ) -> list[Sample]:
-    """One per turn with tokens."""
+    """One sample per turn with tokens."""
     samples = []
-    for index, turn in enumerate(group.trajectories[member].turns):
-        call = turn.calls["planner"]
+    for index, call in trained_calls(group.trajectories[member], "planner"):
         num_tokens = len(call.response_ids)
         shared = [
             (num_tokens if at > index else min(token, num_tokens), a)
@@ -232,32 +224,15 @@ def _samples(
             advantage + _mean([a for end, a in shared if token < end])
             for token in range(num_tokens)
         )
-        if num_tokens:
-            samples.append(
-                Sample(
-                    prompt_ids=call.prompt_ids,
-                    response_ids=call.response_ids,
-                    logprobs=call.logprobs,
-                    advantages=advantages,
-                    loss_weights=(1.0,) * num_tokens,
-                    minibatch=minibatch,
-                    sample_id=SampleId(group.index, member, index),
-                    sampling_mask=call.sampling_mask,
-                )
+        sample_id = SampleId(group.index, member, index)
+        ones = (1.0,) * num_tokens
+        samples.append(
+            make_sample(
+                call, sample_id, advantages=advantages, loss_weights=ones, minibatch=minibatch
             )
+        )
     return samples
 
 
 def _mean(values: list[float]) -> float:
     return fmean(values) if values else 0.0
-
-
-def _normalised(trajectories: Sequence[Trajectory]) -> list[float]:
-    """(R - mean) / (std + 1e-6), population std; [] of none."""
-    rewards = [_reward(t) for t in trajectories]
-    return [(reward - fmean(rewards)) / (pstdev(rewards) + _EPS) for reward in rewards]
-
-
-def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, f"trajectory of task {trajectory.task.id} has no reward"
-    return trajectory.reward

@@ -23,6 +23,7 @@ from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.algorithms.advantages import make_sample
 from flowtrain.algorithms.base import Branches
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
@@ -109,7 +110,10 @@ def branch(
 def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """Return every turn with tokens as a sample to score, and the sampler's entropies of all tokens."""
     _, calls = _root_calls(groups)
-    samples = [_sample(call, sample_id) for _, sample_id, call in calls]
+    samples = []
+    for _, sample_id, call in calls:
+        zeros = (0.0,) * len(call.response_ids)
+        samples.append(make_sample(call, sample_id, advantages=zeros, loss_weights=zeros))
     return samples, [x for *_, call in calls for x in call.entropies]
 
 
@@ -250,19 +254,6 @@ def _root_calls(
         if (call := turn.calls["planner"]).response_ids
     ]
     return roots, calls
-
-
-def _sample(call: Call, sample_id: SampleId) -> Sample:
-    num_tokens = len(call.response_ids)
-    return Sample(
-        call.prompt_ids,
-        call.response_ids,
-        call.logprobs,
-        advantages=(0.0,) * num_tokens,
-        loss_weights=(1.0,) * num_tokens,
-        sample_id=sample_id,
-        sampling_mask=call.sampling_mask,
-    )
 
 
 def choose(
