@@ -12,6 +12,9 @@ from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
 from flowtrain.utils.seeds import derive_seed
 
+EARLY_STOP = 0.3
+"""Probability per turn that a demonstrated verifier says STOP whatever the memory holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPlanner:
