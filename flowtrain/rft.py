@@ -33,6 +33,7 @@ from flowtrain.engines.chat_engines import POLICY
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents, saving
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
@@ -227,10 +228,7 @@ def _imitate(
     started = time.monotonic()
     step = 0
     for step in range(1, rft.num_steps + 1):
-        trainer.set_lr(
-            rft.lr
-            * min(step / max(rft.warmup_steps, 1), (rft.num_steps - step + 1) / rft.num_steps, 1.0)
-        )
+        trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
         stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})

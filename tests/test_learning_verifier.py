@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+from test_learning import config, with_plans, write_questions
+
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
@@ -24,7 +26,6 @@ from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Verdict
 from flowtrain.weights import WeightStore
-from tests.test_learning import config, with_plans, write_questions
 
 VERIFIER = {
     "roles": {"verifier": "own"},

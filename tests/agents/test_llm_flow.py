@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
+from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
 
 from flowtrain.agents import Flow
@@ -43,7 +44,6 @@ from flowtrain.types import (
     UserError,
     Verdict,
 )
-from tests.chat_servers import ChatServer, chat_server
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {

@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import peers
 import pytest
+from peers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused, Unavailable
 from flowtrain.types import UserError
-
-pytest.register_assert_rewrite("peers")
-import peers  # noqa: E402
-from peers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply  # noqa: E402
 
 METHODS = tuple(REQUESTS)
 

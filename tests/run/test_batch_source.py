@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from http_servers import running
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -27,7 +28,6 @@ from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
 from tests.dataflow.groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
-from tests.http_servers import running
 
 ALONE = World(0, 1, torch.device("cpu"))
 
