@@ -22,7 +22,7 @@ from flowkernels import LossSpec
 from flowtrain import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
@@ -182,7 +182,7 @@ def _expert(components: RunComponents, flow: Flow) -> Flow:
     planner = ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
     verifier = flow.verifier
     if isinstance(verifier, PolicyVerifier):
-        verifier = ScriptedVerifier(verifier, config.rft.early_stop, ends["verifier"])
+        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
     return replace(flow, planner=planner, verifier=verifier)
 
 
@@ -239,7 +239,6 @@ def _imitate(
     if world.is_main:
         metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
     progress = report.Progress(rft.num_steps, 0, world.is_main)
-    started = time.monotonic()
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
@@ -247,8 +246,7 @@ def _imitate(
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
-        is_over = rft.max_seconds and time.monotonic() - started > rft.max_seconds
-        if step % 10 == 0 and world.max([is_over or interrupt.requested])[0]:
+        if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
     progress.close()
     if metrics is not None:

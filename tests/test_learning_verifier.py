@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from test_learning import config, with_plans, write_questions
 
 from flowtrain.agents.collect import collect
@@ -19,7 +20,6 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
-from flowtrain.run import recipe
 from flowtrain.run.components import RunComponents
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.training.tree import pack
@@ -37,7 +37,6 @@ VERIFIER = {
         "num_steps": 100,
         "keep": "all",
         "expert_error": 0.6,
-        "early_stop": 0.5,
     },
 }
 NUM_STEPS = 6
@@ -80,10 +79,11 @@ def scripted(components: RunComponents, flow: Flow) -> Flow:
     )
 
 
-def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
+def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over three seeds it stopped after 56 % of the guesses at first and after 1 to 4 % of them in
     the end, after passages always.
     """
+    monkeypatch.setattr("flowtrain.rft.EARLY_STOP", 0.5)
     write_questions(tmp_path)
     with ExitStack() as cleanup:
         assert (
@@ -104,7 +104,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
         flow = scripted(components, components.make_flow(engines, 4))
         policy_trainer = PolicyTrainer.make(components, components.world, store)
         policy_trainer.publish(0)
-        algorithm, order = recipe.algorithm(components.config), random.Random(0)
+        order = random.Random(0)
         for step in range(NUM_STEPS + 1):
             engines["verifier"].load(step)
             seen.append(
@@ -113,7 +113,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
                 )
             )
             rows = pack(
-                algorithm(seen[-1], 8).samples,
+                components.algorithm.advantages(seen[-1]).samples,
                 components.config.train.num_minibatches,
                 components.config.train.token_budget,
             )

@@ -25,7 +25,7 @@ from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
-from flowtrain.engines.factory import PolicyModel, make_engine
+from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, VerdictCache, score
 from flowtrain.tasks import sub_goals
@@ -50,7 +50,7 @@ class RunComponents:
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     """The policy that is trained: fp32 master weights on the CPU, not sharded yet."""
-    policies: Mapping[PolicyName, PolicyModel]
+    policies: Mapping[PolicyName, ModelSpec]
     """All policies of the flow."""
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
@@ -74,11 +74,11 @@ class RunComponents:
         tasks = task_set(config, fictional)
         _check_tasks(tasks)
         tokenizer, model = _trained_policy(config, tasks)
-        trained = PolicyModel.of("model.path", config.model.path, tokenizer, model)
+        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
             if scripted or name == config.train.policy
-            else PolicyModel.load(*config.path_of(name))
+            else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
         return cls._around(algorithm, world, tasks, tokenizer, model, policies)
@@ -96,7 +96,7 @@ class RunComponents:
         algorithm = load_algorithm(config)
         config = algorithm.config
         _set_threads(config.run.threads)
-        policies = {name: PolicyModel.load(*config.path_of(name)) for name in config.policy_names}
+        policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
         model = trained.without_weights()
         tasks = without_tasks(config)
@@ -110,7 +110,7 @@ class RunComponents:
         tasks: TaskSet,
         tokenizer: PreTrainedTokenizerFast,
         model: PreTrainedModel,
-        policies: Mapping[PolicyName, PolicyModel],
+        policies: Mapping[PolicyName, ModelSpec],
     ) -> RunComponents:
         """Build what stands around the policies."""
         config = algorithm.config

@@ -145,14 +145,10 @@ def make_trainer(
 
 def make_publisher(components: RunComponents, store: WeightStore, ranks: World) -> Publisher:
     """Build the publisher of the ranks that train; it casts to the engines' dtype."""
-    weights = components.config.weights
-    options = PublishOptions(
-        getattr(torch, components.config.model.dtype),
-        weights.level,
-        weights.anchor_every,
-        weights.dense_share,
-        torch.get_num_threads(),
-    )
+    config = components.config
+    dtype = getattr(torch, config.model.dtype)
+    num_threads = torch.get_num_threads()
+    options = PublishOptions(dtype, config.weights.level, num_threads=num_threads)
     return Publisher(store, options, ranks)
 
 

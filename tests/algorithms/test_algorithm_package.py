@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli_runs import SMALL
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
 from flowtrain.types import UserError
+from tests.cli_runs import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (

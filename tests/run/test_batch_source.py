@@ -94,10 +94,7 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
         == metrics["dataflow/replay_share"]
         == 0
     )
-    assert (
-        metrics["dataflow/num_buffered"] == 1
-        and metrics["dataflow/waited_s"] >= 0
-    )
+    assert metrics["dataflow/num_buffered"] == 1 and metrics["dataflow/waited_s"] >= 0
 
 
 def test_a_rank_gets_its_share(place: Place) -> None:
