@@ -70,9 +70,7 @@ class SamplingPlanner:
         action = Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name)
         return Plan(Call.of(prompt, done, ""), action)
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:
