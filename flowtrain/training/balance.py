@@ -30,7 +30,7 @@ def balance(
     world: World,
     num_takers: int,
 ) -> list[list[PackedRow]]:
-    """Return the rows of each mini-batch that this rank trains, dearest first; collective.
+    """Return the rows of each mini-batch that this rank trains; collective.
 
     Every rank gives the rows that it sampled; the first `num_takers` ranks get them. Rows are on
     the CPU before and after.
@@ -87,13 +87,13 @@ def return_logprobs(
 def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple[int, int]]]:
     """Return for each rank the rows that it trains, as (rank that gives it, index there).
 
-    `costs` are those of the rows that each rank gives.
+    `costs` are those of the rows that each rank gives. A single taker waits for nobody and keeps
+    their order.
     """
-    order = sorted(
-        (-cost, rank, index) for rank, own in enumerate(costs) for index, cost in enumerate(own)
-    )
-    places = [(giver, index) for _, giver, index in order]
-    return [places[rank::num_takers] if rank < num_takers else [] for rank, _ in enumerate(costs)]
+    places = [(rank, index) for rank, own in enumerate(costs) for index in range(len(own))]
+    if num_takers > 1:
+        places.sort(key=lambda place: -costs[place[0]][place[1]])
+    return [places[rank::num_takers] if rank < num_takers else [] for rank in range(len(costs))]
 
 
 def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:

@@ -40,7 +40,7 @@ def test_every_row_is_trained_once_in_the_fewest_passes(
     assert max(map(len, plan)) == -(-len(everything) // num_takers)
     for places in plan:
         dear = [costs[rank][index] for rank, index in places]
-        assert dear == sorted(dear, reverse=True)
+        assert num_takers == 1 or dear == sorted(dear, reverse=True)
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
