@@ -243,7 +243,7 @@ def _logits_gradient(loss: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 def _trl_scores(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-    """TRL's released log-probs with entropy: its Triton kernel on a GPU, chunks of torch on a CPU."""
+    """TRL's released log-probs with entropy: a Triton kernel on a GPU, chunks of torch on a CPU."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     logprob_T: Tensor = selective_log_softmax_and_entropy(

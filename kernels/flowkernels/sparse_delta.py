@@ -234,7 +234,7 @@ def _indices(counts: Tensor, positions: Tensor) -> Tensor:
 
 
 def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(c_a, c_b), int64, of int64 indices. A shift of int64 drags its sign along, hence the masks."""
+    """(c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign, hence the masks."""
     x = (global_index + 1) * _GOLDEN
     r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
     high = (r >> 32) & _LOW32

@@ -59,7 +59,8 @@ def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE:
 
 @triton.jit
 def compact_kernel(
-    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr, num_words, TILE: tl.constexpr
+    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr,
+    num_words, TILE: tl.constexpr,
 ):  # fmt: skip
     """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is
     not read again.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, head, linear_logprobs, linear_policy_loss
+from flowkernels import LossSpec, linear_logprobs, linear_policy_loss, lm_head
 from kernel_truth import Batch, on_device
 from test_linear_loss import HEAD, SPECS, head_batch
 from torch import Tensor
@@ -31,7 +31,7 @@ def batch_of_rows(num_tokens: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def results(batch: Batch, row: list[int], spec: Any, impl: str, **options: Any) -> Results:
-    """logp, entropy and the gradient of the hidden states, of these rows alone and in this order."""
+    """logp, entropy and the gradient of the hidden states of these rows alone, in this order."""
     of_rows = {
         name: value[row] if name.endswith("_T") or name == "hidden_TD" else value
         for name, value in batch.items()
@@ -91,13 +91,13 @@ def test_all_products_for_rows_have_one_size(
     budget: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of rows, of rows with a gradient and of the last chunk."""
-    seen, product = set(), head._product
+    seen, product = set(), lm_head._product
 
     def counted(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
         seen.add(len(a_MK))
         return product(a_MK, b_KN, dtype)
 
-    monkeypatch.setattr(head, "_product", counted)
+    monkeypatch.setattr(lm_head, "_product", counted)
     for num_tokens in (1, 17, NUM_TOKENS):
         results(
             batch_of_rows(num_tokens) | {"bias_V": None},

@@ -1,4 +1,4 @@
-"""The reverse scan, the branching score and the branch points against plain Python loops in fp64."""
+"""The reverse scan, the branching score and the branch points against plain fp64 Python loops."""
 
 from __future__ import annotations
 

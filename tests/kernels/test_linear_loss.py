@@ -284,11 +284,9 @@ def test_statistics_match_direct_computation(impl: str) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", MAIN)
-def test_temperature_softcap_kept_sets_and_no_bias(
-    name: str, softcap: float | None, impl: str
-) -> None:
-    """Of every kind of kept set: none, with and without the target, in any order; chunks of five
-    rows cut the list of ids.
+def test_temperature_softcap_masks_and_no_bias(name: str, softcap: float | None, impl: str) -> None:
+    """Sampling masks without ids, with and without the target, in any order; chunks of five rows
+    cut the list of ids.
     """
     num_tokens, vocab = 16, 17
     rng = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and log-sum-exps against fp64, and their gradients against autograd."""
+"""Log-probabilities, entropies and log-sum-exps against fp64; their gradients against autograd."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_masked_ids_are_as_good_as_absent(impl: str) -> None:
 
 
 def test_far_targets_keep_their_log_probability(impl: str) -> None:
-    """Thousands of nats below the most likely id, as low temperatures and confident models have it."""
+    """Targets thousands of nats below the most likely id: low temperatures, confident models."""
     logits = torch.tensor([[60.0, -60.0, 0.0], [3000.0, 0.0, 1.0], [-5.0, -105.0, -6.0]])
     logp, _, _ = scores_of(logits, torch.tensor([1, 1, 1]), impl, temperature=0.1)
     torch.testing.assert_close(logp, torch.tensor([-1200.0, -30_000.0, -1000.0]), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""The statistics of a policy loss against direct computation, for every way that a loss is taken."""
+"""The statistics of a policy loss against direct computation, for every kind of loss."""
 
 from __future__ import annotations
 

@@ -174,7 +174,15 @@ def test_any_loss_matches_the_plain_formula(
     )
     logp, advantage, old, ref, weight = torch.tensor(numbers, dtype=torch.float64).T
     bounds = torch.tensor([0, min(cut, len(logp)), len(logp)])
-    tokens = Tokens(logp, -logp, advantage, weight, old, ref, cu_seqlens_S1=bounds)
+    tokens = Tokens(
+        logprob_T=logp,
+        entropy_T=-logp,
+        advantage_T=advantage,
+        weight_T=weight,
+        old_logprob_T=old,
+        ref_logprob_T=ref,
+        cu_seqlens_S1=bounds,
+    )
     # At a kink the derivative is a matter of taste (autograd and we may pick either side).
     ratio = torch.exp(sequence_log_ratio(tokens) if loss_type == "gspo" else logp - old)
     for kink in (
@@ -397,8 +405,10 @@ def test_supervised_loss_needs_no_old_logprobs() -> None:
 
 @pytest.mark.parametrize("name", ["all", "gspo-dual", "cispo"])
 def test_no_tokens(name: str) -> None:
-    none = torch.zeros(0)
-    out = token_loss(SPECS[name], Tokens(*[none] * 6, cu_seqlens_S1=torch.tensor([0, 0])))
+    names = [f.name for f in fields(Tokens) if f.name != "cu_seqlens_S1"]
+    bounds = torch.tensor([0, 0])
+    tokens = Tokens(**{name: torch.zeros(0) for name in names}, cu_seqlens_S1=bounds)
+    out = token_loss(SPECS[name], tokens)
     assert out.loss_T.shape == out.dlogprob_T.shape == out.kl_T.shape == (0,)
 
 

@@ -17,7 +17,7 @@ from flowkernels import (
     linear_policy_loss,
     token_loss,
 )
-from flowkernels.head import Gradients, Head
+from flowkernels.lm_head import Gradients, LMHead
 from kernel_truth import Batch, counted, device_of, mask_of, on_device, plain_rows
 from test_linear_loss import (
     HEAD,
@@ -49,9 +49,9 @@ class Seen:
         self.gradients: list[int] = []
         """Rows in each chunk that took part in the products for the gradients."""
         chunks: list[StorageWeakRef] = []
-        of_head, of_gradients = Head.logits, Gradients.add
+        of_head, of_gradients = LMHead.logits, Gradients.add
 
-        def logits(head: Head, hidden_CD: Tensor) -> Tensor:
+        def logits(head: LMHead, hidden_CD: Tensor) -> Tensor:
             logits_CV = of_head(head, hidden_CD)
             chunks.append(StorageWeakRef(logits_CV.untyped_storage()))
             self.logits.append(len(logits_CV))
@@ -63,7 +63,7 @@ class Seen:
             of_gradients(gradients, *arguments)
             self.gradients.append(gradients.num_rows - before)
 
-        monkeypatch.setattr(Head, "logits", logits)
+        monkeypatch.setattr(LMHead, "logits", logits)
         monkeypatch.setattr(Gradients, "add", add)
 
 
@@ -398,9 +398,9 @@ def test_log_probs_of_a_shard_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("which", ["both", "logprob", "entropy"])
-@pytest.mark.parametrize("is_kept", [False, True], ids=["all-ids", "sampling_mask"])
+@pytest.mark.parametrize("has_mask", [False, True], ids=["all-ids", "mask"])
 def test_log_probs_are_differentiable_by_any_upstream_gradient(
-    which: str, is_kept: bool, impl: str
+    which: str, has_mask: bool, impl: str
 ) -> None:
     """Some upstream gradients are 0, some targets negative."""
     batch = head_batch(temperature=temperatures())
@@ -417,16 +417,16 @@ def test_log_probs_are_differentiable_by_any_upstream_gradient(
     true = {name: batch[name].double().requires_grad_() for name in HEAD}
     logits = (true["hidden_TD"] @ true["weight_VD"].T + true["bias_V"])[rows]
     of_rows = (
-        [ids for ids, row in zip(subsets, rows.tolist(), strict=True) if row] if is_kept else None
+        [ids for ids, row in zip(subsets, rows.tolist(), strict=True) if row] if has_mask else None
     )
     scores = plain_rows(logits, batch["target_ids_T"][rows], temperatures()[rows], 6.0, of_rows)
     (upstream[0, rows] * scores[0] + upstream[1, rows] * scores[1]).sum().backward()
-    kept = mask_of(subsets) if is_kept else None
+    mask = mask_of(subsets) if has_mask else None
     moved = on_device(
         {
             **{name: batch[name] for name in (*HEAD, "target_ids_T")},
             "temperature": temperatures(),
-            "sampling_mask": kept,
+            "sampling_mask": mask,
         },
         impl,
     )

@@ -39,7 +39,7 @@ def test_nothing_to_bound() -> None:
 
 
 def test_equal_ones_go_together() -> None:
-    """One of the two would be within (0.05, with the other 0.063), but no clip can tell them apart."""
+    """One of the two would fit (0.05, with the other 0.063), but no clip can tell them apart."""
     assert second_moment_bound(torch.tensor([0.1, 0.3, 0.3]), 0.055) == pytest.approx(0.2)
 
 

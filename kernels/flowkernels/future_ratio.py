@@ -23,7 +23,6 @@ from flowkernels.token_loss import (
     TokenLoss,
     TokenLossFn,
     Tokens,
-    correct_for_sampler,
     sequence_ids,
     token_loss,
 )
@@ -79,20 +78,14 @@ def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> Tok
     """
     if spec.loss_type not in ("clip", "cispo"):
         raise ValueError(
-            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware advantages "
-            "need"
+            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware "
+            "advantages need"
         )
 
     def loss(tokens: Tokens) -> TokenLoss:
         if tokens.old_logprob_T is None or tokens.cu_seqlens_S1 is None:
             raise ValueError("future-aware advantages need old_logprob_T and cu_seqlens_S1")
-        base_T = correct_for_sampler(
-            spec,
-            tokens.advantage_T,
-            tokens.weight_T,
-            tokens.old_logprob_T,
-            tokens.sampler_logprob_T,
-        )[0]
+        base_T = tokens.corrected(spec).advantage_T
         factor_T = 1 + future.coef * future_ratio(tokens, base_T, future, spec.dual_clip, impl)
         return token_loss(
             spec,
