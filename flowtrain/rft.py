@@ -22,7 +22,7 @@ from flowkernels import LossSpec
 from flowtrain import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
@@ -163,9 +163,7 @@ def _expert(components: RunComponents, flow: Flow) -> Flow:
         flow, planner=ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
     )
     if isinstance(flow.verifier, PolicyVerifier):
-        flow = replace(
-            flow, verifier=ScriptedVerifier(flow.verifier, config.rft.early_stop, ends["verifier"])
-        )
+        flow = replace(flow, verifier=ScriptedVerifier(flow.verifier, EARLY_STOP, ends["verifier"]))
     return flow
 
 
@@ -225,7 +223,6 @@ def _imitate(
         else None
     )
     progress = report.Progress(rft.num_steps, 0, world.is_main)
-    started = time.monotonic()
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
@@ -233,8 +230,7 @@ def _imitate(
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
-        is_over = rft.max_seconds and time.monotonic() - started > rft.max_seconds
-        if step % 10 == 0 and world.max([is_over or interrupt.requested])[0]:
+        if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
     progress.close()
     if metrics is not None:

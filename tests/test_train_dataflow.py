@@ -86,7 +86,7 @@ WORDS = (
         "--dataflow.max_waiting",
         "99",
     ),
-    *("--dataflow.wait_s", "60", "--weights.anchor_every", "1"),
+    *("--dataflow.wait_s", "60"),
 )
 AFTER_STEP_3 = NO_PICTURE + KILL.format(
     module="flowtrain.run.run", path="Run.log", number=3, after=True
