@@ -5,7 +5,7 @@ Of the M rollouts of a question N are roots; the others leave a root in the midd
 (`algorithms/branching.py` picks where, `Flow.run` rewinds). Only roots are trained. A token of a
 root has two advantages: that of its rollout among the roots, and the mean of those of the branches
 that share it, among the branches (dual groups, eq. 6). The future-aware factor of eqs. 7 and 8 is
-part of the loss (`flowkernels.future`), because it hangs on the policy as it changes.
+part of the loss (`flowkernels.future_ratio`), because it hangs on the policy as it changes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LAUNCH = {"BLOCK": 512, "num_warps": 4}
 
 
 @triton.jit
-def _combine(x_right, decay_right, x_left, decay_left):
+def _combine(x_right, decay_right, x_left, decay_left) -> tuple[tl.tensor, tl.tensor]:
     """Combine parts of S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to
     the left.
     """
@@ -21,7 +21,7 @@ def _combine(x_right, decay_right, x_left, decay_left):
 
 
 @triton.jit
-def _scan_block(x, gamma, carry):
+def _scan_block(x, gamma, carry) -> tl.tensor:
     """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they
     leave the carry as it is but for its decay, which is why the first block read must have carry 0.
     """
@@ -31,12 +31,12 @@ def _scan_block(x, gamma, carry):
 
 
 @triton.jit
-def _first(x, offsets):
+def _first(x, offsets) -> tl.tensor:
     return tl.sum(tl.where(offsets == 0, x, 0.0), axis=0)
 
 
 @triton.jit
-def _std(squares, off, total):
+def _std(squares, off, total) -> tl.tensor:
     """Standard deviation of the population, from squared deviations from a mean that is off by
     `off`.
     """
@@ -48,7 +48,7 @@ def _std(squares, off, total):
 
 
 @triton.jit
-def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr):
+def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr) -> None:
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -71,7 +71,7 @@ def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.const
 def score_kernel(
     log_ratio_ptr, entropy_ptr, mask_ptr, omega_ptr, score_ptr, is_candidate_ptr, cu_seqlens_ptr,
     gamma, clip, limit, flat, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)

@@ -258,9 +258,8 @@ def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) ->
         score_3T[:, index_A] = walk_scores(head, hidden_TD[index_A], targets.at(index_A), impl)
         return score_3T
     for chunk in head.chunks(len(targets)):
-        scored = ScoredChunk.of(head, hidden_TD[chunk], targets[chunk], impl)
-        score_3T[:, chunk] = scored.scored[0]
-        del scored  # before the next chunk's logits are made
+        chunk_targets = targets[chunk]
+        score_3T[:, chunk] = ScoredChunk.of(head, hidden_TD[chunk], chunk_targets, impl).scored[0]
     return score_3T
 
 
@@ -304,7 +303,7 @@ class LossWalk:
     impl: str
     compact: bool
     row_T: Tensor | None = None
-    """Where these rows lie among all; None: they are all."""
+    """Positions of these rows among all; None: they are all."""
 
     def run(self) -> Tensor:
         """Return `column_7T`, and add up the gradients."""
@@ -326,8 +325,7 @@ class LossWalk:
         return column_7T
 
     def _walk(self) -> Tensor:
-        num_rows = len(self.targets)
-        column_7T = torch.zeros(Column.NUM, num_rows, device=self.hidden_TD.device)
+        column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
         is_fused = self.spec.loss_type != "gspo" and self.head.shard is None
         one_block = self._fused_chunk if is_fused else self._scored_block
         for block in self._blocks():
@@ -369,10 +367,8 @@ class LossWalk:
         """
         chunks = list(self.head.chunks(block.stop - block.start, block.start))
         only = self._scored(chunks[0]) if len(chunks) == 1 else None
-        if only is not None:
-            score_3B = only.scored[0]
-        else:
-            score_3B = torch.cat([self._scored(chunk).scored[0] for chunk in chunks], 1)
+        scores = (self._scored(chunk).scored[0] for chunk in chunks)
+        score_3B = torch.cat(list(scores), 1) if only is None else only.scored[0]
         tokens = self.inputs[block].scored(score_3B[Score.LOGPROB], score_3B[Score.ENTROPY])
         token = token_loss(self.spec, tokens)
         column_7B = torch.where(tokens.weight_T != 0, to_columns(token, tokens), 0.0)

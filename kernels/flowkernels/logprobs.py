@@ -54,7 +54,7 @@ class State:
     """log sum exp (z - z of the largest)."""
     MASKED_TOP = 2
     MASKED_LOG_TOTAL = 3
-    """Both over the ids of the sampling mask."""
+    """TOP and LOG_TOTAL over the ids of the sampling mask."""
     NUM = 4
 
 
@@ -101,7 +101,10 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
     top_C = t_CV.amax(-1)
     # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits.
     t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None])
-    t_target_C = _at_targets(t_CV, targets.ids_T)
+    num_vocab = t_CV.shape[1]
+    t_target_C = t_CV.gather(1, targets.ids_T.clamp(0, num_vocab - 1)[:, None])[:, 0]
+    # NaN for a target outside the vocabulary, so that a wrong id cannot go unseen.
+    t_target_C = torch.where(targets.ids_T < num_vocab, t_target_C, torch.nan)
     mask = targets.mask
     t_mask_K = None if mask is None else t_CV[mask.row_of_ids(), mask.token_ids_K]
     e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
@@ -112,14 +115,7 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
     if mask is not None and t_mask_K is not None:
         masked_C = _masked_log_total(mask, targets.ids_T, t_mask_K, t_target_C)
         masked_log_total_C = torch.where(mask.is_truncated(), masked_C, log_total_C)
-    logprob_C, entropy_C, lse_C = (
-        torch.where(targets.ids_T >= 0, x_C, 0.0)
-        for x_C in (
-            t_target_C - masked_log_total_C,
-            log_total_C - moment_C / total_C,
-            top_C + log_total_C,
-        )
-    )
+    is_row_C = targets.ids_T >= 0
     return Forward(
         targets=targets,
         t_CV=t_CV,
@@ -128,9 +124,9 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
         t_mask_K=t_mask_K,
         log_total_C=log_total_C,
         masked_log_total_C=masked_log_total_C,
-        logprob_C=logprob_C,
-        entropy_C=entropy_C,
-        lse_C=lse_C,
+        logprob_C=torch.where(is_row_C, t_target_C - masked_log_total_C, 0.0),
+        entropy_C=torch.where(is_row_C, log_total_C - moment_C / total_C, 0.0),
+        lse_C=torch.where(is_row_C, top_C + log_total_C, 0.0),
     )
 
 
@@ -146,11 +142,15 @@ def backward_torch(
     # The target and the mask's ids differ from the rest of the row: their gradients are worked out
     # apart, in fp32, and put in place at the end; the target's last, which a mask may name too.
     a_row_C = a_C if mask is None else torch.where(mask.is_truncated(), 0.0, a_C)
-    spots = [_target_gradient(forward, a_C, c_C)]
+    spots = []
     if mask is not None and forward.t_mask_K is not None:
         row_K = mask.row_of_ids()
         gradient_K = _gradient_at(forward, row_K, forward.t_mask_K, a_C, c_C)
-        spots.insert(0, (row_K, mask.token_ids_K, gradient_K))
+        spots.append((row_K, mask.token_ids_K, gradient_K))
+    ids_C = forward.targets.ids_T
+    row_K = ((ids_C >= 0) & (ids_C < logits_CV.shape[1])).nonzero()[:, 0]
+    gradient_K = _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C) - a_C[row_K]
+    spots.append((row_K, ids_C[row_K], gradient_K))
     factor_CV = (a_row_C * p_C)[:, None]
     if c_C is not None:
         log_p_CV = forward.t_CV.add_((forward.entropy_C - forward.log_total_C)[:, None])
@@ -192,23 +192,6 @@ def _gradient_at(
         return g_K
     log_p_K = t_K.clamp(min=_FAR) - forward.log_total_C[row_K]
     return g_K + c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
-
-
-def _target_gradient(
-    forward: Forward, a_C: Tensor, c_C: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, id, gradient) of each target that these rows hold."""
-    ids_C = forward.targets.ids_T
-    row_K = ((ids_C >= 0) & (ids_C < forward.t_CV.shape[1])).nonzero()[:, 0]
-    gradient_K = _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C)
-    return row_K, ids_C[row_K], gradient_K - a_C[row_K]
-
-
-def _at_targets(t_CV: Tensor, ids_C: Tensor) -> Tensor:
-    """t of each target; NaN for one outside the vocabulary, so that a wrong id cannot go unseen."""
-    num_vocab = t_CV.shape[1]
-    t_C = t_CV.gather(1, ids_C.clamp(0, num_vocab - 1)[:, None])[:, 0]
-    return torch.where(ids_C < num_vocab, t_C, torch.nan)
 
 
 def _masked_log_total(

@@ -37,7 +37,7 @@ def score_kernel(
     logits_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr,
     score_ptr, state_ptr, num_rows, num_vocab, row_stride, temperature_stride, softcap,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Writes score [3, T] and state [4, T] of every row."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         target = tl.load(targets_ptr + row)
@@ -79,7 +79,7 @@ def gradient_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, score_ptr, state_ptr, dlogprob_ptr, dentropy_ptr, num_rows, num_vocab,
     row_stride, out_stride, temperature_stride, softcap, LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The gradient with respect to the logits for any upstream gradient of logp and entropy; `out`
     may be the logits.
     """

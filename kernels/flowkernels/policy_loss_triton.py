@@ -41,18 +41,18 @@ NUM_COLUMNS = tl.constexpr(Column.NUM)
 
 
 @triton.jit
-def _clamp(x, limit):
+def _clamp(x, limit) -> tl.tensor:
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _expm1(x):
+def _expm1(x) -> tl.tensor:
     small = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5))))
     return tl.where(tl.abs(x) < 0.1, small, tl.exp(x) - 1.0)
 
 
 @triton.jit
-def _kl(raw, limit, KL: tl.constexpr):
+def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
     u = _clamp(raw, limit)
     if KL == K1:
@@ -67,7 +67,7 @@ def _kl(raw, limit, KL: tl.constexpr):
 @triton.jit
 def _policy_term(
     logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, LOSS_TYPE: tl.constexpr
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(loss, derivative by logp, clipped), as in `token_loss`."""
     ratio = tl.exp(_clamp(log_ratio, limit))
     if LOSS_TYPE == NLL:
@@ -101,7 +101,7 @@ def loss_kernel(
     row_stride, out_stride, temperature_stride, softcap, clip_low, clip_high, dual_clip, kl_coef,
     entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
     Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
     weight 0 are not read.
@@ -180,7 +180,7 @@ def loss_kernel(
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows,
     BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One
     program: no order is left to chance.
     """
@@ -243,7 +243,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr) -> None:
     """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()`
     sends.
     """

@@ -102,7 +102,7 @@ def row_arguments(logits_TV: Tensor, targets: Targets) -> dict[str, Any]:
 
 
 @triton.jit
-def _absorb(x, top, total, moment, scale):
+def _absorb(x, top, total, moment, scale) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take the block x [LANES, WIDTH] into the running state [LANES]."""
     new_top = tl.maximum(top, tl.max(x, axis=1))
     base = tl.where(new_top == -_INF, 0.0, new_top)
@@ -118,7 +118,7 @@ def _absorb(x, top, total, moment, scale):
 
 
 @triton.jit
-def _cap(x, softcap):
+def _cap(x, softcap) -> tl.tensor:
     """softcap * tanh(x / softcap), with tanh by exp, which every target has."""
     if softcap is not None:
         x = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0))
@@ -126,7 +126,9 @@ def _cap(x, softcap):
 
 
 @triton.jit
-def row_statistics(row_ptr, num_vocab, scale, softcap, LANES: tl.constexpr, WIDTH: tl.constexpr):
+def row_statistics(
+    row_ptr, num_vocab, scale, softcap, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`full` of a row; its entropy is in nats."""
     BLOCK: tl.constexpr = LANES * WIDTH
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -155,7 +157,7 @@ def row_statistics(row_ptr, num_vocab, scale, softcap, LANES: tl.constexpr, WIDT
 
 
 @triton.jit
-def target_logit(row_ptr, target, num_vocab, softcap):
+def target_logit(row_ptr, target, num_vocab, softcap) -> tl.tensor:
     """NaN for a target outside the vocabulary, so that a wrong id cannot go unseen."""
     x = tl.load(row_ptr + target, mask=(target >= 0) & (target < num_vocab), other=float("nan")).to(
         tl.float32
@@ -166,7 +168,7 @@ def target_logit(row_ptr, target, num_vocab, softcap):
 @triton.jit
 def mask_statistics(
     row_ptr, mask, target, x_target, num_vocab, scale, softcap, BLOCK: tl.constexpr
-):
+) -> tuple[tl.tensor, tl.tensor]:
     """`masked` over the mask's ids and the target. Their logits are copied, because the gradient
     will overwrite them.
     """
@@ -197,7 +199,7 @@ def mask_statistics(
 
 
 @triton.jit
-def _uncap(g, x, softcap):
+def _uncap(g, x, softcap) -> tl.tensor:
     """The gradient by the raw logit, from that by the capped logit x."""
     if softcap is not None:
         g = g * (1.0 - (x / softcap) * (x / softcap))
@@ -205,7 +207,7 @@ def _uncap(g, x, softcap):
 
 
 @triton.jit
-def _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY: tl.constexpr):
+def _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY: tl.constexpr) -> tl.tensor:
     """p (a + c (log p + H)) without the target's term."""
     log2_p = (x - top) * scale - log2_total
     p = tl.exp2(log2_p)
@@ -221,7 +223,7 @@ def _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY: tl.constexp
 def _write_gradient(
     row_ptr, out_ptr, num_vocab, target, full, a, c, scale, softcap,
     HAS_ENTROPY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Goes from the end of the row to its beginning: cache most likely holds what was read last."""
     BLOCK: tl.constexpr = LANES * WIDTH
     top, log2_total, entropy = full
@@ -254,7 +256,7 @@ def _write_gradient(
 
 
 @triton.jit
-def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr, WIDTH: tl.constexpr):
+def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr, WIDTH: tl.constexpr) -> None:
     BLOCK: tl.constexpr = LANES * WIDTH
     columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     zeros = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
@@ -271,7 +273,7 @@ def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr, WIDTH: tl.constexpr):
 def _write_masked_gradient(
     out_ptr, num_vocab, mask, target, x_target, full, masked, a, c, scale, softcap,
     HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Write the gradient of the log-probability, which the mask's ids and the target alone have,
     over that of the entropy, which the whole row has.
     """
@@ -307,7 +309,7 @@ def _write_masked_gradient(
 def backward_row(
     row_ptr, out_ptr, num_vocab, mask, target, x_target, full, masked, a, c, scale, softcap,
     HAS_ENTROPY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Gradient of a row: a weighs the log-probability, c the entropy. Rows that have none are
     written without being read.
     """

@@ -52,176 +52,6 @@ class WordDiff:
     """int64 [2], the bits of two unsigned sums: digest(new) - digest(old)."""
 
 
-def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") -> WordDiff:
-    """What turns `old` into `new`. The host waits once, for the number of changes.
-
-    Args:
-        old: contiguous, any shape, of a dtype with an even number of bytes; viewed as 16-bit words.
-        new: same dtype, number of elements and device.
-        first: index of the first word for the digest, where the piece is part of something larger.
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    impl = resolve_impl(impl, old.device)
-    old_words, new_words = _as_words("old", old), _as_words("new", new)
-    if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (
-            f"{x.dtype} of {x.numel()} elements on {x.device}".removeprefix("torch.")
-            for x in (old, new)
-        )
-        raise ValueError(f"new must be {wanted}, as old, got {given}")
-    _check_first(first, len(old_words))
-    return WordDiff(*_diff_op(old_words, new_words, first, impl))
-
-
-def scatter_words_(
-    words: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    diffs: Tensor,
-    first: int = 0,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """Add a delta to `words` in place, and return the digest change that this made to the words it
-    met: int64 [2].
-
-    Adding `-diffs` afterwards puts every bit back. The result is that of `diff_words` if and, but
-    for collisions, only if the words were the `old` of the diff. Nothing is read by the host.
-    Positions past the end write nothing on a GPU; two equal ones in a block give undefined words.
-    On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
-
-    Args:
-        words: contiguous, any shape, of a dtype with an even number of bytes.
-        counts: int32 [B], see `WordDiff`.
-        positions: int16 [C].
-        diffs: int16 [C].
-        first: index of the first word for the digest.
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    impl = resolve_impl(impl, words.device)
-    flat = _as_words("words", words)
-    _check_first(first, len(flat))
-    _check_delta("counts", counts, torch.int32, _num_blocks(len(flat)), words.device)
-    _check_delta("positions", positions, torch.int16, positions.numel(), words.device)
-    _check_delta("diffs", diffs, torch.int16, len(positions), words.device)
-    if checks_values(words.device):
-        _check_positions(counts, positions, len(flat))
-    change: Tensor = _scatter_op(flat, counts, positions, diffs, first, impl)
-    return change
-
-
-def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
-    """The digest of a piece, int64 [2]: the bits of two unsigned sums.
-
-    Args:
-        words: contiguous, any shape, of a dtype with an even number of bytes.
-        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64)
-            to that of the whole.
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    impl = resolve_impl(impl, words.device)
-    flat = _as_words("words", words)
-    _check_first(first, len(flat))
-    digest: Tensor = _digest_op(flat, first, impl)
-    return digest
-
-
-def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum
-    of this over any partition of them.
-
-    Args:
-        words: int16, any shape.
-        index: int64, same shape and device: of each word, from the start of the tensor that the
-            digest is of.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    if (
-        words.dtype != torch.int16
-        or index.dtype != torch.int64
-        or (words.shape, words.device) != (index.shape, index.device)
-    ):
-        given = " and ".join(
-            f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index)
-        ).replace("torch.", "")
-        raise ValueError(
-            f"words must be int16 and index int64 of the same shape and device, got {given}"
-        )
-    flat, at = words.reshape(-1), index.reshape(-1)
-    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(flat)):
-        digest += _weighted(_squares(flat[part]), at[part])
-    return digest
-
-
-def _as_words(name: str, tensor: Tensor) -> Tensor:
-    """int16 [n], sharing memory, without a gradient."""
-    if tensor.dtype.itemsize % 2:
-        raise ValueError(
-            f"{name} must have a dtype of an even number of bytes, got {tensor.dtype}".replace(
-                "torch.", ""
-            )
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
-        )
-    return tensor.detach().view(-1).view(torch.int16)
-
-
-def _check_first(first: int, num_words: int) -> None:
-    if not 0 <= first < 2**63 - num_words:
-        raise ValueError(
-            f"first={first} must be in [0, 2^63 - {num_words}), so that every word has an index"
-        )
-
-
-def _check_delta(
-    name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
-) -> None:
-    if (
-        tensor.dtype != dtype
-        or tensor.shape != (num,)
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-        wanted, given = (
-            f"{dtype} [{num}] on {device}",
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}",
-        )
-        raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
-
-
-def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:
-    num_changes = len(positions)
-    if int(counts.sum()) != num_changes or bool((counts < 0).any()):
-        raise ValueError(
-            f"counts must be >= 0 and sum to the {num_changes} of positions, got a sum of "
-            f"{int(counts.sum())}"
-        )
-    index_C = _indices(counts, positions)
-    if not bool((index_C.diff() > 0).all()):
-        raise ValueError(
-            "positions must ascend within each block, as unsigned numbers, without a repetition"
-        )
-    if num_changes and int(index_C[-1]) >= num_words:
-        raise ValueError(
-            f"positions must be below the {num_words} words, got one for word {int(index_C[-1])}"
-        )
-
-
 def _num_blocks(num_words: int) -> int:
     return (num_words + BLOCK_WORDS - 1) // BLOCK_WORDS
 
@@ -302,10 +132,8 @@ def _diff_op(
 @_diff_op.register_fake
 def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_changes = torch.library.get_ctx().new_dynamic_size()
-    counts, digest = (
-        old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32),
-        old.new_empty(2, dtype=torch.int64),
-    )
+    counts = old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32)
+    digest = old.new_empty(2, dtype=torch.int64)
     return counts, old.new_empty(num_changes), old.new_empty(num_changes), digest
 
 
@@ -339,3 +167,157 @@ def _digest_op(words: Tensor, first: int, impl: str) -> Tensor:
 @_digest_op.register_fake
 def _(words: Tensor, *_: object) -> Tensor:
     return words.new_empty(2, dtype=torch.int64)
+
+
+def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") -> WordDiff:
+    """Find the changes that turn `old` into `new`. The host waits once, for the number of changes.
+
+    Args:
+        old: contiguous, any shape, of a dtype with an even number of bytes; viewed as 16-bit words.
+        new: same dtype, number of elements and device.
+        first: index of the first word for the digest, where the piece is part of something larger.
+        impl: "triton", "torch", or "auto" by the device.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    impl = resolve_impl(impl, old.device)
+    old_words, new_words = _as_words("old", old), _as_words("new", new)
+    if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
+        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
+        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
+    _check_first(first, len(old_words))
+    return WordDiff(*_diff_op(old_words, new_words, first, impl))
+
+
+def scatter_words_(
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int = 0,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Add a delta to `words` in place, and return the digest change that this made to the words it
+    met: int64 [2].
+
+    Adding `-diffs` afterwards puts every bit back. The result is that of `diff_words` if and, but
+    for collisions, only if the words were the `old` of the diff. Nothing is read by the host.
+    Positions past the end write nothing on a GPU; two equal ones in a block give undefined words.
+    On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
+
+    Args:
+        words: contiguous, any shape, of a dtype with an even number of bytes.
+        counts: int32 [B], see `WordDiff`.
+        positions: int16 [C].
+        diffs: int16 [C].
+        first: index of the first word for the digest.
+        impl: "triton", "torch", or "auto" by the device.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    impl = resolve_impl(impl, words.device)
+    flat = _as_words("words", words)
+    _check_first(first, len(flat))
+    _check_delta("counts", counts, torch.int32, _num_blocks(len(flat)), words.device)
+    _check_delta("positions", positions, torch.int16, positions.numel(), words.device)
+    _check_delta("diffs", diffs, torch.int16, len(positions), words.device)
+    if checks_values(words.device):
+        _check_positions(counts, positions, len(flat))
+    change: Tensor = _scatter_op(flat, counts, positions, diffs, first, impl)
+    return change
+
+
+def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
+    """The digest of a piece, int64 [2]: the bits of two unsigned sums.
+
+    Args:
+        words: contiguous, any shape, of a dtype with an even number of bytes.
+        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64)
+            to that of the whole.
+        impl: "triton", "torch", or "auto" by the device.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    impl = resolve_impl(impl, words.device)
+    flat = _as_words("words", words)
+    _check_first(first, len(flat))
+    digest: Tensor = _digest_op(flat, first, impl)
+    return digest
+
+
+def digest_at(words: Tensor, index: Tensor) -> Tensor:
+    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum
+    of this over any partition of them.
+
+    Args:
+        words: int16, any shape.
+        index: int64, same shape and device: of each word, from the start of the tensor that the
+            digest is of.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    has_dtypes = words.dtype == torch.int16 and index.dtype == torch.int64
+    if not has_dtypes or (words.shape, words.device) != (index.shape, index.device):
+        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
+        raise ValueError(
+            "words must be int16 and index int64 of the same shape and device, got "
+            + given.replace("torch.", "")
+        )
+    flat, at = words.reshape(-1), index.reshape(-1)
+    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for part in _chunks(len(flat)):
+        digest += _weighted(_squares(flat[part]), at[part])
+    return digest
+
+
+def _as_words(name: str, tensor: Tensor) -> Tensor:
+    """int16 [n], sharing memory, without a gradient."""
+    if tensor.dtype.itemsize % 2:
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {given}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
+        )
+    return tensor.detach().view(-1).view(torch.int16)
+
+
+def _check_first(first: int, num_words: int) -> None:
+    if not 0 <= first < 2**63 - num_words:
+        raise ValueError(
+            f"first={first} must be in [0, 2^63 - {num_words}), so that every word has an index"
+        )
+
+
+def _check_delta(
+    name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
+) -> None:
+    found = (tensor.dtype, tensor.shape, tensor.device)
+    if found != (dtype, (num,), device) or not tensor.is_contiguous():
+        layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+        wanted = f"{dtype} [{num}] on {device}"
+        given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
+        raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
+
+
+def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:
+    num_changes = len(positions)
+    if int(counts.sum()) != num_changes or bool((counts < 0).any()):
+        raise ValueError(
+            f"counts must be >= 0 and sum to the {num_changes} of positions, got a sum of "
+            f"{int(counts.sum())}"
+        )
+    index_C = _indices(counts, positions)
+    if not bool((index_C.diff() > 0).all()):
+        raise ValueError(
+            "positions must ascend within each block, as unsigned numbers, without a repetition"
+        )
+    if num_changes and int(index_C[-1]) >= num_words:
+        raise ValueError(
+            f"positions must be below the {num_words} words, got one for word {int(index_C[-1])}"
+        )

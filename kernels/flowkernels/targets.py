@@ -1,4 +1,4 @@
-"""What is asked about rows of logits: the target of each row, and how its sampler saw the row."""
+"""Records of targets: the target of each row of logits, and how its sampler saw the row."""
 
 from __future__ import annotations
 

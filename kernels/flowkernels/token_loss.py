@@ -37,11 +37,11 @@ class LossSpec:
     """
 
     loss_type: LossType = "clip"
-    """With r = exp(logp - old): "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
-    A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same with r =
-    exp(mean over the sequence of logp - old), whose gradient is shared by its tokens (arXiv
-    2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with the
-    ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
+    """Kind of loss, with r = exp(logp - old). "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 +
+    clip_high) A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same
+    with r = exp(mean over the sequence of logp - old), whose gradient is shared by its tokens
+    (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with
+    the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -65,7 +65,7 @@ class LossSpec:
     weight 0."""
 
     encoded: str = field(init=False, repr=False, compare=False)
-    """All of it as text: an operator's schema knows strings, and torch.compile then guards one
+    """The whole spec as text: an operator's schema knows strings, and torch.compile then guards one
     string and no numbers."""
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens(TokenInputs):
-    """What a token loss sees: its inputs, and what the forward pass made known."""
+    """The argument of a token loss: its inputs, and the results of the forward pass."""
 
     logprob_T: Tensor
     entropy_T: Tensor

@@ -270,7 +270,7 @@ def test_a_sequence_does_not_see_its_neighbours(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -> None:
-    """With half of the tokens of no consequence: what they hold in any input changes nothing."""
+    """Half of the tokens are masked: what they hold in any input changes nothing."""
     lengths, clip = LAYOUTS[layout], 0.3
     bounds, num = bounds_of(lengths), sum(lengths)
     mask = random_mask(num)

@@ -53,7 +53,7 @@ def loss_of(batch: Batch, spec: Any, **options: Any) -> Tensor:
 def operator_arguments(
     name: str, has_bias: bool, has_mask: bool, needs: list[bool], dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    """Of a call, as the public functions make it; `policy` is in the name of the case."""
+    """Arguments as the public functions pass them."""
     batch = small_batch(dtype=dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
     head[2] = head[2] if has_bias else None
@@ -228,7 +228,7 @@ def test_gradients_are_the_same_under_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SPECS, "own"])
 def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
-    """In one graph, and over two backward passes."""
+    """Both in one graph and over two backward passes."""
     spec, batches = SPECS.get(name, own), [small_batch(), small_batch(9)]
     batches[1]["weight_VD"] = batches[0]["weight_VD"]
     first, second = (
@@ -249,7 +249,7 @@ def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
 def test_autocast_leaves_the_arithmetic_as_the_operands_have_it(
     name: str, dtype: torch.dtype, fp32_logits: bool
 ) -> None:
-    """Of fp32 heads as of bf16 ones, and fp32 logits stay fp32: autocast is for what is outside."""
+    """Holds for fp32 and bf16 heads; fp32 logits stay fp32: autocast acts outside alone."""
     spec, batch = SPECS.get(name, own), small_batch(dtype=dtype)
 
     def autocast(batch: Batch) -> Tensor:

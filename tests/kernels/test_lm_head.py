@@ -1,5 +1,5 @@
-"""How the walk over a head's chunks goes: what it computes, how often, what it holds, and that
-nobody can tell from the results.
+"""The walk over a head's chunks: what it computes, how often, what it holds, and that the results
+are the same for any size of a chunk.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def same(first: tuple[Any, dict[str, Tensor]], second: tuple[Any, dict[str, Tens
 def test_the_size_of_a_chunk_changes_nothing(
     name: str, has_holes: bool, compact: bool, impl: str
 ) -> None:
-    """Whether rows without gradient are left out or not."""
+    """Holds whether rows without gradient are left out or not."""
     batch = head_batch(temperature=temperatures()) if has_holes else whole_batch()
     options = {"temperature": temperatures(), "softcap": 8.0}
     once = ours(SPECS[name], batch, impl, **options)
@@ -114,7 +114,7 @@ def test_the_size_of_a_chunk_changes_nothing(
 def test_gspo_of_sequences_shorter_and_longer_than_a_chunk(
     has_holes: bool, num_rows: int, impl: str
 ) -> None:
-    """And of none at all, at the beginning, in the middle and at the end."""
+    """Sequences of no tokens too, at the beginning, in the middle and at the end."""
     batch = head_batch() if has_holes else whole_batch()
     batch["cu_seqlens_S1"] = torch.tensor([0, 0, 2, 4, 13, 13, 14, 16, 19, 19])
     for compact in (True, False):
@@ -178,8 +178,8 @@ def test_logits_of_a_loss_of_ones_own_are_computed_twice(impl: str, seen: Seen) 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "own", "scores"])
 def test_no_two_chunks_of_logits_are_there_at_one_time(name: str, seen: Seen) -> None:
-    """Forward and backward; of GSPO, a sequence of three chunks. (Triton's interpreter holds on to
-    what it was given.)
+    """Checked forward and backward; for GSPO, a sequence of three chunks. (Triton's interpreter
+    holds on to what it was given.)
     """
     batch = whole_batch() | {"cu_seqlens_S1": torch.tensor([0, 3, 18, 19])}
     if name == "scores":
@@ -265,7 +265,7 @@ def test_a_chunk_with_few_idle_rows_is_taken_as_it_is(impl: str, seen: Seen) -> 
 
 @pytest.mark.parametrize("name", ["k3-entropy", "gspo-all"])
 def test_the_weights_gradient_is_added_to_a_buffer(name: str, impl: str) -> None:
-    """Over two calls, with a buffer that held something before; hidden and bias have theirs as
+    """Two calls add up in a buffer that held something before; hidden and bias have theirs as
     ever.
     """
     start = torch.linspace(-1, 1, VOCAB * 24).view(VOCAB, 24)

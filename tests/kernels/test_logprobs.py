@@ -49,8 +49,8 @@ def test_scores_match_fp64(
 def test_gradients_match_fp64_autograd(
     parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str
 ) -> None:
-    """For any gradient that comes from above; rows with a negative target get none, whatever they
-    hold.
+    """Holds for any gradient that comes from above; rows with a negative target get none, whatever
+    they hold.
     """
     batch, temperature = random_batch(12), torch.linspace(0.4, 2.0, 12)
     logits, targets, rows = (
@@ -169,7 +169,9 @@ def test_rows_of_a_larger_buffer(impl: str) -> None:
 
 @pytest.mark.parametrize("vocab", [257, 40_001])
 def test_a_row_alone_is_summed_as_among_others(vocab: int, num_threads: int) -> None:
-    """To the bit; torch would spread the sum over a single long row over its threads."""
+    """The sums agree to the bit; torch would spread the sum over a single long row over its
+    threads.
+    """
     logits, targets = (
         torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)),
         torch.arange(5),

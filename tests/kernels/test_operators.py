@@ -211,8 +211,8 @@ def test_every_operator_is_checked() -> None:
 def test_compiled_policy_loss_is_one_node_and_equal_to_eager(
     impl: str, name: str, inplace: bool
 ) -> None:
-    """In-place is for eager mode; torch.compile plans memory itself. GSPO has its gradient in the
-    backward graph.
+    """inplace=True is for eager mode; torch.compile plans memory itself. GSPO has its gradient in
+    the backward graph.
     """
     batch, graphs = random_batch(8, impl), Graphs()
 

@@ -26,8 +26,8 @@ SPECS = {
 
 
 def some_sets(batch: Batch, vocab: int = VOCAB, seed: int = 7) -> list[list[int]]:
-    """Of every kind: none, the target alone, one other id, few, all; with the target and without.
-    Ids come in any order.
+    """Masks of every kind: none, the target alone, one other id, few, all; with the target and
+    without. Ids come in any order.
     """
     rng = torch.Generator().manual_seed(seed)
     subsets: list[list[int]] = []
@@ -234,8 +234,8 @@ def test_differentiable_log_probs(impl: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["clip", "nll-entropy", "gspo-entropy"])
-def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
-    """Up to 2048 ids are taken at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
+def test_masks_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
+    """Kernels take up to 2048 ids at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
     beginning and the end of the CSR.
     """
     vocab, batch = 5000, random_batch(6, 5000)
@@ -259,7 +259,7 @@ def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, imp
 
 
 def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
-    """Of the kernels."""
+    """Checked for the kernels."""
     batch, subsets = a_batch()
     together, gradient = ours(
         SPECS["nll-entropy"], batch, "triton", inplace=inplace, sampling_mask=mask_of(subsets)
@@ -281,10 +281,10 @@ def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_chunks_of_rows_have_their_own_sets(
+def test_chunks_of_rows_have_their_own_masks(
     name: str, inplace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the reference, which takes a few rows at a time: three here, all 16 otherwise."""
+    """The reference takes a few rows at a time: three here, all 16 otherwise."""
     batch, subsets = a_batch()
     whole, gradient = ours(
         SPECS[name], batch, "torch", inplace=inplace, sampling_mask=mask_of(subsets)

@@ -217,7 +217,9 @@ class _Differentiated(torch.autograd.Function):
     "name", [name for name, spec in SPECS.items() if spec.loss_type in ("clip", "nll")]
 )
 def test_derivatives_match_finite_differences(name: str) -> None:
-    """Of the losses whose derivative is that of their value; the others hold a ratio constant."""
+    """Checked for the losses whose derivative is that of their value; the others hold a ratio
+    constant.
+    """
     tokens = random_tokens(40)
     inputs = tokens.logprob_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()
     assert torch.autograd.gradcheck(
@@ -322,7 +324,7 @@ def test_worked_examples_of_the_clip(
 def test_worked_examples_of_cispo(
     ratio: float, weight: float, is_bounded: bool, advantage: float
 ) -> None:
-    """With logp = -1.5: weight A 1.5, whose gradient never vanishes."""
+    """logp = -1.5: weight A 1.5, whose gradient never vanishes."""
     tokens = few(logprob_T=[-1.5], advantage_T=[advantage], old_logprob_T=[-1.5 - math.log(ratio)])
     out = token_loss(LossSpec("cispo", clip_low=0.2, clip_high=0.3), tokens)
     assert out.loss_T.item() == pytest.approx(weight * advantage * 1.5)
@@ -495,7 +497,7 @@ def test_a_spec_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
 
 
 def test_a_spec_accepts_its_limits() -> None:
-    """And every field has a case above."""
+    """Every field has a case above."""
     LossSpec(
         clip_low=0.0,
         clip_high=0.0,
