@@ -90,7 +90,7 @@ def test_the_same_bits_from_the_kernels(impl: str) -> None:
 def test_all_products_for_rows_have_one_size(
     budget: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The size depends on no number of rows: of all, of those with a gradient, of the last chunk."""
+    """The size depends on no number of rows: all, those with a gradient, the last chunk."""
     seen, product = set(), lm_head._product
 
     def counted(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
