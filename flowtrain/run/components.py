@@ -155,7 +155,7 @@ class RunComponents:
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
         return Publisher(
             store,
-            PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()),
+            PublishOptions(dtype, w.level, torch.get_num_threads()),
             trainers,
         )
 
