@@ -8,8 +8,8 @@ import pytest
 
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.refiner import LLMRefiner, RuleRefiner
-from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
+from flowtrain.agents.refiner import Finding, LLMRefiner, RuleRefiner
+from flowtrain.types import Action, Call, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
 GOALS = (
     SubGoal(("Chad",), 0.6, "country with capital N'Djamena"),
@@ -25,19 +25,8 @@ TASK = Task(
 
 def turn(written: str, result: str) -> Turn:
     action, found = Action("", "", written, "Search"), ToolResult(output=result)
-    return Turn(
-        (1,),
-        (2,),
-        (-1.0,),
-        (),
-        FinishReason.STOP,
-        written,
-        action,
-        "",
-        found,
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP, written)
+    return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
 
 
 LOST = turn("N'Djamena", "nothing")
@@ -94,7 +83,7 @@ PASSAGES = (
 def refine(refiner: RuleRefiner | LLMRefiner) -> str:
     memory = Memory().add(MemoryEntry("Search", "capital of Chad", "", "N'Djamena"))
     return asyncio.run(
-        refiner.refine("How large is Chad?", memory, "area of Chad", PASSAGES, 3, 5.0)
+        refiner.refine(Finding("How large is Chad?", memory, "area of Chad", PASSAGES), 3, 5.0)
     )
 
 
