@@ -41,7 +41,7 @@ class Checkpoint(Section):
 
 class Weights(Section):
     keep: PositiveInt = 2
-    """newest versions that stay in run.dir/weights, with the anchors and deltas that lead to them
+    """newest versions that stay in run.dir/weights, with the snapshots and deltas that lead to them
     """
     level: Literal[1, 2] = 1
     """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
