@@ -44,7 +44,16 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, Sampling, SamplingMask, UserError
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    SnapshotPolicy,
+    StoreError,
+    WeightReader,
+    WeightStore,
+    pull,
+)
+from flowtrain.weights.sharded_target import ShardedTarget
 from flowtrain.weights.target import HostTensors
 from flowtrain.weights.tensor_shards import digest_hex
 from flowtrain.weights.vllm_plan import make_plan, prove
