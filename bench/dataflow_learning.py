@@ -112,4 +112,4 @@ def sampled_per_trained(folder: Path) -> float:
         return 1.0
     groups = json.loads(path.read_text())["policies"]["planner"]["groups"]
     tokens = {state: each["num"] * each["tokens_mean"] for state, each in groups.items()}
-    return float(sum(tokens.values()) / tokens["served"])
+    return float(sum(tokens.values()) / tokens["assigned"])

@@ -1,5 +1,5 @@
 """A rollout node in plain Python, for a dataflow and its trainers:  python examples/plain_node.py
-http://127.0.0.1:8400 [--units N]
+http://127.0.0.1:8400 [--num_groups N]
 
 What another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain. Its
 "model" is a script that guesses tokens; the rest is in earnest: leases are renewed and given back,
@@ -37,7 +37,7 @@ class Service:
         """
         while True:
             request = urllib.request.Request(
-                f"{self.url}/v1/{method}", msgspec.msgpack.encode(message), self.headers
+                f"{self.url}/v2/{method}", msgspec.msgpack.encode(message), self.headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=30) as response:
@@ -75,22 +75,22 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     }
 
 
-def work(service: Service, name: str, num_units: int, at_once: int) -> None:
+def work(service: Service, name: str, num_groups: int, at_once: int) -> None:
     me, held = {"node": name, "life": uuid.uuid4().hex}, {}
     joined = service.ask("join", **me)
     service.headers["Flowtrain-Run"] = joined["run"]
     try:
-        while num_units > 0:
-            got = service.ask("lease", **me, num=min(num_units, at_once), key=uuid.uuid4().hex)
+        while num_groups > 0:
+            got = service.ask("lease", **me, num=min(num_groups, at_once), key=uuid.uuid4().hex)
             held, renew_at = (
-                {lease["unit"]: lease for lease in got["leases"]},
+                {lease["work_item"]: lease for lease in got["leases"]},
                 time.monotonic() + joined["lease_s"] / 3,
             )
             version = (
                 got["policies"]["planner"]["version"] if held else 0
             )  # here a real node loads these weights from their store
             while held:
-                unit, lease = next(iter(held.items()))
+                work_item, lease = next(iter(held.items()))
                 rollouts = [
                     rollout(lease["task"], lease["seed"] + i, version)
                     for i in range(joined["group_size"])
@@ -99,18 +99,22 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
                     msgspec.msgpack.encode({"index": lease["index"], "trajectories": rollouts})
                 )
                 status = service.ask(
-                    "push", node=name, unit=unit, attempt=lease["attempt"], payload=payload
+                    "push",
+                    node=name,
+                    work_item=work_item,
+                    attempt=lease["attempt"],
+                    payload=payload,
                 )["status"]
-                print(f"unit {unit}: {status}", flush=True)
-                num_units -= status == "committed"
-                del held[unit]
+                print(f"work item {work_item}: {status}", flush=True)
+                num_groups -= status == "committed"
+                del held[work_item]
                 if held and time.monotonic() > renew_at:
-                    units, renew_at = (
+                    work_items, renew_at = (
                         [(u, lease["attempt"]) for u, lease in held.items()],
                         time.monotonic() + joined["lease_s"] / 3,
                     )
-                    for unit in service.ask("renew", **me, units=units)["lost"]:
-                        held.pop(unit, None)
+                    for work_item in service.ask("renew", **me, work_items=work_items)["lost"]:
+                        held.pop(work_item, None)
             if got["reason"] == "done":
                 return
             time.sleep(got["retry_after_s"])
@@ -119,7 +123,7 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
             service.ask(
                 "release",
                 node=name,
-                units=[(unit, lease["attempt"]) for unit, lease in held.items()],
+                work_items=[(work_item, lease["attempt"]) for work_item, lease in held.items()],
                 reason="the node ends",
             )
 
@@ -129,9 +133,9 @@ if __name__ == "__main__":
     parser.add_argument("url")
     parser.add_argument("--name", default=f"plain-{os.getpid()}")
     parser.add_argument(
-        "--units", type=int, default=1 << 30, help="groups to push (default: no end)"
+        "--num_groups", type=int, default=1 << 30, help="groups to push (default: no end)"
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):
-        work(Service(options.url), options.name, options.units, at_once=4)
+        work(Service(options.url), options.name, options.num_groups, at_once=4)

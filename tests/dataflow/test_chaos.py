@@ -20,11 +20,11 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused
 from flowtrain.dataflow.service import Service
 
-for name in ("faulty_proxy", "fleet"):
+for name in ("faulty_proxy", "many_nodes"):
     pytest.register_assert_rewrite(name)
-import groups  # noqa: E402
+import fake_groups  # noqa: E402
 from faulty_proxy import faulty  # noqa: E402
-from fleet import TOKEN, Notes, run_node, run_trainer  # noqa: E402
+from many_nodes import TOKEN, Notes, run_node, run_trainer  # noqa: E402
 from http_servers import running  # noqa: E402
 
 NUM_STEPS = 4
@@ -68,7 +68,7 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
         name.partition(".")[2]: num for name, num in counts.items() if name.startswith("planner.")
     }
     assert sum(shares.values()) == counts["committed"], "each group has one share"
-    assert shares["served"] == sum(map(len, notes.batches.values())), (
+    assert shares["assigned"] == sum(map(len, notes.batches.values())), (
         "and what was served is what was trained"
     )
 
@@ -114,7 +114,7 @@ def faulty_calls(database: str | Path, seed: int) -> None:
     opened: list[Any] = []
 
     def make() -> Any:
-        opened.append(groups.ledger(database, lease_s=0.1, max_attempts=1000))
+        opened.append(fake_groups.ledger(database, lease_s=0.1, max_attempts=1000))
         return opened[-1]
 
     rng, is_over, notes, ledgers = random.Random(seed), threading.Event(), Notes(), [make(), make()]
@@ -146,7 +146,7 @@ def test_services_of_one_postgresql_server(seed: int, postgres: str) -> None:
 
 
 def through_a_faulty_network(database: str | Path, seed: int) -> None:
-    ledger = groups.ledger(database, lease_s=0.2, max_attempts=1000)
+    ledger = fake_groups.ledger(database, lease_s=0.2, max_attempts=1000)
     rng, is_over, notes = random.Random(seed), threading.Event(), Notes()
     with (
         running(Service(ledger, ledger.run, TOKEN)) as url,

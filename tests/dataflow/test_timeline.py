@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from groups import Clock, joined, lease, ledger, planner, push
+from fake_groups import Clock, joined, lease, ledger, planner, push
 
 from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest

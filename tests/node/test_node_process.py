@@ -112,7 +112,7 @@ def test_groups_follow_the_weights_and_a_node_that_dies_costs_only_time(
         assert all(step - 1 - 8 <= version <= step - 1 for each in batch for version in each)
     wait_for(lambda: here.ledger.status()["nodes"]["one"]["num_leased"] == 0)
     end(nodes["two"])
-    left = here.ledger.status()["units"]
+    left = here.ledger.status()["work_items"]
     assert left["leased"] == left["failed"] == 0
     assert here.ledger.status()["lost_leases"].get("ran out", 0) >= 1
 
@@ -160,12 +160,12 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     trainer.step(1)
     wait_for(
         lambda: (
-            here.ledger.status()["units"]["leased"] > 0
-            or here.ledger.status()["units"]["committed"] > 8
+            here.ledger.status()["work_items"]["leased"] > 0
+            or here.ledger.status()["work_items"]["committed"] > 8
         )
     )
     here.stop()
-    before = here.ledger.status()["units"]
+    before = here.ledger.status()["work_items"]
     wait_for(lambda: "is asked again" in node.err.read_text())
     here.start()
     for step in (2, 3, 4, 5, 6):
@@ -173,8 +173,11 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     assert node.poll() is None
     end(node)
     after = here.ledger.status()
-    assert after["units"]["committed"] >= before["committed"] and after["units"]["failed"] == 0
-    assert after["units"]["leased"] == 0
+    assert (
+        after["work_items"]["committed"] >= before["committed"]
+        and after["work_items"]["failed"] == 0
+    )
+    assert after["work_items"]["leased"] == 0
 
 
 def test_the_end_of_training_ends_nodes(here: Site, trainer: Trainer, start: Start) -> None:

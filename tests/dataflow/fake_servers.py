@@ -1,4 +1,4 @@
-"""What may stand where a dataflow's service should: peers that are dead, silent, slow, broken or
+"""What may stand where a dataflow's service should: fake_servers that are dead, silent, slow, broken or
 something else, on loopback.
 """
 
@@ -31,7 +31,7 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
-    Served,
+    AssignedGroup,
 )
 from flowtrain.dataflow.wire import Problem
 
@@ -53,9 +53,9 @@ ANSWERS: dict[str, Any] = {
     "push": Pushed("committed"),
     "release": Done(),
     "register": Registered("run-1", 8),
-    "batch": Batch((Served(0, 5, b"\x80\x00", True),), 0, {"staleness_mean": 0.5}),
+    "batch": Batch((AssignedGroup(0, 5, b"\x80\x00", True),), 0, {"staleness_mean": 0.5}),
     "progress": Done(),
-    "status": {"units": {"leased": 1}},
+    "status": {"work_items": {"leased": 1}},
 }
 
 Answer = Callable[[socket.socket, str], None]
