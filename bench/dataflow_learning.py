@@ -25,10 +25,7 @@ from flowtrain.dataflow.client import Client
 CONFIG = ["--config", "configs/quickstart.toml"]
 _LEVEL = 0.8
 """Held-out reward whose tokens are counted."""
-ARMS: dict[str, list[str]] = {
-    "synchronous": [],
-    "dataflow": ["--dataflow.max_staleness", "2"],
-}
+ARMS: dict[str, list[str]] = {"synchronous": [], "dataflow": ["--dataflow.max_staleness", "2"]}
 
 
 def rows(

@@ -130,9 +130,7 @@ class Simulated:
         await asyncio.sleep(self.latencies.tool_s(query))
         return "result"
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:

@@ -71,9 +71,7 @@ class SamplingPlanner:
             prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name)
         )
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches here")
 
     def measure(self, memory: Memory) -> int:

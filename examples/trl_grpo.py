@@ -89,7 +89,7 @@ class FlowGRPOTrainer(GRPOTrainer):
         self._refuse_what_is_missing()
         is_cispo = self.loss_type == "cispo"
         return LossSpec(
-            policy="cispo"
+            loss_type="cispo"
             if is_cispo
             else "gspo"
             if self.importance_sampling_level == "sequence"

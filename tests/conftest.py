@@ -14,6 +14,13 @@ if not Path("/dev/nvidia0").exists():
     # Triton reads this when it is first imported: its kernels then run, value for value, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+_HERE = Path(__file__).parent
+for _path in _HERE.rglob("*.py"):
+    if not _path.name.startswith("test_") and _path.name != "conftest.py":
+        # Test modules import a helper by its bare name, or from another folder as tests.<folder>.
+        _dotted = ".".join(_path.relative_to(_HERE.parent).with_suffix("").parts)
+        pytest.register_assert_rewrite(_path.stem, _dotted)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, alike, read, rows  # noqa: E402
+from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, alike, read, rows
 
 pytest_plugins = ("cli_runs",)
 

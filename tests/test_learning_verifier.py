@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+from test_learning import config, with_plans, write_questions
+
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
@@ -24,7 +27,6 @@ from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Verdict
 from flowtrain.weights import WeightStore
-from tests.test_learning import config, with_plans, write_questions
 
 VERIFIER = {
     "roles": {"verifier": "own"},
@@ -36,7 +38,6 @@ VERIFIER = {
         "num_steps": 100,
         "keep": "all",
         "expert_error": 0.6,
-        "early_stop": 0.5,
     },
 }
 NUM_STEPS = 6
@@ -79,10 +80,11 @@ def scripted(components: RunComponents, flow: Flow) -> Flow:
     )
 
 
-def test_the_verifier_learns_when_to_stop(tmp_path: Path) -> None:
+def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over three seeds it stopped after 56 % of the guesses at first and after 1 to 4 % of them in
     the end, after passages always.
     """
+    monkeypatch.setattr("flowtrain.rft.EARLY_STOP", 0.5)
     write_questions(tmp_path)
     with ExitStack() as cleanup:
         assert (

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import NO_PICTURE, SMALL, Server, alike, read, rows
 from tokenizers import Tokenizer
 
 from flowtrain.training import model as models
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import NO_PICTURE, SMALL, Server, alike, read, rows  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from flowtrain.config.options import parse
 from flowtrain.training.model import load_tokenizer
 from flowtrain.utils.step_timer import STAGES
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 

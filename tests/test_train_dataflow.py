@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of
+from http_servers import running
 from safetensors.torch import load_file
 
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of  # noqa: E402
-from http_servers import running  # noqa: E402
-
-from flowtrain.config.options import parse  # noqa: E402
-from flowtrain.dataflow.codec import pack_group  # noqa: E402
-from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register  # noqa: E402
-from flowtrain.dataflow.ledger import Ledger, open_ledger  # noqa: E402
-from flowtrain.dataflow.service import Service  # noqa: E402
-from flowtrain.types import (  # noqa: E402
+from flowtrain.config.options import parse
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
+from flowtrain.dataflow.ledger import Ledger, open_ledger
+from flowtrain.dataflow.service import Service
+from flowtrain.types import (
     Action,
     Call,
     FinishReason,
@@ -40,7 +38,7 @@ from flowtrain.types import (  # noqa: E402
     Verdict,
     VersionSpan,
 )
-from flowtrain.weights import WeightStore  # noqa: E402
+from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)
 
@@ -88,7 +86,7 @@ WORDS = (
         "--dataflow.max_waiting",
         "99",
     ),
-    *("--dataflow.wait_s", "60", "--weights.anchor_every", "1"),
+    *("--dataflow.wait_s", "60"),
 )
 AFTER_STEP_3 = NO_PICTURE + KILL.format(
     module="flowtrain.run.run", path="Run.log", number=3, after=True

@@ -9,9 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of  # noqa: E402
+from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of
 
 pytest_plugins = ("cli_runs",)
 
@@ -92,9 +90,14 @@ def test_a_finished_run_goes_on_to_more_steps(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
-    server.resume(run, *words, "--train.num_steps", NUM_STEPS + 2)
+    server.resume(run, *words, "--train.num_steps", NUM_STEPS + 2, "--train.warmup_steps", 10)
     assert rows(run, "metrics.jsonl")[: NUM_STEPS + 1] == rows(full, "metrics.jsonl")
-    assert [record["step"] for record in read(run / "metrics.jsonl")] == list(range(NUM_STEPS + 3))
+    records = read(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(NUM_STEPS + 3))
+    rates = [record["lr"] for record in records[1:]]
+    assert rates == pytest.approx([3e-3] * NUM_STEPS + [0.7 * 3e-3, 0.8 * 3e-3]), (
+        "the warm-up is a function of the step, not of when the run was started"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

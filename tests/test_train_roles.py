@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_servers import chat_server
+from cli_runs import Server, read
 from starlette.responses import JSONResponse, Response
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import Server, read  # noqa: E402
-
-from tests.chat_servers import chat_server  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 

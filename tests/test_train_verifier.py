@@ -8,10 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read
 from safetensors.torch import load_file
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 

@@ -1,6 +1,4 @@
-"""AgentFlow: planner, executor, verifier and generator around an explicit memory. Only the planner
-is trained.
-"""
+"""AgentFlow: planner, executor, verifier and generator around an explicit memory."""
 
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.memory import Memory

@@ -1,5 +1,6 @@
-"""The analyst: what a question asks for, and which skills and tools it needs. Asked once per
-question, before the first turn.
+"""The analyst says what a question asks for, and which skills and tools it needs.
+
+It is asked once per question, before the first turn.
 """
 
 from __future__ import annotations
@@ -13,24 +14,22 @@ from flowtrain.tools.base import shorten
 from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000
-"""Characters of an analysis that are kept, some 2,000 tokens: it stands in every prompt of its
-rollouts."""
+"""Characters of an analysis that are kept, some 2,000 tokens; every prompt of a rollout has it."""
 
 
 class Analyst(Protocol):
     """Reads a question before anything has been done about it."""
 
     async def analyse(self, question: str) -> str:
-        """Has a deadline of its own. Raises EngineError."""
+        """Return the analysis by a deadline of the analyst's own. Raises EngineError."""
 
 
 @dataclass(slots=True)
 class LLMAnalyst:
-    """AgentFlow's query analysis, but one for all rollouts of a question, which therefore share the
-    beginning of their prompts.
+    """AgentFlow's query analysis, one for all rollouts of a question, whose prompts share it.
 
-    Whoever comes first asks, the others wait for the same reply. Replies are kept for one event
-    loop: the next batch of rollouts asks anew, because the policy may have changed.
+    The first rollout asks and the others wait for the same reply. Replies are kept for one event
+    loop: the next batch of rollouts asks again, because the policy may have changed.
     """
 
     engine: ChatEngine
@@ -43,12 +42,12 @@ class LLMAnalyst:
     async def analyse(self, question: str) -> str:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._asked = loop, {}
+            self._loop = loop
+            self._asked = {}
         if question not in self._asked:
             self._asked[question] = loop.create_task(self._ask(question))
-        return await asyncio.shield(
-            self._asked[question]
-        )  # one that is cut must not take it from the others
+        # Shielded, so that a rollout that is cut does not take the reply from the others.
+        return await asyncio.shield(self._asked[question])
 
     async def _ask(self, question: str) -> str:
         # The seed is the question's, so that no rollout depends on which of its group came first.
@@ -59,7 +58,8 @@ class LLMAnalyst:
         return shorten(reply.strip(), _MAX_CHARS)
 
 
-PROMPT = """You prepare the work of a team that answers questions step by step with tools. Analyse the question; do not answer it.
+PROMPT = """You prepare the work of a team that answers questions step by step with tools. \
+Analyse the question; do not answer it.
 
 Question: {question}
 

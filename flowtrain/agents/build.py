@@ -1,18 +1,29 @@
-"""Put the flow together as `[agent]` and `[rollout]` say."""
+"""Put the flow together as `[agent]`, `[rollout]` and `[roles]` say."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowtrain import config as cfg
-from flowtrain.agents import roles
+from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
+from flowtrain.agents.analyst import LLMAnalyst
+from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
+from flowtrain.agents.generator import (
+    Generator,
+    LLMGenerator,
+    RuleGenerator,
+    last_expression,
+    last_result,
+)
 from flowtrain.agents.planner import Planner, PolicyPlanner
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
+from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
+from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
 from flowtrain.agents.verifier import (
+    LLMVerifier,
     PolicyVerifier,
     RuleVerifier,
     Verifier,
@@ -29,23 +40,25 @@ from flowtrain.types import PolicyName, UserError
 if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
 
+MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
+"""The roles of a flow besides the planner."""
 _RULES = {
     "facts": (facts_enough, last_result),
     "gameof24": (gameof24_enough, last_expression),
     "file": (any_result_enough, last_result),
 }
-"""What the rule-based verifier and generator of a family of tasks go by."""
+"""The rules of the verifier and the generator, by family of tasks."""
 
 
 def make_tools(
     config: cfg.Config, tasks: TaskSet, chat: ChatEngine | None = None
 ) -> dict[str, Tool]:
-    """The tools that `agent.tools` names, by name; close them when done. `chat` is the model inside
-    those that want one.
+    """Make the tools of `agent.tools`, by name; close them when done.
+
+    `chat` is the model inside tools that want one.
     """
-    return registry.make_tools(
-        config.agent.tools, registry.ToolContext(config, tasks.passages, tasks.guesses, chat)
-    )
+    context = registry.ToolContext(config, tasks.passages, tasks.guesses, chat)
+    return registry.make_tools(config.agent.tools, context)
 
 
 def make_prompt(
@@ -54,7 +67,7 @@ def make_prompt(
     if config.agent.prompt == "compact":
         return CompactPrompt()
     _check_template(config, "planner", tokenizer)
-    return FullPrompt(list(tools.values()), tokenizer, config.agent.prompt_order)
+    return FullPrompt(tools.values(), tokenizer, config.agent.prompt_order)
 
 
 def make_verifier(
@@ -64,21 +77,51 @@ def make_verifier(
     tools: Mapping[str, Tool],
     temperature: float | None = None,
 ) -> PolicyVerifier:
-    """Where it is a policy of its own. `temperature`: None: as the config says."""
-    max_new_tokens, own = config.sampling_of("verifier")
-    temperature = own if temperature is None else temperature
-    if max_new_tokens >= engine.max_tokens:
-        raise UserError(
-            f"policies.verifier.max_new_tokens={max_new_tokens} must be below the model's "
-            f"{engine.max_tokens} positions"
-        )
+    """Make the verifier that is a policy of its own; `temperature` None takes the config's."""
+    max_new_tokens, own_temperature = config.sampling_of("verifier")
+    _check_length("policies.verifier.max_new_tokens", max_new_tokens, engine)
     prompt: VerdictPrompt = CompactVerdictPrompt()
     if config.agent.prompt == "full":
         _check_template(config, "verifier", tokenizer)
-        prompt = FullVerdictPrompt(roles.tools_text(tools), tokenizer)
+        prompt = FullVerdictPrompt(tools_text(tools.values()), tokenizer)
     return PolicyVerifier(
-        engine, tokenizer, prompt, max_new_tokens, temperature, config.rollout.request_timeout_s
+        engine,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=own_temperature if temperature is None else temperature,
+        request_timeout_s=config.rollout.request_timeout_s,
     )
+
+
+def make_planner(
+    config: cfg.Config,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    prompt: PlannerPrompt,
+    temperature: float | None = None,
+) -> PolicyPlanner:
+    """Make the planner; `temperature` None takes the config's."""
+    rollout = config.rollout
+    _check_length("rollout.max_new_tokens", rollout.max_new_tokens, engine)
+    return PolicyPlanner(
+        engine,
+        tokenizer,
+        prompt,
+        tool_names=config.agent.tools,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature if temperature is None else temperature,
+        request_timeout_s=rollout.request_timeout_s,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+    )
+
+
+def _check_length(key: str, max_new_tokens: int, engine: Engine) -> None:
+    if max_new_tokens >= engine.max_tokens:
+        raise UserError(
+            f"{key}={max_new_tokens} must be below the model's {engine.max_tokens} positions"
+        )
 
 
 def _check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
@@ -90,29 +133,8 @@ def _check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatToken
         )
 
 
-def make_planner(
-    config: cfg.Config,
-    engine: Engine,
-    tokenizer: ChatTokenizer,
-    prompt: PlannerPrompt,
-    temperature: float | None = None,
-) -> PolicyPlanner:
-    """`temperature`: None: as the config says."""
-    rollout = config.rollout
-    temperature = rollout.temperature if temperature is None else temperature
-    if rollout.max_new_tokens >= engine.max_tokens:
-        raise UserError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} must be below the model's "
-            f"{engine.max_tokens} positions"
-        )
-    limits = rollout.max_new_tokens, temperature, rollout.request_timeout_s
-    return PolicyPlanner(
-        engine, tokenizer, prompt, config.agent.tools, *limits, rollout.top_k, rollout.top_p
-    )
-
-
 def rule_verifier(config: cfg.Config) -> RuleVerifier:
-    """What the family of the tasks goes by."""
+    """Make the rule-based verifier for the family of the tasks."""
     return RuleVerifier(_RULES[config.tasks.name][0])
 
 
@@ -124,22 +146,68 @@ def make_flow(
     chats: Mapping[str, ChatEngine] | None = None,
     verifier: Verifier | None = None,
 ) -> Flow:
-    """`chats`: the engine of every role that has one; `verifier`: where that is a policy of its
-    own.
+    """Make the flow; a role without an engine is done by rules, the analyst's by nobody.
+
+    Args:
+        chats: the engine of every role that has one.
+        verifier: given iff it is a policy of its own.
     """
     agent, chats = config.agent, chats or {}
     assert (verifier is not None) == ("verifier" in config.policy_names), (
         "a verifier of its own is made before the flow"
     )
-    assert not (unfilled := roles.unfilled(config.roles, chats)), f"no engine for {unfilled}"
-    _, extract = _RULES[config.tasks.name]
+    for role in MODULES:
+        engine = getattr(config.roles, role)
+        assert engine in cfg.NO_ENGINE or role in chats, f"no engine for {role}"
+    run_executor: Executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
+    if chat := chats.get("executor"):
+        run_executor = LLMExecutor(
+            chat,
+            tools,
+            timeout_s=agent.tool_timeout_s,
+            ask_timeout_s=agent.module_timeout_s,
+            max_chars=agent.max_result_chars,
+        )
+    if chat := chats.get("verifier"):
+        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
+    answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
+    if chat := chats.get("generator"):
+        answer = LLMGenerator(chat)
+    refine: Refiner | None = RuleRefiner() if config.roles.refiner == "rules" else None
+    if chat := chats.get("refiner"):
+        refine = LLMRefiner(chat, agent.max_result_chars)
+    analyse = None
+    if chat := chats.get("analyst"):
+        timeout_s = min(agent.module_timeout_s, agent.rollout_timeout_s)
+        analyse = LLMAnalyst(chat, tools_text(tools.values()), timeout_s)
     return Flow(
         planner,
-        roles.make_executor(agent, tools, chats),
-        verifier or roles.make_verifier(rule_verifier(config), tools, chats),
-        roles.make_generator(RuleGenerator(extract), chats),
-        FlowLimits(max_turns, agent.rollout_timeout_s, agent.module_timeout_s, agent.memory_tokens),
-        roles.make_analyst(agent, tools, chats),
-        refiner=roles.make_refiner(config, chats),
+        executor=run_executor,
+        verifier=verifier or rule_verifier(config),
+        generator=answer,
+        limits=FlowLimits(
+            max_turns,
+            timeout_s=agent.rollout_timeout_s,
+            module_timeout_s=agent.module_timeout_s,
+            memory_tokens=agent.memory_tokens,
+        ),
+        analyst=analyse,
+        refiner=refine,
         passage_tools=frozenset(name for name, tool in tools.items() if tool.card.finds_passages),
     )
+
+
+def prompt_hashes() -> dict[str, str]:
+    """Return a short digest of every role's prompt template, for the manifest of a run."""
+    templates = {
+        **{f"planner/{order}": template for order, template in prompts.TEMPLATES.items()},
+        "analyst": analyst.PROMPT,
+        "executor": executor.PROMPT,
+        "verifier": verdicts.PROMPT,
+        "generator": generator.PROMPT,
+        "refiner": refiner.PROMPT,
+    }
+    return {
+        name: hashlib.sha256(template.encode()).hexdigest()[:16]
+        for name, template in templates.items()
+    }

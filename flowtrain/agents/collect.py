@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
+from typing import Any
 
-from flowtrain.agents.cutoff import Cutoff
+from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.flow import BranchStart, Flow
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
@@ -26,21 +27,20 @@ def collect(
     straggler_share: float = 1.0,
     straggler_s: float = 60.0,
 ) -> list[Group]:
-    """G rollouts of each task that falls to this rank (task i falls to rank i mod num_ranks; none
-    to rank -1), all under way at once.
+    """Roll out each task of this rank `group_size` times, `max_in_flight` rollouts at a time.
 
-    `seed` is the step's: the same tasks and seed give the same rollouts, on any number of ranks.
-    Once the share `straggler_share` of them is done, the turns of the others end `straggler_s`
-    seconds later.
+    Task i belongs to rank i mod num_ranks; rank -1 has none. `seed` is the step's: the same tasks
+    and seed give the same rollouts, on any number of ranks. Once the share `straggler_share` of the
+    rollouts is done, the turns of the others end `straggler_s` seconds later.
 
-    Raises UserError when a frozen module's engine refuses all requests; ExceptionGroup for what
-    nobody foresaw.
+    Raises UserError when a frozen module's engine refuses all requests, and ExceptionGroup for
+    unforeseen failures.
     """
     mine = [(index, task) for index, task in enumerate(tasks) if index % num_ranks == rank]
-    begins = [
+    requests = [
         RolloutRequest(index, task, number) for index, task in mine for number in range(group_size)
     ]
-    done = iter(_run(flow, begins, seed, max_in_flight, straggler_share, straggler_s))
+    done = _run(flow, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [Group(index, tuple(islice(done, group_size))) for index, _ in mine]
 
 
@@ -55,21 +55,19 @@ def collect_branches(
     straggler_share: float = 1.0,
     straggler_s: float = 60.0,
 ) -> list[Group]:
-    """The groups filled up to `group_size` rollouts: one branch from each of a group's points, and
-    whole rollouts for what is missing.
+    """Fill the groups up to `group_size` rollouts: one branch per point, else whole rollouts.
 
-    `points`: of each group, at most as many as are missing. Otherwise as `collect`.
+    Args:
+        points: branch points by group, at most as many as rollouts are missing.
+
+    The other arguments and the errors are those of `collect`.
     """
-    begins = [
-        begin
+    requests = [
+        request
         for group, at in zip(groups, points, strict=True)
-        for begin in _missing(group, at, group_size)
+        for request in _missing(group, at, group_size)
     ]
-    done = (
-        iter(_run(flow, begins, seed, max_in_flight, straggler_share, straggler_s))
-        if begins
-        else iter(())
-    )
+    done = _run(flow, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [
         replace(g, trajectories=(*g.trajectories, *islice(done, group_size - len(g.trajectories))))
         for g in groups
@@ -81,16 +79,17 @@ class RolloutRequest:
     """One rollout to make."""
 
     index: int
-    """Of its group."""
+    """The group's index."""
     task: Task
     number: int
-    """Within its group."""
+    """The rollout's number within its group."""
     start: BranchStart | None = None
 
 
 def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
-    """What the group is short of."""
-    numbers, task = range(len(group.trajectories), group_size), group.trajectories[0].task
+    """Return requests for the rollouts that the group lacks."""
+    task = group.trajectories[0].task
+    numbers = range(len(group.trajectories), group_size)
     starts = [BranchStart(group.trajectories[point.root], point) for point in points]
     return [
         RolloutRequest(group.index, task, number, start)
@@ -98,18 +97,10 @@ def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> li
     ]
 
 
-def _run(
-    flow: Flow,
-    begins: Sequence[RolloutRequest],
-    seed: int,
-    max_in_flight: int,
-    share: float,
-    straggler_s: float,
-) -> list[Trajectory]:
+def _run(flow: Flow, requests: Sequence[RolloutRequest], *options: Any) -> Iterator[Trajectory]:
+    """Run `_collect` on a new event loop; yield the rollouts in the order of the requests."""
     try:
-        return asyncio.run(
-            _collect(flow, begins, seed, max_in_flight, math.ceil(share * len(begins)), straggler_s)
-        )
+        return iter(asyncio.run(_collect(flow, requests, *options)))
     except ExceptionGroup as failures:
         if mistake := next(user_errors(failures), None):
             raise mistake from None
@@ -118,33 +109,35 @@ def _run(
 
 async def _collect(
     flow: Flow,
-    begins: Sequence[RolloutRequest],
+    requests: Sequence[RolloutRequest],
     seed: int,
     max_in_flight: int,
-    enough: int,
+    straggler_share: float,
     straggler_s: float,
 ) -> list[Trajectory]:
-    """`enough`: rollouts that must be done before the others are stragglers."""
-    free, cutoff, num_done = asyncio.Semaphore(max_in_flight), Cutoff(), 0
+    num_enough = math.ceil(straggler_share * len(requests))
+    num_done = 0
+    free = asyncio.Semaphore(max_in_flight)
+    cutoff = Cutoff()
 
-    async def rollout(begin: RolloutRequest) -> Trajectory:
+    async def rollout(request: RolloutRequest) -> Trajectory:
         nonlocal num_done
         async with free:
-            # The place counts too: a task that is drawn twice is sampled anew.
-            rollout_seed = derive_seed(seed, begin.index, begin.task.id, begin.number)
-            trajectory = await flow.run(begin.task, rollout_seed, cutoff, begin.start)
+            # The index counts too: a task that is drawn twice gets other samples.
+            own_seed = derive_seed(seed, request.index, request.task.id, request.number)
+            trajectory = await flow.run(request.task, own_seed, cutoff, request.start)
         num_done += 1
-        if num_done == enough:
+        if num_done == num_enough:
             cutoff.set(asyncio.get_running_loop().time() + straggler_s)
         return trajectory
 
     async with asyncio.TaskGroup() as running:
-        rollouts = [running.create_task(rollout(begin)) for begin in begins]
+        rollouts = [running.create_task(rollout(request)) for request in requests]
     return [rollout.result() for rollout in rollouts]
 
 
 def user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
-    """Those among the failures of a task group."""
+    """Yield the UserErrors among the failures of a task group."""
     for failure in failures.exceptions:
         if isinstance(failure, BaseExceptionGroup):
             yield from user_errors(failure)

@@ -1,5 +1,6 @@
-"""Tool commands, `execution = tool.execute(query="...")`: AgentFlow's line of Python, which here is
-data. It is parsed, never executed.
+"""Tool commands, `execution = tool.execute(query="...")`.
+
+AgentFlow runs this line of Python; here it is data, parsed and never executed.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from collections.abc import Iterator, Mapping
 
 from flowtrain.tools import ToolCard
 
-_MAX_CHARS, _MAX_BARE, _MAX_LINES = 100_000, 8, 20
-"""Bounds of what is looked through: characters of a reply, commands outside of code fences, and
-lines of such a command."""
+_MAX_CHARS = 100_000
+"""Characters of a reply that are searched."""
+_MAX_BARE = 8
+"""Commands outside of code fences that are tried."""
+_MAX_LINES = 20
+"""Lines of such a command."""
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
-    """The command on one line; `parse_command` reads the same arguments from it."""
-    values = (
-        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-        for value in arguments.values()
+    """Write the command on one line; `parse_command` reads the same arguments from it."""
+    pairs = (
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+        for name, value in arguments.items()
     )
-    return (
-        "execution = "
-        f"tool.execute({', '.join(f'{name}={value}' for name, value in zip(arguments, values, strict=True))})"
-    )
+    return f"execution = tool.execute({', '.join(pairs)})"
 
 
 def parse_command(command: str) -> dict[str, object]:
-    """Keyword arguments of `execution = tool.execute(name=literal, ...)`.
+    """Return the keyword arguments of `execution = tool.execute(name=literal, ...)`.
 
-    Raises:
-        ValueError: anything else than that one call with literal arguments.
+    Raises ValueError for anything but that one call with literal arguments.
     """
     try:
         (statement,) = _parse(command)
@@ -47,27 +47,24 @@ def parse_command(command: str) -> dict[str, object]:
 
 
 def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
-    """Arguments of the first command in a model's reply that could be read, and how many of those
-    there are in that place.
+    """Return the arguments of the first readable command in a model's reply, and how many follow.
 
-    It looks where AgentFlow does, in this order: the field "command" of a JSON object, the code
-    after the last "Generated Command:", code fences from the longest on; and then for a command on
-    lines of its own. More is taken than AgentFlow takes: calls over several lines, arguments by
-    position, and names that were set to a literal before the call, `q = "..."`. What is not literal
-    is not taken.
-
-    Raises:
-        ValueError: there is none.
+    The search goes where AgentFlow's does, in this order: the field "command" of a JSON object, the
+    code after the last "Generated Command:", code fences from the longest on; then a command on
+    lines of its own. It accepts more than AgentFlow: calls over several lines, arguments by
+    position, and names that were set to a literal before the call, `q = "..."`. It accepts nothing
+    that is not literal. The count includes the first and covers one piece of code. Raises
+    ValueError when there is no command.
     """
-    for code in _places(reply[:_MAX_CHARS]):
+    for code in _candidates(reply[:_MAX_CHARS]):
         found = _calls(code, tuple(parameter.name for parameter in card.parameters))
         if found:
             return found[0], len(found)
     raise ValueError("no tool command")
 
 
-def _places(reply: str) -> Iterator[str]:
-    """Pieces of the reply that may be code."""
+def _candidates(reply: str) -> Iterator[str]:
+    """Yield the pieces of the reply that may be code."""
     try:
         match json.loads(_unfenced(reply)):
             case {"command": str(command)}:
@@ -93,7 +90,7 @@ def _places(reply: str) -> Iterator[str]:
 
 
 def _fences(text: str) -> list[str]:
-    """The code between fences; one that is not closed goes to the end."""
+    """Return the code between fences; an unclosed fence reaches to the end."""
     parts = text.split("```")[1::2]
     return [
         re.sub(r"\A[ \t]*(python|py)?[ \t]*\n", "", part, flags=re.IGNORECASE) for part in parts
@@ -101,7 +98,7 @@ def _fences(text: str) -> list[str]:
 
 
 def _unfenced(text: str) -> str:
-    """The code of a text that is one fence and nothing else, with or without its language."""
+    """Strip the fence from a text that is one fenced block; return other texts as they are."""
     stripped = text.strip()
     if stripped.startswith("```") and stripped.endswith("```") and len(stripped) > 6:
         return re.sub(r"\A\w*[ \t]*\n", "", stripped[3:-3])
@@ -109,9 +106,7 @@ def _unfenced(text: str) -> str:
 
 
 def _calls(code: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-    """Arguments of every tool command in a piece of Python; `names` are those of arguments by
-    position.
-    """
+    """Return the arguments of every tool command in a piece of Python; `names` by position."""
     try:
         statements = _parse(code)
     except _NOT_PYTHON:
@@ -138,33 +133,30 @@ def _parse(code: str) -> list[ast.stmt]:
 
 
 def _tool_call(statement: ast.stmt) -> ast.Call | None:
-    """The call of `execution = tool.execute(...)`, also without `execution =`."""
-    value = getattr(statement, "value", None)
-    match value:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="tool"), attr="execute")) if isinstance(
-            statement, ast.Assign | ast.Expr
-        ):
-            return value
+    """Return the call of `execution = tool.execute(...)`, also without `execution =`."""
+    if not isinstance(statement, ast.Assign | ast.Expr):
+        return None
+    match statement.value:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="tool"), attr="execute")) as call:
+            return call
     return None
 
 
 def _arguments(
     call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
 ) -> dict[str, object]:
-    """Raises one of _NOT_PYTHON for what is not literal, or has no name."""
+    """Return the arguments by name; raises one of _NOT_PYTHON unless all are named literals."""
     if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments without a name")
-    by_place = {name: _literal(value, known) for name, value in zip(names, call.args, strict=False)}
-    return by_place | {
-        str(keyword.arg): _literal(keyword.value, known) for keyword in call.keywords
-    }
+    positional = zip(names, call.args, strict=False)
+    by_name = ((str(keyword.arg), keyword.value) for keyword in call.keywords)
+    return {name: _literal(value, known) for name, value in (*positional, *by_name)}
 
 
 def _literal(node: ast.expr, known: Mapping[str, object]) -> object:
-    value = (
-        known[node.id]
-        if isinstance(node, ast.Name) and node.id in known
-        else ast.literal_eval(node)
-    )
+    if isinstance(node, ast.Name) and node.id in known:
+        value = known[node.id]
+    else:
+        value = ast.literal_eval(node)
     # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
     return value.encode(errors="replace").decode() if isinstance(value, str) else value

@@ -1,5 +1,6 @@
-"""What the policy wrote as the refiner of rollouts, as samples to imitate beside the planner's
-turns (InfoFlow, arXiv 2510.26575).
+"""Samples of the policy as the refiner, to imitate beside the planner's turns.
+
+Source: InfoFlow, arXiv 2510.26575.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.refiner import render
+from flowtrain.agents.refiner import Finding
 from flowtrain.engines.token_chat import ChatTokenizer, encode_chat
 from flowtrain.types import Sample, Trajectory
 
@@ -19,11 +20,10 @@ def refinements(
     end_id: int,
     max_chars: int,
 ) -> list[Sample]:
-    """One of every result that was refined; none where the reply may have been cut, because it has
-    `max_chars` characters.
+    """Return one sample per refined result, with the prompt that the refiner read.
 
-    `flow` is one that could have made the rollouts: each sample has the prompt that the refiner
-    read.
+    `flow` must be able to make such rollouts. A reply of `max_chars` characters is left out,
+    because it may have been cut.
     """
     samples = []
     for rollout in rollouts:
@@ -31,13 +31,10 @@ def refinements(
             reply = turn.result.output
             if turn.action is None or not turn.retrieved or len(reply) >= max_chars:
                 continue
-            prompt = render(
-                rollout.task.question,
-                flow.shown_before(rollout, number),
-                turn.action.sub_goal,
-                turn.retrieved,
-            )
+            memory = flow.shown_before(rollout, number)
+            finding = Finding(rollout.task.question, memory, turn.action.sub_goal, turn.retrieved)
             ids = (*tokenizer.encode(reply, add_special_tokens=False), end_id)
             zeros, ones = (0.0,) * len(ids), (1.0,) * len(ids)
-            samples.append(Sample(tuple(encode_chat(tokenizer, prompt)), ids, zeros, ones, ones))
+            prompt_ids = tuple(encode_chat(tokenizer, finding.prompt()))
+            samples.append(Sample(prompt_ids, ids, zeros, ones, ones))
     return samples

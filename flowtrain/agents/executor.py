@@ -1,15 +1,16 @@
-"""The executor, E(e^t | a^t, K): turns a sub-goal into a tool command and runs it. Whatever goes
-wrong is an error in the result.
+"""The executor, E(e^t | a^t, K), turns a sub-goal into a tool command and runs it.
+
+Every failure is an error in the result.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.commands import find_command, parse_command, write_command
+from flowtrain.agents.deadlines import Deadline
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
@@ -22,17 +23,17 @@ NO_COMMAND = "No command was run."
 
 
 class Executor(Protocol):
-    """Runs an action within `deadline_s` seconds; `seed` is this turn's."""
+    """Runs an action."""
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
     ) -> tuple[str, ToolResult]:
-        """(command, result)"""
+        """Return (command, result) within `deadline_s` seconds; `seed` is this turn's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleExecutor:
-    """Rule-based stand-in for AgentFlow's LLM executor: the sub-goal, word for word, is the query."""
+    """Stands in for AgentFlow's LLM executor: the query is the sub-goal, word for word."""
 
     tools: Mapping[str, Tool]
     timeout_s: float
@@ -47,18 +48,15 @@ class RuleExecutor:
         if tool is None:
             return _not_found(action)
         command = write_command({"query": action.sub_goal})
-        return command, await run_tool(
-            tool, parse_command(command), min(self.timeout_s, deadline_s), self.max_chars
-        )
+        timeout_s = min(self.timeout_s, deadline_s)
+        return command, await run_tool(tool, parse_command(command), timeout_s, self.max_chars)
 
 
 @dataclass(frozen=True, slots=True)
 class LLMExecutor:
-    """AgentFlow's: a model writes the command from the sub-goal, the planner's context and the
-    tool's card.
+    """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
 
-    One command is run per turn, the first that can be read; a note in the command says when there
-    were more.
+    It runs the first command that can be read; a note in the command says when there were more.
     """
 
     engine: ChatEngine
@@ -76,7 +74,7 @@ class LLMExecutor:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
-        due = time.monotonic() + deadline_s
+        deadline = Deadline(deadline_s)
         prompt = PROMPT.format(
             question=question,
             sub_goal=action.sub_goal,
@@ -89,27 +87,21 @@ class LLMExecutor:
             )
             arguments, count = find_command(reply, tool.card)
         except EngineError as error:
-            return NO_COMMAND, ToolResult(
-                error=shorten(f"the executor failed: {error}", self.max_chars)
-            )
+            problem = shorten(f"the executor failed: {error}", self.max_chars)
+            return NO_COMMAND, ToolResult(error=problem)
         except ValueError:
-            return f"No command found in: {shorten(reply, self.max_chars)}", ToolResult(
-                error="the executor wrote no command"
-            )
+            command = f"No command found in: {shorten(reply, self.max_chars)}"
+            return command, ToolResult(error="the executor wrote no command")
         note = f"  # the first of {count} commands" if count > 1 else ""
-        left_s = max(0.0, due - time.monotonic())
-        return write_command(arguments) + note, await run_tool(
-            tool, arguments, min(self.timeout_s, left_s), self.max_chars
-        )
+        timeout_s = min(self.timeout_s, deadline.left_s())
+        result = await run_tool(tool, arguments, timeout_s, self.max_chars)
+        return write_command(arguments) + note, result
 
 
 def _not_found(action: Action) -> tuple[str, ToolResult]:
-    """AgentFlow's rule for a bad tool: nothing is called, the turn is spent, and the memory says
-    so.
-    """
-    return NO_COMMAND, ToolResult(
-        error=f"tool {action.tool_name.removeprefix(NO_TOOL)!r} was not found"
-    )
+    """AgentFlow's rule for a bad tool: nothing is called, and the turn is spent."""
+    name = action.tool_name.removeprefix(NO_TOOL)
+    return NO_COMMAND, ToolResult(error=f"tool {name!r} was not found")
 
 
 PROMPT = """You write the command that makes a tool do one step of a larger task.
@@ -123,8 +115,10 @@ What is known for it: {context}
 The tool:
 {tool}
 
-Write exactly one command, as a Python call with literal arguments: no variables, no other statements. The tool knows nothing but the
-arguments, so put every name, number and detail that the sub-goal needs into them, exactly as given above.
+Write exactly one command, as a Python call with literal arguments: no variables, no other \
+statements. The tool knows nothing but the
+arguments, so put every name, number and detail that the sub-goal needs into them, exactly as \
+given above.
 
 Answer in this form and add nothing after it:
 Analysis: what the sub-goal asks of the tool

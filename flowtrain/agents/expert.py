@@ -1,4 +1,4 @@
-"""The scripted experts that warm policies up: they know each task's plan and err on purpose."""
+"""Scripted experts that warm policies up; they know each task's plan and err on purpose."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
 from flowtrain.utils.seeds import derive_seed
 
+EARLY_STOP = 0.3
+"""Probability per turn that a demonstrated verifier says STOP whatever the memory holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPlanner:
-    """Follows `task.plan` from where the memory has got to; with probability `error` it guesses
-    instead.
+    """Takes the next step of `task.plan`; with probability `error` it guesses instead.
 
     A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any
-    expression of the numbers. Its tokens are those of `like`, the planner that shall learn from it;
-    its log-probs are 0, because nobody sampled them.
+    expression of the numbers. Its tokens are those of `like`, the planner that learns from it; its
+    log-probs are 0, because nobody sampled them.
     """
 
     like: PolicyPlanner
@@ -47,16 +49,15 @@ class ScriptedPlanner:
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches from an expert")
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedVerifier:
-    """Says STOP once the memory has done all of `task.plan`; with probability `early_stop` at once.
-    Otherwise as `ScriptedPlanner`.
+    """Says STOP once the memory has all of `task.plan`; with probability `early_stop` at once.
+
+    Its tokens and log-probs are made as those of `ScriptedPlanner`.
     """
 
     like: PolicyVerifier
@@ -88,13 +89,13 @@ def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:
 
 
 def next_step(task: Task, memory: Memory) -> PlanStep:
-    """The first step of the plan that the memory has not done yet; the last one when all are done."""
+    """Return the first step of the plan that is left, or the last one when none is left."""
     left = steps_left(task, memory)
     return left[0] if left else task.plan[-1]
 
 
 def steps_left(task: Task, memory: Memory) -> list[PlanStep]:
-    """What the memory has not done of the plan yet, in order."""
+    """Return the steps of the plan that the memory does not have yet, in order."""
     left = list(task.plan)
     for entry in memory.entries:
         if left and (entry.sub_goal, entry.tool_name) == (left[0].sub_goal, left[0].tool_name):

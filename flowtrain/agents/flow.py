@@ -1,12 +1,14 @@
-"""The turn loop: planner -> executor -> tool -> verifier -> memory, until STOP or a limit; then the
-generator.
+"""The turn loop of AgentFlow.
+
+Planner, executor, tool, verifier and memory take turns until STOP or a limit; then the generator
+answers.
 
                         +------------------------------------------+
 question --> analyst --> planner --> executor --> tool --> verifier --> generator --> answer
                         ^ (trained)                        |  CONTINUE
                         +------------- memory <------------+
 
-The verifier can be a policy of its own, and be trained too.
+The verifier can be a policy of its own and be trained too.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from flowtrain.agents.analyst import Analyst
-from flowtrain.agents.cutoff import Cutoff, TurnsEnded
+from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.generator import Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import Planner, PromptTooLong, ResponsePrefix
-from flowtrain.agents.refiner import Refiner
+from flowtrain.agents.planner import Plan, Planner, PromptTooLong, ResponsePrefix
+from flowtrain.agents.refiner import Finding, Refiner
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Action, BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
@@ -34,14 +36,13 @@ MALFORMED = "the action was malformed"
 
 @dataclass(frozen=True, slots=True)
 class FlowLimits:
-    """When a rollout ends without STOP, and what it may hold."""
+    """When a rollout ends without STOP, and how large its memory may get."""
 
     max_turns: int
     timeout_s: float
     """No turn starts later than this; a running one is bounded by the time that is left."""
     module_timeout_s: float = 120.0
-    """Seconds for each verdict and for the answer; the answer gets them also when the time is up.
-    """
+    """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
     """Budget of the memory, see `bounded`; 0: none."""
 
@@ -52,43 +53,43 @@ class _RoleFailed(Exception):
 
 @dataclass(slots=True)
 class _Rollout:
-    """What one rollout has come to so far. A turn enters it as a whole or, when it is cut, not at
-    all.
-    """
+    """The state of one rollout. A turn enters it as a whole or, when it is cut, not at all."""
 
     task: Task
     seed: int
-    started: float
+    deadline: Deadline
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
-    """As much of it as the budget allows: what the modules read."""
+    """As much of the memory as the budget allows: what the modules read."""
     turns: list[Turn] = field(default_factory=list)
-    opening: ResponsePrefix | None = None
-    """How a branch's first turn begins."""
+    prefix: ResponsePrefix | None = None
+    """The beginning of a branch's first turn."""
     hint_turn: int | None = None
+
+    def module_seed(self, role: str) -> int:
+        """The seed of a module in the present turn."""
+        return derive_seed(self.seed, len(self.turns), role)
 
 
 @dataclass(frozen=True, slots=True)
 class BranchStart:
-    """Where a branch begins: at a place within a rollout that is done."""
+    """The point within a finished rollout at which a branch begins."""
 
-    root: Trajectory
+    parent: Trajectory
     point: BranchPoint
 
     def turns(self) -> list[Turn]:
-        """What happened before the turn that is sampled anew, in part or in whole."""
-        return list(self.root.turns[: self.point.turn])
+        """The turns before the one that is sampled anew, in part or in whole."""
+        return list(self.parent.turns[: self.point.turn])
 
-    def opening(self) -> ResponsePrefix:
-        return ResponsePrefix.of(self.root.turns[self.point.turn], self.point.token)
+    def prefix(self) -> ResponsePrefix:
+        return ResponsePrefix.of(self.parent.turns[self.point.turn], self.point.token)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The modules and their limits. It holds no state of a rollout, so any number of them run at
-    once.
-    """
+    """The modules and their limits; it holds no state of a rollout, so any number run at once."""
 
     planner: Planner
     executor: Executor
@@ -104,22 +105,28 @@ class Flow:
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
-        """Roll out one task. A malformed action, an unknown tool or a failed one spends its turn
-        and is seen by the next.
+        """Roll out one task.
 
-        With `start` the rollout leaves another one: what comes before that place is taken over,
-        tool results included.
+        A malformed action, an unknown tool or a failed tool spends its turn, and the next turn
+        reads the error. With `start` the rollout is a branch: it takes over what its parent did
+        before that point, tool results included.
         """
-        rollout = _Rollout(task, seed, time.monotonic())
+        started = time.monotonic()
+        rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s))
         if start is not None:
-            self._rewind(rollout, start)
+            rollout.turns = start.turns()
+            rollout.memory = _memory_before(start.parent, start.point.turn)
+            rollout.shown = self._shown(rollout.memory)
+            rollout.prefix = start.prefix()
         truncated, answer, output, error = "", "", "", ""
         try:
             truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
-                deadline_s = self.limits.module_timeout_s
                 answer, output = await self.generator.answer(
-                    task.question, rollout.shown, derive_seed(seed, "generator"), deadline_s
+                    task.question,
+                    rollout.shown,
+                    seed=derive_seed(seed, "generator"),
+                    deadline_s=self.limits.module_timeout_s,
                 )
         except _RoleFailed as failed:
             error = str(failed)
@@ -127,7 +134,7 @@ class Flow:
             task=task,
             turns=tuple(rollout.turns),
             answer=answer,
-            seconds=time.monotonic() - rollout.started,
+            seconds=time.monotonic() - started,
             seed=seed,
             truncated=truncated,
             analysis=rollout.memory.analysis,
@@ -137,35 +144,26 @@ class Flow:
             hint_turn=rollout.hint_turn,
         )
 
-    def _rewind(self, rollout: _Rollout, start: BranchStart) -> None:
-        """Bring the rollout to where it leaves the other one."""
-        rollout.memory, rollout.turns = _memory_before(start.root, start.point.turn), start.turns()
-        rollout.shown, rollout.opening = self._shown(rollout.memory), start.opening()
-
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
-        """What the modules of that turn read, a hint apart."""
+        """The memory that the modules read in that turn, without a hint."""
         return self._shown(_memory_before(trajectory, turn))
 
     def _shown(self, memory: Memory) -> Memory:
-        return (
-            bounded(memory, self.limits.memory_tokens, self.planner.measure)
-            if self.limits.memory_tokens
-            else memory
-        )
+        max_tokens = self.limits.memory_tokens
+        return bounded(memory, max_tokens, self.planner.measure) if max_tokens else memory
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
-        """Analyse, then take turns; why they ended before STOP, or ""."""
+        """Analyse, then take turns; return why they ended before STOP, or ""."""
         try:
             async with cutoff():
-                if self.analyst is not None and rollout.opening is None:
+                if self.analyst is not None and rollout.prefix is None:
                     with _role("analyst"):
                         analysis = await self.analyst.analyse(rollout.task.question)
                     rollout.memory = rollout.shown = Memory(analysis=analysis)
                 while len(rollout.turns) < self.limits.max_turns:
-                    left_s = self.limits.timeout_s - (time.monotonic() - rollout.started)
-                    if left_s <= 0:
+                    if not rollout.deadline.left_s():
                         return "time"
-                    if await self._turn(rollout, left_s) is Verdict.STOP:
+                    if await self._turn(rollout) is Verdict.STOP:
                         return ""
                 return "turns"
         except PromptTooLong:
@@ -173,37 +171,27 @@ class Flow:
         except TurnsEnded:
             return "straggler"
 
-    async def _turn(self, rollout: _Rollout, left_s: float) -> Verdict:
+    async def _turn(self, rollout: _Rollout) -> Verdict:
         started = time.monotonic()
-        task, index = rollout.task, len(rollout.turns)
         self._hint(rollout)
-        opening, rollout.opening = rollout.opening, None
-        if opening is None:
-            plan = await self.planner.plan(task, rollout.shown, index, rollout.seed, left_s)
-        else:
-            plan = await self.planner.resume(opening, index, rollout.seed, left_s)
+        plan = await self._plan(rollout)
         plan_s = time.monotonic() - started
-        if plan.action is None:
-            command, result = NO_COMMAND, ToolResult(error=MALFORMED)
-        else:
-            seed, left_now_s = (
-                derive_seed(rollout.seed, index, "executor"),
-                max(0.0, left_s - plan_s),
-            )
+        command, result = NO_COMMAND, ToolResult(error=MALFORMED)
+        if plan.action is not None:
             command, result = await self.executor.execute(
-                task.question, plan.action, seed, left_now_s
+                rollout.task.question,
+                plan.action,
+                seed=rollout.module_seed("executor"),
+                deadline_s=rollout.deadline.left_s(),
             )
-        result, retrieved = await self._refined(
-            rollout, plan.action, result, max(0.0, left_s - (time.monotonic() - started))
-        )
+        result, retrieved = await self._refined(rollout, plan.action, result)
         memory = rollout.memory.add(MemoryEntry.of(plan.action, command, result))
         shown = self._shown(memory)
-        seed, left_now_s = (
-            derive_seed(rollout.seed, index, "verifier"),
-            max(0.0, left_s - (time.monotonic() - started)),
-        )
         verified = await self.verifier.verify(
-            task, shown, seed, min(self.limits.module_timeout_s, left_now_s)
+            rollout.task,
+            shown,
+            seed=rollout.module_seed("verifier"),
+            deadline_s=self._module_s(rollout),
         )
         done = plan.completion
         turn = Turn(
@@ -226,49 +214,51 @@ class Flow:
             retrieved=retrieved,
             verifier_call=verified.call,
         )
-        rollout.memory, rollout.shown = memory, shown
+        rollout.memory = memory
+        rollout.shown = shown
         rollout.turns.append(turn)
         return verified.verdict
 
+    async def _plan(self, rollout: _Rollout) -> Plan:
+        index = len(rollout.turns)
+        seed = rollout.seed
+        left_s = rollout.deadline.left_s()
+        prefix, rollout.prefix = rollout.prefix, None
+        if prefix is not None:
+            return await self.planner.resume(prefix, index, seed, left_s)
+        return await self.planner.plan(rollout.task, rollout.shown, index, seed, left_s)
+
+    def _module_s(self, rollout: _Rollout) -> float:
+        return min(self.limits.module_timeout_s, rollout.deadline.left_s())
+
     def _hint(self, rollout: _Rollout) -> None:
-        """One hint per rollout at most; it stays in sight."""
-        hint = (
-            self.hints.give(rollout.task, rollout.turns, rollout.seed)
-            if self.hints and rollout.hint_turn is None
-            else ""
-        )
-        if hint:
-            rollout.hint_turn, rollout.memory = (
-                len(rollout.turns),
-                replace(rollout.memory, hint=hint),
-            )
+        """Give a stuck rollout its one hint, which then stays in its prompts."""
+        if self.hints is None or rollout.hint_turn is not None:
+            return
+        if hint := self.hints.give(rollout.task, rollout.turns, rollout.seed):
+            rollout.hint_turn = len(rollout.turns)
+            rollout.memory = replace(rollout.memory, hint=hint)
             rollout.shown = self._shown(rollout.memory)
 
     async def _refined(
-        self, rollout: _Rollout, action: Action | None, result: ToolResult, left_s: float
+        self, rollout: _Rollout, action: Action | None, result: ToolResult
     ) -> tuple[ToolResult, str]:
-        """(what the memory gets, what the tool gave where that differs). Passages that the refiner
-        fails on stay as they are.
+        """Return the result for the memory, and the tool's own output where that differs.
+
+        Passages stay as they are when the refiner fails on them.
         """
-        if (
-            self.refiner is None
-            or action is None
-            or action.tool_name not in self.passage_tools
-            or result.error is not None
-        ):
+        if self.refiner is None or action is None or result.error is not None:
             return result, ""
-        seed, deadline_s = (
-            derive_seed(rollout.seed, len(rollout.turns), "refiner"),
-            min(self.limits.module_timeout_s, left_s),
-        )
-        question, sub_goal, passages = rollout.task.question, action.sub_goal, result.output
+        if action.tool_name not in self.passage_tools:
+            return result, ""
+        finding = Finding(rollout.task.question, rollout.shown, action.sub_goal, result.output)
         try:
             text = await self.refiner.refine(
-                question, rollout.shown, sub_goal, passages, seed, deadline_s
+                finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
             )
         except EngineError:
             return result, ""
-        return (replace(result, output=text), passages) if text.strip() else (result, "")
+        return (replace(result, output=text), result.output) if text.strip() else (result, "")
 
 
 @contextmanager

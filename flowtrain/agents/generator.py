@@ -1,5 +1,6 @@
-"""The generator, G(o | q, M^T): writes the answer from the memory. It always runs, also when the
-loop ran out of turns or time.
+"""The generator, G(o | q, M^T), writes the answer from the memory.
+
+It always runs, also when the loop ran out of turns or time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ class Generator(Protocol):
     async def answer(
         self, question: str, memory: Memory, seed: int, deadline_s: float
     ) -> tuple[str, str]:
-        """The final answer, and the text in which it was given: "" where a rule answered. Raises
-        EngineError.
-        """
+        """Return the answer and the text that holds it ("" from a rule). Raises EngineError."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleGenerator:
-    """Rule-based stand-in for AgentFlow's LLM generator; "" when the memory holds no result."""
+    """Stands in for AgentFlow's LLM generator; answers "" when the memory holds no result."""
 
     extract: Callable[[Memory], str]
 
@@ -54,14 +53,14 @@ class LLMGenerator:
 
 
 def final_answer(output: str) -> str:
-    """What stands between the last <answer> and </answer>; without them the whole output."""
+    """Return the text between the last <answer> and </answer>, or all of a text without them."""
     end = output.rfind("</answer>")
     start = output.rfind("<answer>", 0, max(end, 0))
     return output[start + len("<answer>") : end].strip() if start >= 0 else output.strip()
 
 
 def last_result(memory: Memory) -> str:
-    """The last result that is no error; of a passage, the value that it states."""
+    """Return the last result that is no error; of a passage, the value that it states."""
     for entry in reversed(memory.entries):
         if not entry.is_error:
             return passage_value(entry.result) or entry.result
@@ -69,15 +68,11 @@ def last_result(memory: Memory) -> str:
 
 
 def last_expression(memory: Memory) -> str:
-    """The last expression that was computed, for Game of 24, where the expression is the answer."""
-    return next(
-        (
-            e.sub_goal
-            for e in reversed(memory.entries)
-            if e.tool_name == "Python_Coder" and not e.is_error
-        ),
-        "",
-    )
+    """Return the last expression that was computed; in the game of 24 it is the answer."""
+    for entry in reversed(memory.entries):
+        if entry.tool_name == "Python_Coder" and not entry.is_error:
+            return entry.sub_goal
+    return ""
 
 
 PROMPT = """You write the final answer to a question from what a team has found out.
@@ -89,6 +84,8 @@ Steps that were taken, with their results:
 
 Write two parts:
 1. Process summary: what was done and what each step found, in a few sentences.
-2. Answer: the answer to the question, from these results. Where they are not enough, give the most probable answer all the same.
+2. Answer: the answer to the question, from these results. Where they are not enough, give the \
+most probable answer all the same.
 
-End with the final answer alone, as short as the question allows, between tags: <answer>...</answer>"""
+End with the final answer alone, as short as the question allows, between tags: \
+<answer>...</answer>"""

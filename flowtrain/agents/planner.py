@@ -1,4 +1,4 @@
-"""The planner, pi_theta(a^t | q, K, M^t)."""
+"""The planner, pi_theta(a^t | q, K, M^t), decides the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a planner decided and the tokens it took."""
+    """A planner's decision and its tokens."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -32,21 +32,19 @@ class Plan:
     action: Action | None
     """None when the text was malformed."""
     prompt_text: str = ""
-    """What a planner without tokens of its own has read."""
+    """The prompt of a planner without tokens of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsePrefix:
-    """What a branch has in common with the turn it leaves: the prompt, and the beginning of the
-    response.
-    """
+    """The prompt and the beginning of the response that a branch shares with its parent's turn."""
 
     prompt_ids: tuple[int, ...]
     response: Completion
 
     @classmethod
     def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
-        """The first `num_tokens` tokens of a turn's response."""
+        """Take the first `num_tokens` tokens of a turn's response."""
         spans = tuple(
             replace(span, end=min(span.end, num_tokens))
             for span in turn.spans
@@ -57,7 +55,7 @@ class ResponsePrefix:
         return cls(turn.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, kept))
 
     def joined(self, rest: Completion) -> Completion:
-        """The whole response, of which `rest` was sampled now."""
+        """Return the whole response, of which `rest` was sampled now."""
         shift = len(self.response.ids)
         spans = (
             *self.response.spans,
@@ -78,26 +76,22 @@ class ResponsePrefix:
 
 
 class Planner(Protocol):
-    """Decides the next step. `turn` counts from 0; `seed` is the rollout's; the answer is due
-    within `deadline_s` seconds.
-    """
+    """Decides the next step within `deadline_s` seconds; `turn` is from 0, `seed` the rollout's."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan: ...
 
     def measure(self, memory: Memory) -> int:
-        """Tokens that the steps of the memory take in its prompt."""
+        """Return the number of tokens that the steps of the memory take in the prompt."""
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        """Go on where a branch leaves another rollout."""
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+        """Complete the response at which a branch leaves its parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlanner:
-    """The policy behind an engine. It reads the question and the memory, nothing else of the task."""
+    """Samples from a policy's engine; it reads the question and the memory, no more of the task."""
 
     engine: Engine
     tokenizer: ChatTokenizer
@@ -121,15 +115,11 @@ class PolicyPlanner:
         )
         return self._plan(prompt_ids, completion)
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        opened = opening.response.ids
-        sampling = self._sampling(self.max_new_tokens - len(opened), turn, seed, deadline_s)
-        return self._plan(
-            opening.prompt_ids,
-            opening.joined(await self.engine.generate(opening.prompt_ids + opened, sampling)),
-        )
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+        ids = prefix.response.ids
+        sampling = self._sampling(self.max_new_tokens - len(ids), turn, seed, deadline_s)
+        rest = await self.engine.generate(prefix.prompt_ids + ids, sampling)
+        return self._plan(prefix.prompt_ids, prefix.joined(rest))
 
     def measure(self, memory: Memory) -> int:
         return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
@@ -140,44 +130,42 @@ class PolicyPlanner:
         )
 
     def _sampling(self, max_new_tokens: int, turn: int, seed: int, deadline_s: float) -> Sampling:
-        deadline_s = min(self.request_timeout_s, deadline_s)
         return Sampling(
             max_new_tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
             seed=derive_seed(seed, turn),
-            deadline_s=deadline_s,
+            deadline_s=min(self.request_timeout_s, deadline_s),
         )
 
     def _plan(self, prompt_ids: tuple[int, ...], completion: Completion) -> Plan:
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        return Plan(
-            prompt_ids, completion, text, parse_action(self.prompt.prefix + text, self.tool_names)
-        )
+        action = parse_action(self.prompt.prefix + text, self.tool_names)
+        return Plan(prompt_ids, completion, text, action)
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
-    """Read the four fields; None when there is no sub-goal or no tool name.
+    """Read the four fields; return None when there is no sub-goal or no tool name.
 
-    JSON with the keys justification, context, sub_goal, tool_name; else labelled lines, of which
-    the last "Tool Name:" and the nearest fields before it count. A tool that is not in the toolset
-    keeps the turn: its name becomes "No matched tool given: ...".
+    The text is JSON with the keys justification, context, sub_goal and tool_name, or else labelled
+    lines, of which the last "Tool Name:" and the nearest fields before it count. A tool that is not
+    in the toolset keeps the turn: its name becomes "No matched tool given: ...".
     """
     fields = _json_fields(text) or _labelled_fields(text)
     sub_goal, tool_name = fields.get("sub-goal", ""), fields.get("tool name", "")
     if not sub_goal or not tool_name:
         return None
     return Action(
-        fields.get("justification", ""),
-        fields.get("context", ""),
-        sub_goal,
-        match_tool(tool_name, tool_names),
+        justification=fields.get("justification", ""),
+        context=fields.get("context", ""),
+        sub_goal=sub_goal,
+        tool_name=match_tool(tool_name, tool_names),
     )
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
-    """The tool's own spelling; case and runs of spaces and underscores do not matter."""
+    """Return the tool's own spelling; case and runs of spaces and underscores do not matter."""
     wanted = _canonical(name)
     return next((tool for tool in tool_names if _canonical(tool) == wanted), NO_TOOL + name)
 
@@ -193,12 +181,7 @@ def _json_fields(text: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         return {}
-    keys = {
-        "justification": "justification",
-        "context": "context",
-        "sub_goal": "sub-goal",
-        "tool_name": "tool name",
-    }
+    keys = dict(zip(("justification", "context", "sub_goal", "tool_name"), _LABELS, strict=True))
     # JSON can spell half a surrogate pair, which no tokenizer takes.
     return {
         label: str(value[key]).encode(errors="replace").decode().strip()
@@ -207,16 +190,12 @@ def _json_fields(text: str) -> dict[str, str]:
     }
 
 
-_LABEL = re.compile(
-    r"(?:\*\*)?(justification|context|sub-goal|tool name)(?:\*\*)?[ \t]*:(?:\*\*)?", re.IGNORECASE
-)
-_ORDER = ("justification", "context", "sub-goal", "tool name")
+_LABELS = ("justification", "context", "sub-goal", "tool name")
+_LABEL = re.compile(rf"(?:\*\*)?({'|'.join(_LABELS)})(?:\*\*)?[ \t]*:(?:\*\*)?", re.IGNORECASE)
 
 
 def _labelled_fields(text: str) -> dict[str, str]:
-    """Walk the labels backwards from the last tool name; a label that breaks the order ends the
-    walk.
-    """
+    """Walk the labels backwards from the last tool name until one breaks the order."""
     labels = list(_LABEL.finditer(text))
     names = [label.group(1).casefold() for label in labels]
     if "tool name" not in names:
@@ -225,15 +204,15 @@ def _labelled_fields(text: str) -> dict[str, str]:
     # A tool name ends with its paragraph or a closing fence.
     tool_name = re.split(r"\n\s*\n|```", text[labels[last].end() :], maxsplit=1)[0]
     fields = {"tool name": _plain(tool_name)}
+    first = "tool name"
     for index in range(last - 1, -1, -1):
-        if names[index] in fields or _ORDER.index(names[index]) > min(
-            _ORDER.index(name) for name in fields
-        ):
+        if _LABELS.index(names[index]) >= _LABELS.index(first):
             break
-        fields[names[index]] = _plain(text[labels[index].end() : labels[index + 1].start()])
+        first = names[index]
+        fields[first] = _plain(text[labels[index].end() : labels[index + 1].start()])
     return fields
 
 
 def _plain(value: str) -> str:
-    """Without bold marks around it; those inside may be Python's power."""
+    """Strip bold marks around the value; those inside may be Python's power."""
     return value.strip().removeprefix("**").removesuffix("**").strip()

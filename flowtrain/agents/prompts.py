@@ -1,16 +1,16 @@
-"""What the planner reads. What is constant for a question comes first and the memory last, so the
-prompts of a rollout extend each other.
+"""Prompts of the planner. The parts that are constant for a question come first and the memory
+last, so each prompt of a rollout extends the one before.
 
-"compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: no
-instructions, no tool descriptions, and the answer opened with the field that matters. "full" states
-the task, the tools, the analysis and all four fields and goes through the model's chat template.
-The prompts of the other modules stand beside these.
+"compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: it has no
+instructions and no tool descriptions, and it opens the answer with the field that matters. "full"
+states the task, the tools, the analysis and all four fields and goes through the model's chat
+template. The other modules have their prompts in their own files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from flowtrain.agents.commands import write_command
@@ -21,25 +21,21 @@ from flowtrain.types import Action
 
 
 class PlannerPrompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt has already
-    written.
-    """
+    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt contains."""
 
     prefix: str
 
     def render(self, question: str, memory: Memory) -> str: ...
 
     def steps(self, memory: Memory) -> str:
-        """The part of the prompt that grows from turn to turn; what the memory's budget is measured
-        on.
-        """
+        """Render the part of the prompt that grows with each turn, and that the budget bounds."""
 
     def write(self, action: Action) -> str:
-        """The answer that parses to `action`, without the prefix; what a scripted expert says."""
+        """Write the answer that parses to `action`, without the prefix, for a scripted expert."""
 
 
 class CompactPrompt:
-    """Example:
+    """A prompt such as this one:
 
     Question: What is the area of Chad plus the area of Mali?
     1. Search | area of Chad | The area of Chad is 1284.
@@ -64,13 +60,11 @@ class FullPrompt:
     prefix = ""
 
     def __init__(
-        self, tools: Sequence[Tool], tokenizer: ChatTokenizer, order: str = "shared"
+        self, tools: Iterable[Tool], tokenizer: ChatTokenizer, order: str = "shared"
     ) -> None:
-        """`order`: "shared" puts the memory last, so that the turns of a rollout share all before
-        it; "paper" puts the rules last.
-        """
+        """Use the template of `order`, a value of `agent.prompt_order`."""
         self._template = TEMPLATES[order]
-        self._tools = "\n".join(tool_text(tool.card) for tool in tools)
+        self._tools = tools_text(tools)
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
@@ -88,13 +82,9 @@ class FullPrompt:
         return "\n".join([memory_json(memory), *hint_lines(memory)])
 
     def write(self, action: Action) -> str:
-        fields = (
-            ("Justification", action.justification),
-            ("Context", action.context),
-            ("Sub-Goal", action.sub_goal),
-        )
-        return "\n".join(
-            f"{label}: {value}" for label, value in (*fields, ("Tool Name", action.tool_name))
+        return (
+            f"Justification: {action.justification}\nContext: {action.context}\n"
+            f"Sub-Goal: {action.sub_goal}\nTool Name: {action.tool_name}"
         )
 
 
@@ -109,37 +99,34 @@ def hint_lines(memory: Memory) -> list[str]:
 
 
 def memory_json(memory: Memory) -> str:
-    """The steps in AgentFlow's form."""
+    """Render the steps in AgentFlow's form."""
     return json.dumps(memory.as_dict(), indent=1, ensure_ascii=False)
 
 
 def analysis_text(memory: Memory) -> str:
-    """The analysis as a paragraph with its heading, or nothing."""
+    """Render the analysis as a paragraph with its heading, or nothing."""
     return f"\nAnalysis of the question:\n{memory.analysis}\n" if memory.analysis else ""
 
 
+def tools_text(tools: Iterable[Tool]) -> str:
+    """Render all cards, as prompts show the toolset."""
+    return "\n".join(tool_text(tool.card) for tool in tools)
+
+
 def tool_text(card: ToolCard) -> str:
-    """All that a card says, for a model to choose the tool and to call it."""
+    """Render a card, for a model to choose the tool and to call it."""
     inputs = "; ".join(
         f"{p.name} ({p.kind.__name__}{'' if p.is_required else ', optional'}): {p.meaning}"
         for p in card.parameters
     )
-    notes = (
-        ("Input", inputs),
-        ("Output", card.output),
-        ("Limits", card.limits),
-        ("Advice", card.advice),
-    )
-    examples = [("Example", write_command(arguments)) for arguments in card.examples]
-    return "\n".join(
-        [
-            f"- {card.name}: {card.description}",
-            *(f"  {label}: {text}" for label, text in (*notes, *examples) if text),
-        ]
-    )
+    notes = {"Input": inputs, "Output": card.output, "Limits": card.limits, "Advice": card.advice}
+    lines = [f"  {label}: {text}" for label, text in notes.items() if text]
+    examples = [f"  Example: {write_command(arguments)}" for arguments in card.examples]
+    return "\n".join([f"- {card.name}: {card.description}", *lines, *examples])
 
 
-_TASK = """You are the planner of a team that answers a question step by step. Decide on the one next step: a sub-goal and its tool.
+_TASK = """You are the planner of a team that answers a question step by step. Decide on the one \
+next step: a sub-goal and its tool.
 
 Question: {question}
 {analysis}
@@ -147,7 +134,8 @@ Tools:
 {tools}"""
 
 _RULES = """Rules:
-- One sub-goal and one tool per step. The tool sees nothing but the sub-goal and the context: put every name and number that it needs there.
+- One sub-goal and one tool per step. The tool sees nothing but the sub-goal and the context: put \
+every name and number that it needs there.
 - Use what the steps so far have found; do not repeat a step that has worked.
 - The tool name must be one of the list.
 
@@ -164,4 +152,5 @@ TEMPLATES = {
     "shared": "\n\n".join([_TASK, _RULES, _MEMORY]),
     "paper": "\n\n".join([_TASK, _MEMORY, _RULES]),
 }
-"""By `agent.prompt_order`."""
+"""Templates by `agent.prompt_order`: "shared" puts the memory last, so that the turns of a rollout
+share all text before it; "paper" puts the rules last."""

@@ -1,4 +1,4 @@
-"""What a verifier reads and writes: the prompts, and the verdict in a reply."""
+"""Prompts of the verifier, and the parsers of its replies."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flowtrain.types import Verdict
 
 
 class VerdictPrompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the reply that the prompt has already written."""
+    """Renders a prompt; `prefix` is the part of the reply that the prompt contains."""
 
     prefix: str
 
     def render(self, question: str, memory: Memory) -> str: ...
 
     def write(self, verdict: Verdict) -> str:
-        """The reply that states `verdict`, without the prefix; what a scripted expert says."""
+        """Write the reply that states `verdict`, without the prefix, for a scripted expert."""
 
 
 class CompactVerdictPrompt:
-    """For a tiny verifier. Example:
+    """A prompt for a tiny verifier:
 
     Question: What is the area of Chad plus the area of Mali?
     1. Search | area of Chad | The area of Chad is 1284.
@@ -41,18 +41,19 @@ class CompactVerdictPrompt:
 
 
 class FullVerdictPrompt:
-    """That of the verifiers that are not trained, through the chat template."""
+    """The prompt of a language model as verifier, through the chat template."""
 
     prefix = ""
 
     def __init__(self, tools: str, tokenizer: ChatTokenizer) -> None:
         """`tools`: the toolset as prompts show it."""
-        self._tools, self._tokenizer = tools, tokenizer
+        self._tools = tools
+        self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
-        conversation = [{"role": "user", "content": verdict_message(question, memory, self._tools)}]
+        message = verdict_message(question, memory, self._tools)
         return self._tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
         )
 
     def write(self, verdict: Verdict) -> str:
@@ -66,9 +67,7 @@ def verdict_message(question: str, memory: Memory, tools: str) -> str:
 
 
 def read_verdict(reply: str) -> Verdict | None:
-    """The verdict of a policy, whose last line must be the very words that were asked for; None
-    where it is malformed.
-    """
+    """Read a policy's verdict; None unless its last line is exactly as the prompt asks."""
     last = reply.strip().rpartition("\n")[2].strip()
     return next((verdict for verdict in Verdict if last == f"Conclusion: {verdict.value}"), None)
 
@@ -76,15 +75,15 @@ def read_verdict(reply: str) -> Verdict | None:
 _CONCLUSION = re.compile(
     r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE
 )
-"""Not the form that was asked for, word for word: "Conclusion: STOP or CONTINUE"."""
+"""Excludes a reply that repeats both options, "Conclusion: STOP or CONTINUE"."""
 
 
 def parse_verdict(reply: str) -> Verdict:
-    """The last "Conclusion: STOP" or "Conclusion: CONTINUE"; or the field "stop_signal" of a JSON
-    object; else CONTINUE.
+    """Read a language model's verdict; CONTINUE where there is none.
 
-    The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text, "do not stop
-    yet" included.
+    It is the field "stop_signal" of a JSON object, or the last "Conclusion: STOP" or "Conclusion:
+    CONTINUE". The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text,
+    "do not stop yet" included.
     """
     try:
         match json.loads(reply):

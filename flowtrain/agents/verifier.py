@@ -1,4 +1,4 @@
-"""The verifier, V(v^t | q, e^t, M^t): is the memory enough to answer?"""
+"""The verifier, V(v^t | q, e^t, M^t), decides whether the memory is enough to answer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from flowtrain.types import Call, Sampling, Task, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A verdict and how it came about."""
+    """A verdict and its origin."""
 
     verdict: Verdict
     text: str = ""
-    """In which it was given; "" where a rule decided."""
+    """The reply that gives the verdict; "" where a rule decided."""
     call: Call | None = None
-    """What a policy read and sampled for it."""
+    """The prompt and the sampled tokens of a policy."""
 
 
 class Verifier(Protocol):
-    """Reads the question and the memory, whose last entry is this turn's; nothing else of the task.
-    `seed` is this turn's.
-    """
+    """Reads the question and the memory, whose last entry is this turn's; `seed` is this turn's."""
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
@@ -39,11 +37,10 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuleVerifier:
-    """Rule-based stand-in for AgentFlow's LLM verifier; `is_enough` belongs to a family of tasks
-    and never sees a reference answer.
-    """
+    """Stands in for AgentFlow's LLM verifier."""
 
     is_enough: Callable[[str, Memory], bool]
+    """The rule of a family of tasks; it never sees a reference answer."""
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
@@ -57,7 +54,7 @@ class RuleVerifier:
 
 @dataclass(frozen=True, slots=True)
 class LLMVerifier:
-    """AgentFlow's. A model that fails, or says nothing that can be read, is taken to say CONTINUE."""
+    """AgentFlow's verifier; a failure or an unreadable reply counts as CONTINUE."""
 
     engine: ChatEngine
     tools: str
@@ -76,8 +73,9 @@ class LLMVerifier:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVerifier:
-    """A policy of its own behind an engine: tokens in, tokens out, as the planner. A malformed
-    verdict is taken for CONTINUE.
+    """Samples the verdict from a policy of its own, tokens in, tokens out, as the planner does.
+
+    A malformed verdict counts as CONTINUE.
     """
 
     engine: Engine
@@ -115,11 +113,10 @@ class PolicyVerifier:
 
 
 def facts_enough(question: str, memory: Memory) -> bool:
-    """A guess is taken at its word; a computed number ends a calculation; a passage that states the
-    asked attribute ends a look-up.
+    """A guess, a computed number in a calculation, or a passage with the asked attribute is enough.
 
-    It does not check whether the passage is about the right entity: a planner that searches for the
-    wrong one is stopped and wrong.
+    The rule does not check the entity of the passage: a planner that searches for the wrong one is
+    stopped and wrong.
     """
     entry = memory.entries[-1]
     if entry.tool_name == "Base_Generator":
@@ -133,19 +130,17 @@ def facts_enough(question: str, memory: Memory) -> bool:
 
 
 def gameof24_enough(question: str, memory: Memory) -> bool:
-    """The last expression came out as 24 and has the numbers that the question states in brackets,
-    each once.
-    """
+    """An expression of 24 that uses each number in the question's brackets once is enough."""
     entry = memory.entries[-1]
     given = re.search(r"\[([0-9, ]+)\]", question)
-    uses_them = given is None or sorted(re.findall("[0-9]+", entry.sub_goal)) == sorted(
-        re.findall("[0-9]+", given[1])
-    )
-    return entry.tool_name == "Python_Coder" and _is_24(entry.result) and uses_them
+    if entry.tool_name != "Python_Coder" or not _is_24(entry.result):
+        return False
+    used = sorted(re.findall("[0-9]+", entry.sub_goal))
+    return given is None or used == sorted(re.findall("[0-9]+", given[1]))
 
 
 def any_result_enough(question: str, memory: Memory) -> bool:
-    """For tasks that we know nothing about: the first result that is no error."""
+    """Any result without error is enough, for tasks of which nothing is known."""
     return True
 
 

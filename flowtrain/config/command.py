@@ -1,4 +1,4 @@
-"""What the commands share: parse, run, and turn a person's mistake into one line and exit code 2."""
+"""Run a command: parse its options, and turn a user's mistake into one line and exit code 2."""
 
 from __future__ import annotations
 

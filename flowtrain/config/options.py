@@ -53,7 +53,7 @@ def check_allowed(argv: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def parse_over(text: str, argv: Sequence[str]) -> Config:
-    """The config that a TOML text and options after it make up. Raises UserError as `parse` does."""
+    """Return the config of a TOML text with options over it. Raises UserError as `parse` does."""
     return _merged(_tables(text, "the config of the run"), _split(argv)[1])
 
 

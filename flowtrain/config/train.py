@@ -1,6 +1,8 @@
-"""`[train]`: the optimizer, the rows, and how ranks hold the model."""
+"""Options of training, and of the fine-tuning on demonstrations before it."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -16,8 +18,11 @@ class Train(Section):
     """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
     """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """how the learning rate falls over num_steps: not at all, or linearly or by half a cosine to 0
+    """
     warmup_steps: int = Field(0, ge=0)
-    """steps over which the learning rate rises from 0"""
+    """steps over which the learning rate rises from 0; 0: it starts at lr"""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW"""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -47,3 +52,28 @@ class Train(Section):
     common GPUs in bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
+
+
+class Rft(Section):
+    expert: Literal["scripted", "policy"] = "scripted"
+    """who makes the demonstrations: a script that knows each plan but errs, or the model itself"""
+    expert_error: float = Field(0.6, ge=0, le=1)
+    """probability per turn that the scripted expert guesses instead of following the plan"""
+    fictional: bool = False
+    """tasks.name = "facts": demonstrate on made-up entities, so that a new model learns to copy
+    names, not to remember them"""
+    num_rollouts: PositiveInt = 12000
+    """demonstrations to collect"""
+    keep: Literal["scored", "all"] = "scored"
+    """scored: only rollouts with reward 1 (rejection sampling); all: imitate the expert, errors
+    included"""
+    num_steps: PositiveInt = 1500
+    """optimizer steps"""
+    batch_size: PositiveInt = 16
+    """turns per optimizer step over all ranks"""
+    lr: PositiveFloat = 3e-3
+    """peak learning rate; it falls linearly to 0"""
+    warmup_steps: int = Field(50, ge=0)
+    """steps over which the learning rate rises from 0"""
+    prompt_weight: float = Field(0.0, ge=0, le=1)
+    """weight of prompt tokens in the loss; a new model learns to copy sooner with 0.2"""

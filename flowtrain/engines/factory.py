@@ -23,7 +23,6 @@ from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm_engine import VllmEngine
 from flowtrain.engines.vllm_process import VllmModel, cpu_environment, gpu_environment
-from flowtrain.run import recipe
 from flowtrain.training import model as models
 from flowtrain.types import UserError
 from flowtrain.weights import Source, WeightStore
@@ -90,17 +89,26 @@ class PolicyModel:
 
 
 def make_engine(
-    config: Config, policy: PolicyModel, device: torch.device, store: Source | None
+    config: Config,
+    policy: PolicyModel,
+    device: torch.device,
+    store: Source | None,
+    records_entropies: bool = False,
 ) -> Engine:
     """Its weights come from the store by version; without one they are those at the policy's path,
-    and never change.
+    and never change. `records_entropies`: completions hold them (torch engine only).
     """
-    make = _vllm_engine if config.rollout.engine == "vllm" else _torch_engine
-    return make(config, policy, device, store)
+    if config.rollout.engine == "vllm":
+        return _vllm_engine(config, policy, device, store)
+    return _torch_engine(config, policy, device, store, records_entropies)
 
 
 def _torch_engine(
-    config: Config, policy: PolicyModel, device: torch.device, store: Source | None
+    config: Config,
+    policy: PolicyModel,
+    device: torch.device,
+    store: Source | None,
+    records_entropies: bool,
 ) -> TorchEngine:
     dtype = getattr(torch, config.model.dtype)
     if store is None:
@@ -113,14 +121,13 @@ def _torch_engine(
         )
     model.generation_config = policy.generation
     batch, scrub = config.rollout.max_batch_size, config.weights.verify_every
-    tells = store is not None and recipe.sampler_tells_entropies(config)
     return TorchEngine(
         model.to(device),
         policy.tokenizer,
         store,
         max_batch_size=batch,
         verify_every=scrub,
-        tells_entropies=tells,
+        tells_entropies=store is not None and records_entropies,
     )
 
 

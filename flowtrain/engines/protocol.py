@@ -25,7 +25,7 @@ class Engine(Protocol):
         """Prompt and response together may not be longer."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion. Answers by `sampling.deadline_s`, if need be with what there is."""
+        """Sample one completion and answer by `sampling.deadline_s`, even with part of it."""
 
     def load(self, version: int) -> None:
         """Sample with the weights `version` of the store from now on."""

@@ -56,9 +56,7 @@ class ChatPlanner:
         )
         return Plan((), _NO_TOKENS, text, parse_action(text, self.tool_names), prompt)
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches in an evaluation")
 
     def measure(self, memory: Memory) -> int:

@@ -11,10 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowtrain.agents.build import make_flow, make_tools
+from flowtrain.agents.build import make_flow, make_tools, prompt_hashes
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.prompts import FullPrompt
-from flowtrain.agents.roles import prompt_hashes, tools_text
+from flowtrain.agents.prompts import FullPrompt, tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
 from flowtrain.evals.chat_planner import ChatPlanner, PlainText
@@ -150,7 +149,7 @@ def _rules_of(config: Config, benchmark: str) -> Config:
 
 def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:
     """Besides the prompts of modules, the judge's, and what all of them read about the tools."""
-    texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools)}
+    texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools.values())}
     return {
         "engines": engines,
         "prompts": {**prompt_hashes(), **{name: _digest(text) for name, text in texts.items()}},

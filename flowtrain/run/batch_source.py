@@ -18,13 +18,13 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
+    AssignedGroup,
     Batch,
     BatchRequest,
     Progress,
     Refused,
     Register,
     Registered,
-    AssignedGroup,
     Unavailable,
 )
 from flowtrain.run.heartbeat import Heartbeat

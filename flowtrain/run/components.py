@@ -135,7 +135,11 @@ class RunComponents:
         with ExitStack() as cleanup:  # closes what has started when another cannot
             for name, policy in self.policies.items():
                 engines[name] = make_engine(
-                    self.config, policy, self.world.device, stores.get(name)
+                    self.config,
+                    policy,
+                    self.world.device,
+                    stores.get(name),
+                    records_entropies=recipe.sampler_tells_entropies(self.config),
                 )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
@@ -151,7 +155,7 @@ class RunComponents:
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
         return Publisher(
             store,
-            PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()),
+            PublishOptions(dtype, w.level, num_threads=torch.get_num_threads()),
             trainers,
         )
 

@@ -14,6 +14,7 @@ from flowtrain.config import Config
 from flowtrain.run.components import RunComponents, saving
 from flowtrain.run.recipe import loss_spec, optim_spec
 from flowtrain.training import checkpoint
+from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
@@ -41,6 +42,8 @@ class PolicyTrainer:
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> dict[str, float]:
         """One optimizer step per mini-batch. Returns statistics of all ranks."""
+        t = self.components.config.train
+        self.trainer.set_lr(learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule))
         stats = self.trainer.step(minibatches, step)
         if self.components.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself

@@ -20,8 +20,10 @@ PROMPT = """Write a short Python program that does the task below and prints wha
 
 Task: {task}
 
-The program runs by itself: it has no input, no network and no files to read, so write every number and name that it needs into it. It can
-import {offers}. It has {timeout_s:g} seconds. Print each result with a word that says what it is, and nothing else.
+The program runs by itself: it has no input, no network and no files to read, so write every \
+number and name that it needs into it. It can
+import {offers}. It has {timeout_s:g} seconds. Print each result with a word that says what it \
+is, and nothing else.
 
 Reply with the program in one ```python block."""
 

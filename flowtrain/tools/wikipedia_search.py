@@ -127,7 +127,8 @@ def _choice_prompt(query: str, pages: Sequence[WikiPage]) -> str:
         f"{place}. {page.title}: {cut(page.passage, ABSTRACT_CHARS)}"
         for place, page in enumerate(pages, start=1)
     )
-    return f"""Which of these Wikipedia pages are most likely to answer the query? Choose at most {MAX_RELEVANT}.
+    return f"""Which of these Wikipedia pages are most likely to answer the query? Choose at most \
+{MAX_RELEVANT}.
 
 Query: {query}
 

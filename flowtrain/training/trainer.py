@@ -374,7 +374,10 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
     head = task_head(model)
     if head is None:
         return logprobs(
-            forward_rows(model, row), row.target_ids_T, temperature=temperature, kept=row.kept
+            forward_rows(model, row),
+            row.target_ids_T,
+            temperature=temperature,
+            sampling_mask=row.kept,
         )
     found: list[LogProbs] = []
 
@@ -386,7 +389,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
                 row.target_ids_T,
                 bias_V=bias_V,
                 temperature=temperature,
-                kept=row.kept,
+                sampling_mask=row.kept,
             )
         )
         return found[0].logprob_T
@@ -415,7 +418,7 @@ def row_loss(
         "sampler_logprob_T": row.sampler_logprob_T,
         "cu_seqlens_S1": row.cu_targets_S1,
         "temperature": temperature,
-        "kept": row.kept,
+        "sampling_mask": row.kept,
     }
     head = task_head(model)
     if head is None:

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from flowkernels import KeptSet
+from flowkernels import SamplingMask
 from torch import Tensor
 
 from flowtrain.types import Sample
@@ -67,11 +67,11 @@ class PackedRow:
     all."""
 
     @property
-    def kept(self) -> KeptSet | None:
+    def kept(self) -> SamplingMask | None:
         """As the kernels take it."""
         if self.kept_ids_K is None or self.kept_offsets_T1 is None:
             return None
-        return KeptSet(self.kept_ids_K, self.kept_offsets_T1)
+        return SamplingMask(self.kept_ids_K, self.kept_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -19,7 +19,7 @@ from flowkernels.branching import (
 from flowkernels.future import FutureRatio, future_aware
 from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
 from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
-from flowkernels.rows import KeptSet
+from flowkernels.rows import SamplingMask
 from flowkernels.shards import VocabParallel
 from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
 from flowkernels.token_loss import (
@@ -36,10 +36,10 @@ from flowkernels.trust_region import divergent_log_ratios, m2po_clip, second_mom
 __all__ = [
     "BranchingScore",
     "FutureRatio",
-    "KeptSet",
     "LogProbs",
     "LossSpec",
     "PolicyLoss",
+    "SamplingMask",
     "TokenLoss",
     "TokenLossFn",
     "Tokens",

@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from flowkernels.rows import KeptSet, Rows
+from flowkernels.rows import Rows, SamplingMask
 from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, check_inputs
 
 IMPLS = ("auto", "triton", "torch")
@@ -45,7 +45,7 @@ def check_rows(
     target_ids_T: Tensor,
     temperature: float | Tensor,
     softcap: float | None,
-    kept: KeptSet | None,
+    sampling_mask: SamplingMask | None,
 ) -> Rows:
     """Arguments of the functions on logits."""
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
@@ -58,7 +58,9 @@ def check_rows(
             "logits_TV must have the vocabulary contiguous (stride 1), got strides "
             f"{logits_TV.stride()}"
         )
-    return check_targets(logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, kept)
+    return check_targets(
+        logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
+    )
 
 
 def check_targets(
@@ -67,17 +69,21 @@ def check_targets(
     target_ids_T: Tensor,
     temperature: float | Tensor,
     softcap: float | None,
-    kept: KeptSet | None,
+    sampling_mask: SamplingMask | None,
 ) -> Rows:
     """What goes with rows of logits, or with hidden states in their place."""
     check_tokens("target_ids_T", target_ids_T, len(rows_TX), torch.int64, rows_TX.device)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
     rows = Rows(
-        rows_TX, target_ids_T.contiguous(), _temperature(temperature, rows_TX), softcap or 0.0, kept
+        rows_TX,
+        target_ids_T.contiguous(),
+        _temperature(temperature, rows_TX),
+        softcap or 0.0,
+        sampling_mask,
     )
-    if kept is not None:
-        _check_kept(kept, len(rows_TX), rows_TX.device)
+    if sampling_mask is not None:
+        _check_kept(sampling_mask, len(rows_TX), rows_TX.device)
     if checks_values(rows_TX.device):
         _check_values(rows, num_vocab)
     return rows
@@ -233,10 +239,10 @@ def _temperature(temperature: float | Tensor, logits_TV: Tensor) -> Tensor:
     )
 
 
-def _check_kept(kept: KeptSet, num_rows: int, device: torch.device) -> None:
+def _check_kept(sampling_mask: SamplingMask, num_rows: int, device: torch.device) -> None:
     for name, tensor in (
-        ("kept.token_ids_K", kept.token_ids_K),
-        ("kept.offsets_T1", kept.offsets_T1),
+        ("sampling_mask.token_ids_K", sampling_mask.token_ids_K),
+        ("sampling_mask.offsets_T1", sampling_mask.offsets_T1),
     ):
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or not tensor.is_contiguous():
             raise ValueError(
@@ -248,9 +254,9 @@ def _check_kept(kept: KeptSet, num_rows: int, device: torch.device) -> None:
             raise ValueError(
                 f"{name} must be on {device}, where the logits are, got {tensor.device}"
             )
-    if len(kept.offsets_T1) != num_rows + 1:
+    if len(sampling_mask.offsets_T1) != num_rows + 1:
         raise ValueError(
-            f"kept.offsets_T1 must have T + 1 = {num_rows + 1} entries, got {len(kept.offsets_T1)}"
+            f"sampling_mask.offsets_T1 must have T + 1 = {num_rows + 1} entries, got {len(sampling_mask.offsets_T1)}"
         )
 
 
@@ -260,24 +266,24 @@ def _check_values(rows: Rows, num_vocab: int) -> None:
             f"target_ids_T must be below V={num_vocab} (negative: ignored), got "
             f"{int(rows.target_ids_T.max())}"
         )
-    if rows.kept is None:
+    if rows.sampling_mask is None:
         return
-    ids_K, offsets = rows.kept.token_ids_K, rows.kept.offsets_T1.tolist()
+    ids_K, offsets = rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1.tolist()
     if offsets[0] != 0 or offsets[-1] != len(ids_K) or offsets != sorted(offsets):
         raise ValueError(
-            f"kept.offsets_T1 must ascend from 0 to the {len(ids_K)} kept ids, got "
+            f"sampling_mask.offsets_T1 must ascend from 0 to the {len(ids_K)} kept ids, got "
             f"{_short(offsets)}"
         )
     if len(ids_K) and not (int(ids_K.min()) >= 0 and int(ids_K.max()) < num_vocab):
         raise ValueError(
-            f"kept.token_ids_K must be in [0, V={num_vocab}), got {int(ids_K.min())} to "
+            f"sampling_mask.token_ids_K must be in [0, V={num_vocab}), got {int(ids_K.min())} to "
             f"{int(ids_K.max())}"
         )
     row_K = torch.repeat_interleave(
-        torch.arange(len(offsets) - 1, device=ids_K.device), rows.kept.offsets_T1.diff()
+        torch.arange(len(offsets) - 1, device=ids_K.device), rows.sampling_mask.offsets_T1.diff()
     )
     if len(torch.unique(row_K * num_vocab + ids_K)) != len(ids_K):
-        raise ValueError("kept.token_ids_K must not name an id twice in a row")
+        raise ValueError("sampling_mask.token_ids_K must not name an id twice in a row")
 
 
 def _short(numbers: list[int]) -> str:

@@ -77,9 +77,9 @@ def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> Tok
         ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
             missing.
     """
-    if spec.policy not in ("clip", "cispo"):
+    if spec.loss_type not in ("clip", "cispo"):
         raise ValueError(
-            f"policy={spec.policy!r} has no ratio of a single token, which future-aware advantages "
+            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware advantages "
             "need"
         )
 

@@ -27,7 +27,7 @@ from flowkernels.head import Gradients, Head
 from flowkernels.linear_ops import LossWalk, linear_loss_op, linear_scores_op, walk_scores
 from flowkernels.policy_loss import LogProbs, PolicyLoss, add_slopes, evaluate
 from flowkernels.row_loss import scale_op
-from flowkernels.rows import KeptSet, Rows
+from flowkernels.rows import Rows, SamplingMask
 from flowkernels.shards import VocabParallel
 from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler
 
@@ -40,7 +40,7 @@ def linear_logprobs(
     bias_V: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
     batch_invariant: bool = False,
@@ -72,7 +72,7 @@ def linear_logprobs(
             for the part of the weight.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
             by computing the logits once more.
-        target_ids_T, temperature, softcap, kept, impl: as for `logprobs`.
+        target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
@@ -84,7 +84,7 @@ def linear_logprobs(
         bias_V,
         temperature,
         softcap,
-        kept,
+        sampling_mask,
         fp32_logits,
         memory_budget,
         batch_invariant,
@@ -121,7 +121,7 @@ def linear_policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
     batch_invariant: bool = False,
@@ -157,7 +157,7 @@ def linear_policy_loss(
         bias_V,
         temperature,
         softcap,
-        kept,
+        sampling_mask,
         fp32_logits,
         memory_budget,
         batch_invariant,
@@ -203,7 +203,9 @@ def linear_policy_loss(
         )
     else:
         kept_ids, kept_offsets = (
-            (None, None) if kept is None else (kept.token_ids_K, kept.offsets_T1)
+            (None, None)
+            if sampling_mask is None
+            else (sampling_mask.token_ids_K, sampling_mask.offsets_T1)
         )
         of_tokens = (
             rows.target_ids_T,
@@ -236,7 +238,9 @@ def _two_passes(rows: Rows, head: Head, spec: TokenLossFn, tokens: Tokens, impl:
     counts_T = (tokens.weight_T != 0) & (rows.target_ids_T >= 0)
     ids_T = torch.where(counts_T, rows.target_ids_T, -1)
     score_3T = _scores(
-        Rows(rows.logits_TV, ids_T, rows.temperature_T, rows.softcap, rows.kept), head, impl
+        Rows(rows.logits_TV, ids_T, rows.temperature_T, rows.softcap, rows.sampling_mask),
+        head,
+        impl,
     )
     loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, ids_T)
     loss = add_slopes(loss, score_3T, slopes) if score_3T.requires_grad else loss
@@ -245,7 +249,9 @@ def _two_passes(rows: Rows, head: Head, spec: TokenLossFn, tokens: Tokens, impl:
 
 def _scores(rows: Rows, head: Head, impl: str) -> Tensor:
     kept_ids, kept_offsets = (
-        (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+        (None, None)
+        if rows.sampling_mask is None
+        else (rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1)
     )
     of_rows = (rows.target_ids_T, rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
     options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, impl)
@@ -318,7 +324,7 @@ def _prepare(
     bias_V: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
-    kept: KeptSet | None,
+    sampling_mask: SamplingMask | None,
     fp32_logits: bool,
     memory_budget: int | None,
     batch_invariant: bool,
@@ -327,10 +333,10 @@ def _prepare(
 ) -> tuple[Rows, Head, str]:
     """The arguments, checked."""
     check_head(hidden_TD, weight_VD, bias_V)
-    if shard is not None and kept is not None:
-        raise ValueError("kept does not work with a shard")
+    if shard is not None and sampling_mask is not None:
+        raise ValueError("sampling_mask does not work with a shard")
     num_vocab = len(weight_VD) if shard is None else shard.num_vocab
-    rows = check_targets(hidden_TD, num_vocab, target_ids_T, temperature, softcap, kept)
+    rows = check_targets(hidden_TD, num_vocab, target_ids_T, temperature, softcap, sampling_mask)
     size = chunk_rows(
         memory_budget, hidden_TD, num_vocab, fp32_logits, batch_invariant
     )  # the same on all ranks of a shard

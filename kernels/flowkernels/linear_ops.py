@@ -97,7 +97,7 @@ class LossWalk:
         return self._walk(column_7T)
 
     def _walk(self, column_7T: Tensor) -> Tensor:
-        one_kernel = self.spec.policy != "gspo" and self.head.shard is None
+        one_kernel = self.spec.loss_type != "gspo" and self.head.shard is None
         for block in _blocks(self.head, column_7T.shape[1], self.spec, self.tokens.cu_seqlens_S1):
             column_7T[:, block] = (
                 self._fused_chunk(block) if one_kernel else self._scored_block(block)
@@ -173,7 +173,7 @@ def _blocks(head: Head, num_rows: int, spec: LossSpec, cu_seqlens_S1: Tensor | N
     """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer ones
     alone.
     """
-    if spec.policy != "gspo" or cu_seqlens_S1 is None:
+    if spec.loss_type != "gspo" or cu_seqlens_S1 is None:
         return list(head.chunks(num_rows))
     blocks: list[slice] = []
     start = previous = 0

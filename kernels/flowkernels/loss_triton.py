@@ -296,9 +296,9 @@ def loss(
             *kept_arguments(rows), column_7T,
             num_rows, logits_TV.shape[1], logits_TV.stride(0), 0 if out_TV is None else out_TV.stride(0), rows.temperature_T.stride(0),
             rows.softcap, spec.clip_low, spec.clip_high, spec.dual_clip or 0.0, spec.kl_coef, spec.entropy_coef, spec.log_ratio_limit,
-            POLICY=_POLICIES[spec.policy], KL=KLS.index(spec.kl), HAS_OLD=old_T is not None, HAS_REF=ref_T is not None,
+            POLICY=_POLICIES[spec.loss_type], KL=KLS.index(spec.kl), HAS_OLD=old_T is not None, HAS_REF=ref_T is not None,
             HAS_DUAL=spec.dual_clip is not None, HAS_ENTROPY=spec.entropy_coef != 0, HAS_SOFTCAP=rows.softcap > 0,
-            HAS_KEPT=rows.kept is not None, HAS_GRADIENT=out_TV is not None,
+            HAS_KEPT=rows.sampling_mask is not None, HAS_GRADIENT=out_TV is not None,
             **config.arguments(),
         )  # fmt: skip
     return column_7T

@@ -24,7 +24,7 @@ from flowkernels.row_loss import (
     scale_op,
     weighted_slopes,
 )
-from flowkernels.rows import KeptSet, Rows, scores, write_gradient
+from flowkernels.rows import Rows, SamplingMask, scores, write_gradient
 from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler, token_loss
 
 
@@ -63,7 +63,7 @@ def logprobs(
     *,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     differentiable: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
@@ -76,7 +76,7 @@ def logprobs(
         target_ids_T: [T] int64 in [0, V); a negative id marks a row that is not read.
         temperature: divides the logits; > 0, a number or fp32 [T].
         softcap: logits become softcap * tanh(logits / softcap) first.
-        kept: take log-probs over these ids, as the sampler did; entropy and lse stay those of the
+        sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those of the
             full vocabulary.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach the logits (a second
             read, in the backward pass).
@@ -87,7 +87,7 @@ def logprobs(
             checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
             logits give NaN.
     """
-    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, kept)
+    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, sampling_mask)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         score_3T, _ = scores(rows, resolve_impl(impl, logits_TV.device, logits_TV.dtype))
     logprob_T, entropy_T, lse_T = score_3T.unbind()
@@ -107,7 +107,7 @@ def policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: KeptSet | None = None,
+    sampling_mask: SamplingMask | None = None,
     inplace: bool = False,
     impl: str = "auto",
 ) -> PolicyLoss:
@@ -128,7 +128,7 @@ def policy_loss(
         cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo".
         temperature: the one that sampled the tokens; > 0, a number or fp32 [T].
         softcap: logits become softcap * tanh(logits / softcap) first.
-        kept: the ids that top-k / top-p left the sampler; log-probs are taken over them and their
+        sampling_mask: the ids that top-k / top-p left the sampler; log-probs are taken over them and their
             gradient stays on them.
         inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
             torch.compile, which plans memory itself.
@@ -142,9 +142,9 @@ def policy_loss(
             pass: it is handed over, not kept.
 
     Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq.
-    8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.policy`. T = 0 gives a zero loss.
+    8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero loss.
     """
-    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, kept)
+    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, sampling_mask)
     impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
     tokens = check_token_inputs(
         spec,
@@ -166,7 +166,7 @@ def policy_loss(
         )
         tokens = replace(tokens, advantage_T=advantage_T, weight_T=weight_T)
     inplace = inplace and not torch.compiler.is_compiling()
-    if isinstance(spec, LossSpec) and spec.policy != "gspo":
+    if isinstance(spec, LossSpec) and spec.loss_type != "gspo":
         loss, column_7T, stats = _fused(rows, spec, tokens, impl, inplace)
     else:
         loss, column_7T, stats = _two_passes(rows, spec, tokens, impl, inplace)
@@ -180,7 +180,9 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, columns, statistics) by one kernel."""
     kept_ids, kept_offsets = (
-        (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+        (None, None)
+        if rows.sampling_mask is None
+        else (rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1)
     )
     needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
     of_tokens = (

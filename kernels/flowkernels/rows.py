@@ -29,14 +29,14 @@ _FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSet:
+class SamplingMask:
     """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has
     them (arXiv 2512.02556, 3.1).
 
     A row without ids was not truncated. A target is always counted in; ids of a row must differ
     from one another.
 
-    Example: KeptSet(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0 and 2
+    Example: SamplingMask(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0 and 2
     were truncated, row 1 was not.
     """
 
@@ -45,19 +45,19 @@ class KeptSet:
     offsets_T1: Tensor
     """int64 [T + 1], ascending from 0 to K."""
 
-    def __getitem__(self, rows: slice) -> KeptSet:
+    def __getitem__(self, rows: slice) -> SamplingMask:
         """Of consecutive rows."""
         begin, end = (int(self.offsets_T1[i]) for i in (rows.start, rows.stop))
-        return KeptSet(
+        return SamplingMask(
             self.token_ids_K[begin:end], self.offsets_T1[rows.start : rows.stop + 1] - begin
         )
 
-    def at(self, index_A: Tensor) -> KeptSet:
+    def at(self, index_A: Tensor) -> SamplingMask:
         """Of any rows, in this order."""
         counts_A = self.offsets_T1.diff()[index_A]
         offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
         shift_K = torch.repeat_interleave(self.offsets_T1[index_A] - offsets_A1[:-1], counts_A)
-        return KeptSet(
+        return SamplingMask(
             self.token_ids_K[shift_K + torch.arange(len(shift_K), device=shift_K.device)],
             offsets_A1,
         )
@@ -75,17 +75,17 @@ class Rows:
     """fp32; its stride may be 0."""
     softcap: float = 0.0
     """0: none."""
-    kept: KeptSet | None = None
+    sampling_mask: SamplingMask | None = None
 
     def __getitem__(self, rows: slice) -> Rows:
         """A chunk of consecutive rows."""
-        kept = None if self.kept is None else self.kept[rows]
+        sampling_mask = None if self.sampling_mask is None else self.sampling_mask[rows]
         return Rows(
             self.logits_TV[rows],
             self.target_ids_T[rows],
             self.temperature_T[rows],
             self.softcap,
-            kept,
+            sampling_mask,
         )
 
     @property
@@ -94,13 +94,13 @@ class Rows:
 
     def at(self, index_A: Tensor) -> Rows:
         """Any rows, in this order."""
-        kept = None if self.kept is None else self.kept.at(index_A)
+        sampling_mask = None if self.sampling_mask is None else self.sampling_mask.at(index_A)
         return Rows(
             self.logits_TV[index_A],
             self.target_ids_T[index_A],
             self.temperature_T[index_A],
             self.softcap,
-            kept,
+            sampling_mask,
         )
 
     def chunks(self) -> Iterator[slice]:
@@ -135,7 +135,11 @@ def forward_torch(rows: Rows) -> Forward:
     # Not z - lse: that is off by the rounding of lse, which grows with the size of the logits.
     t_CV.sub_(torch.where(top_C == -torch.inf, 0.0, top_C)[:, None])
     t_target_C = _at_targets(t_CV, rows.target_ids_T)
-    t_kept_K = None if rows.kept is None else t_CV[_kept_rows(rows), rows.kept.token_ids_K]
+    t_kept_K = (
+        None
+        if rows.sampling_mask is None
+        else t_CV[_kept_rows(rows), rows.sampling_mask.token_ids_K]
+    )
     e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
     total_C = _row_sums(e_CV)
     log_total_C = total_C.log()
@@ -174,12 +178,14 @@ def backward_torch(forward: Forward, a_C: Tensor, c_C: Tensor | None, out_CV: Te
     """
     rows, p_C = forward.rows, forward.log_total_C.neg().exp_()
     slope_CV = 1 - (_capped(rows) / rows.softcap).square_() if rows.softcap else None
-    is_truncated_C = None if rows.kept is None else rows.kept.offsets_T1.diff() > 0
+    is_truncated_C = (
+        None if rows.sampling_mask is None else rows.sampling_mask.offsets_T1.diff() > 0
+    )
     # What is not the same all over the row is worked out apart, in fp32, and put in place at the
     # end.
     a_row_C = a_C if is_truncated_C is None else torch.where(is_truncated_C, 0.0, a_C)
     spots = [_target_gradient(forward, a_C, c_C)]
-    if rows.kept is not None:
+    if rows.sampling_mask is not None:
         spots.insert(0, _kept_gradient(forward, a_C, c_C))
     factor_CV = (a_row_C * p_C)[:, None]
     if c_C is not None:
@@ -241,11 +247,11 @@ def _kept_gradient(
     forward: Forward, a_C: Tensor, c_C: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(row, id, gradient) of each kept id; right for all but the targets."""
-    assert forward.rows.kept is not None and forward.t_kept_K is not None
+    assert forward.rows.sampling_mask is not None and forward.t_kept_K is not None
     row_K = _kept_rows(forward.rows)
     return (
         row_K,
-        forward.rows.kept.token_ids_K,
+        forward.rows.sampling_mask.token_ids_K,
         _gradient_at(forward, row_K, forward.t_kept_K, a_C, c_C),
     )
 
@@ -263,27 +269,27 @@ def _at_targets(t_CV: Tensor, target_ids_C: Tensor) -> Tensor:
 
 def _kept_rows(rows: Rows) -> Tensor:
     """int64 [K]: the row of each kept id."""
-    assert rows.kept is not None
-    counts_C = rows.kept.offsets_T1.diff()
+    assert rows.sampling_mask is not None
+    counts_C = rows.sampling_mask.offsets_T1.diff()
     return torch.repeat_interleave(torch.arange(len(counts_C), device=counts_C.device), counts_C)
 
 
 def _is_missing(rows: Rows) -> Tensor:
     """bool [C]: the target is not among its row's kept ids."""
-    assert rows.kept is not None
+    assert rows.sampling_mask is not None
     row_K = _kept_rows(rows)
-    is_target_K = (rows.kept.token_ids_K == rows.target_ids_T[row_K]).to(torch.int64)
+    is_target_K = (rows.sampling_mask.token_ids_K == rows.target_ids_T[row_K]).to(torch.int64)
     return torch.zeros_like(rows.target_ids_T).index_add_(0, row_K, is_target_K) == 0
 
 
 def _kept_log_total(rows: Rows, t_K: Tensor, t_target_C: Tensor, log_total_C: Tensor) -> Tensor:
     """log sum exp t over the kept ids and the target; over the whole row where no id is given."""
-    assert rows.kept is not None
+    assert rows.sampling_mask is not None
     row_K = _kept_rows(rows)
     top_C = t_target_C.scatter_reduce(0, row_K, t_K, "amax")
     own_C = torch.where(_is_missing(rows), (t_target_C - top_C).exp(), 0.0)
     kept_C = top_C + own_C.index_add(0, row_K, (t_K - top_C[row_K]).exp()).log()
-    return torch.where(rows.kept.offsets_T1.diff() > 0, kept_C, log_total_C)
+    return torch.where(rows.sampling_mask.offsets_T1.diff() > 0, kept_C, log_total_C)
 
 
 def _scores_torch(rows: Rows) -> tuple[Tensor, Tensor]:
@@ -320,7 +326,7 @@ def _gradient_torch(
         forward = forward_torch(part)
         # The sum that was handed in may be that of more vocabulary than these rows hold.
         log_total_C = state_4T[1, chunk]
-        kept_C = log_total_C if rows.kept is None else forward.kept_log_total_C
+        kept_C = log_total_C if rows.sampling_mask is None else forward.kept_log_total_C
         forward = replace(
             forward, log_total_C=log_total_C, kept_log_total_C=kept_C, entropy_C=score_3T[1, chunk]
         )
@@ -334,7 +340,9 @@ def scores(rows: Rows, impl: str) -> tuple[Tensor, Tensor]:
     second alone.
     """
     kept_ids, kept_offsets = (
-        (None, None) if rows.kept is None else (rows.kept.token_ids_K, rows.kept.offsets_T1)
+        (None, None)
+        if rows.sampling_mask is None
+        else (rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1)
     )
     result: tuple[Tensor, Tensor] = _scores_op(
         rows.logits_TV,
@@ -454,5 +462,7 @@ def make_rows(
     kept_ids: Tensor | None,
     kept_offsets: Tensor | None,
 ) -> Rows:
-    kept = None if kept_ids is None or kept_offsets is None else KeptSet(kept_ids, kept_offsets)
-    return Rows(logits, targets, temperature, softcap, kept)
+    sampling_mask = (
+        None if kept_ids is None or kept_offsets is None else SamplingMask(kept_ids, kept_offsets)
+    )
+    return Rows(logits, targets, temperature, softcap, sampling_mask)

@@ -416,7 +416,7 @@ def scores(rows: Rows) -> tuple[Tensor, Tensor]:
         score_kernel[grid(config, logits_TV)](
             logits_TV, rows.target_ids_T, rows.temperature_T, *kept_arguments(rows), score_3T, state_4T,
             num_rows, logits_TV.shape[1], logits_TV.stride(0), rows.temperature_T.stride(0), rows.softcap,
-            HAS_SOFTCAP=rows.softcap > 0, HAS_KEPT=rows.kept is not None,
+            HAS_SOFTCAP=rows.softcap > 0, HAS_KEPT=rows.sampling_mask is not None,
             **config.arguments(),
         )  # fmt: skip
     return score_3T, state_4T
@@ -440,19 +440,19 @@ def gradient(
         gradient_kernel[grid(config, logits_TV)](
             logits_TV, out_TV, rows.target_ids_T, rows.temperature_T, *kept_arguments(rows), state_4T, entropy_T,
             dlogprob_T, dentropy_T, num_rows, logits_TV.shape[1], logits_TV.stride(0), out_TV.stride(0), rows.temperature_T.stride(0),
-            rows.softcap, HAS_ENTROPY=dentropy_T is not None, HAS_SOFTCAP=rows.softcap > 0, HAS_KEPT=rows.kept is not None,
+            rows.softcap, HAS_ENTROPY=dentropy_T is not None, HAS_SOFTCAP=rows.softcap > 0, HAS_KEPT=rows.sampling_mask is not None,
             **config.arguments(),
         )  # fmt: skip
 
 
 def kept_arguments(rows: Rows) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kept ids, their offsets and room for a copy of their logits."""
-    if rows.kept is None:
+    if rows.sampling_mask is None:
         return None, None, None
     return (
-        rows.kept.token_ids_K,
-        rows.kept.offsets_T1,
-        torch.empty(len(rows.kept.token_ids_K), device=rows.logits_TV.device),
+        rows.sampling_mask.token_ids_K,
+        rows.sampling_mask.offsets_T1,
+        torch.empty(len(rows.sampling_mask.token_ids_K), device=rows.logits_TV.device),
     )
 
 

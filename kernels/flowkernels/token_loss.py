@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Policy = Literal["clip", "gspo", "cispo", "nll"]
+LossType = Literal["clip", "gspo", "cispo", "nll"]
 KL = Literal["k1", "k2", "k3"]
-POLICIES: tuple[Policy, ...] = ("clip", "gspo", "cispo", "nll")
+LOSS_TYPES: tuple[LossType, ...] = ("clip", "gspo", "cispo", "nll")
 KLS: tuple[KL, ...] = ("k1", "k2", "k3")
 
 
@@ -35,7 +35,7 @@ class LossSpec:
     AgentFlow's released code.
     """
 
-    policy: Policy = "clip"
+    loss_type: LossType = "clip"
     """With r = exp(logp - old): "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
     A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same with r =
     exp(mean over the sequence of logp - old), whose gradient is shared by its tokens (arXiv
@@ -73,9 +73,9 @@ class LossSpec:
             "encoded",
             json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}),
         )
-        if self.policy not in POLICIES:
+        if self.loss_type not in LOSS_TYPES:
             raise ValueError(
-                f"policy={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}"
+                f"loss_type={self.loss_type!r} must be one of {', '.join(map(repr, LOSS_TYPES))}"
             )
         if self.kl not in KLS:
             raise ValueError(f"kl={self.kl!r} must be one of {', '.join(map(repr, KLS))}")
@@ -152,15 +152,15 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     logprob_T, advantage_T = tokens.logprob_T, tokens.advantage_T
     old_T = logprob_T if tokens.old_logprob_T is None else tokens.old_logprob_T
     log_ratio_T = logprob_T - old_T
-    if spec.policy == "nll":
+    if spec.loss_type == "nll":
         loss_T, dlogprob_T = -advantage_T * logprob_T, -advantage_T
         is_clipped_T = torch.zeros_like(logprob_T, dtype=torch.bool)
-    elif spec.policy == "cispo":
+    elif spec.loss_type == "cispo":
         loss_T, dlogprob_T, is_clipped_T = _bounded_weight(
             spec, log_ratio_T, advantage_T, logprob_T
         )
     else:
-        if spec.policy == "gspo":
+        if spec.loss_type == "gspo":
             log_ratio_T = sequence_mean(log_ratio_T, tokens)
         loss_T, dlogprob_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
 
@@ -182,12 +182,12 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
 
 def check_inputs(spec: LossSpec, tokens: Tokens) -> None:
     """What the loss needs must be there."""
-    if spec.policy != "nll" and tokens.old_logprob_T is None:
-        raise ValueError(f"policy={spec.policy!r} needs old_logprob_T")
+    if spec.loss_type != "nll" and tokens.old_logprob_T is None:
+        raise ValueError(f"loss_type={spec.loss_type!r} needs old_logprob_T")
     if spec.kl_coef > 0 and tokens.ref_logprob_T is None:
         raise ValueError(f"kl_coef={spec.kl_coef} needs ref_logprob_T")
-    if spec.policy == "gspo" and tokens.cu_seqlens_S1 is None:
-        raise ValueError("policy='gspo' needs cu_seqlens_S1, the bounds of the sequences")
+    if spec.loss_type == "gspo" and tokens.cu_seqlens_S1 is None:
+        raise ValueError("loss_type='gspo' needs cu_seqlens_S1, the bounds of the sequences")
 
 
 def sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:

@@ -5,7 +5,6 @@ allowed, no failure hidden.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from dataclasses import dataclass, field, replace
@@ -252,14 +251,8 @@ def test_too_many_slow_ones_are_no_stragglers(share: float, num_slow: int) -> No
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await _collect(
-                    flow,
-                    [RolloutRequest(i, task, 0) for i, task in enumerate(TASKS)],
-                    1,
-                    512,
-                    math.ceil(share * 7),
-                    0.0,
-                )
+                requests = [RolloutRequest(i, task, 0) for i, task in enumerate(TASKS)]
+                await _collect(flow, requests, 1, 512, share, 0.0)
 
     asyncio.run(impatient())
 
@@ -331,11 +324,9 @@ def test_a_mistake_of_the_user_comes_out_as_such() -> None:
 
 @dataclass
 class BranchingPlanner(FakePlanner):
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         rest = Completion((1000 + seed % 1000,), (-2.0,), (), FinishReason.STOP)
-        return Plan(opening.prompt_ids, opening.joined(rest), "", Action("", "", "resumed", "Echo"))
+        return Plan(prefix.prompt_ids, prefix.joined(rest), "", Action("", "", "resumed", "Echo"))
 
 
 def test_groups_are_filled_up_with_branches_and_then_with_whole_rollouts() -> None:

@@ -36,9 +36,7 @@ class Planner:
         action = None if turn == 1 else Action("", "", *GOALS[turn])
         return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "", action)
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError
 
     def measure(self, memory: Memory) -> int:

@@ -467,16 +467,14 @@ class Branching(FakePlanner):
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
-        self.openings: list[tuple[ResponsePrefix, int, int]] = []
+        self.prefixes: list[tuple[ResponsePrefix, int, int]] = []
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        self.openings.append((opening, turn, seed))
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+        self.prefixes.append((prefix, turn, seed))
         said = self.script[turn % len(self.script)]
         assert not isinstance(said, Exception)
         rest = Completion((70, 71), (-7.0, -7.1), (VersionSpan(0, 2, 5),), FinishReason.STOP)
-        return Plan(opening.prompt_ids, opening.joined(rest), "branched", said)
+        return Plan(prefix.prompt_ids, prefix.joined(rest), "branched", said)
 
 
 def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branching]:
@@ -504,8 +502,8 @@ def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, to
         *[(0, 1, 3), (1, 2, 4)][:token],
         (token, token + 2, 5),
     ]
-    ((opening, at, seed),) = planner.openings
-    assert (len(opening.response.ids), at, seed) == (token, turn, 12)
+    ((prefix, at, seed),) = planner.prefixes
+    assert (len(prefix.response.ids), at, seed) == (token, turn, 12)
 
 
 def test_a_branch_remembers_what_its_root_knew_then_and_no_more() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.refiner import LLMRefiner, RuleRefiner
+from flowtrain.agents.refiner import Finding, LLMRefiner, RuleRefiner
 from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
 GOALS = (
@@ -94,7 +94,7 @@ PASSAGES = (
 def refine(refiner: RuleRefiner | LLMRefiner) -> str:
     memory = Memory().add(MemoryEntry("Search", "capital of Chad", "", "N'Djamena"))
     return asyncio.run(
-        refiner.refine("How large is Chad?", memory, "area of Chad", PASSAGES, 3, 5.0)
+        refiner.refine(Finding("How large is Chad?", memory, "area of Chad", PASSAGES), 3, 5.0)
     )
 
 

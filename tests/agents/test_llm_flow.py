@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
+from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
 
 from flowtrain.agents import Flow
-from flowtrain.agents.build import make_flow
+from flowtrain.agents.build import MODULES, make_flow, prompt_hashes
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import FullPrompt
-from flowtrain.agents.roles import MODULES, prompt_hashes
 from flowtrain.algorithms import flow_grpo
 from flowtrain.config import Config
 from flowtrain.engines import endpoint
@@ -44,7 +44,6 @@ from flowtrain.types import (
     UserError,
     Verdict,
 )
-from tests.chat_servers import ChatServer, chat_server
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {

@@ -238,9 +238,7 @@ class Planner:
     def measure(self, memory: Memory) -> int:
         return 0
 
-    async def resume(
-        self, opening: ResponsePrefix, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import (
+    AssignedGroup,
     Batch,
     BatchRequest,
     Done,
@@ -31,7 +32,6 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
-    AssignedGroup,
 )
 from flowtrain.dataflow.wire import Problem
 

@@ -13,19 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_groups
 import pytest
+from faulty_proxy import faulty
+from http_servers import running
+from many_nodes import TOKEN, Notes, run_node, run_trainer
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused
 from flowtrain.dataflow.service import Service
-
-for name in ("faulty_proxy", "many_nodes"):
-    pytest.register_assert_rewrite(name)
-import fake_groups  # noqa: E402
-from faulty_proxy import faulty  # noqa: E402
-from many_nodes import TOKEN, Notes, run_node, run_trainer  # noqa: E402
-from http_servers import running  # noqa: E402
 
 NUM_STEPS = 4
 

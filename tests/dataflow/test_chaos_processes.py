@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from many_nodes import TOKEN, Notes
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.ledger import audit_database
-
-pytest.register_assert_rewrite("many_nodes")
-from many_nodes import TOKEN, Notes  # noqa: E402
 
 HERE = Path(__file__).parent
 NUM_STEPS, NUM_KILLS = 20, 6

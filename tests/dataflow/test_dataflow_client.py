@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fake_servers
 import pytest
+from fake_servers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused, Unavailable
 from flowtrain.types import UserError
-
-pytest.register_assert_rewrite("fake_servers")
-import fake_servers  # noqa: E402
-from fake_servers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply  # noqa: E402
 
 METHODS = tuple(REQUESTS)
 

@@ -782,10 +782,7 @@ def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: 
     assert {
         name: (node["num_groups"], node["num_leased"], node["groups_per_s"])
         for name, node in status["nodes"].items()
-    } == {
-        "n1": (3, 1, 0.0),
-        "n2": (1, 0, 1 / 60),
-    }
+    } == {"n1": (3, 1, 0.0), "n2": (1, 0, 1 / 60)}
     assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
     assert status["policies"]["planner"]["groups"] == {
         "fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}

@@ -328,8 +328,7 @@ def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number
     node = (sys.executable, "-S", "-c", SLEEPER, str(place / "{slot}"))
     words = ("--url", url, "--min", "2", "--max", "3", "--every", "0.05", "--", *node)
     pool = subprocess.Popen(
-        [sys.executable, str(POOL), *words],
-        env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"},
+        [sys.executable, str(POOL), *words], env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"}
     )
     try:
         wait_for(

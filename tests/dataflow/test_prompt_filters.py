@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow.rules import PromptFilter, Outcome
+from flowtrain.dataflow.rules import Outcome, PromptFilter
 from flowtrain.dataflow.rules.builtin import AllPrompts
 from flowtrain.dataflow.rules.curriculum import Curriculum
 from flowtrain.dataflow.rules.greso import LEAST, MOST, Greso

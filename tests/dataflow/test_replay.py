@@ -197,7 +197,9 @@ def test_a_rule_that_is_no_function_of_the_ledger_is_found(tmp_path: Path) -> No
 
 def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
     flow = ledger(tmp_path / "ledger.db")
-    assert (found := replay(flow.history())).differences == () and found.num_prompts == found.num_batches == 0
+    assert (
+        found := replay(flow.history())
+    ).differences == () and found.num_prompts == found.num_batches == 0
     flow.close()
 
 

@@ -12,6 +12,7 @@ from email.utils import formatdate
 from typing import Any
 
 import pytest
+from chat_servers import ChatServer, chat_server, http, raw_server, reply
 from starlette.responses import JSONResponse, Response
 
 from flowtrain.config import Chat
@@ -19,7 +20,6 @@ from flowtrain.engines import endpoint as module
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
-from tests.chat_servers import ChatServer, chat_server, http, raw_server, reply
 
 OK = http(json.dumps(reply("fine")).encode())
 

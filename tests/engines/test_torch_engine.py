@@ -128,7 +128,7 @@ def test_the_entropies_are_those_that_the_trainer_computes(
         )
         with torch.no_grad():
             truth = logprobs(
-                forward_rows(policy, row), row.target_ids_T, temperature=0.7, kept=row.kept
+                forward_rows(policy, row), row.target_ids_T, temperature=0.7, sampling_mask=row.kept
             ).entropy_T
         assert (
             done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1

@@ -16,17 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from chat_servers import ChatServer, chat_server
+from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
-pytest.register_assert_rewrite("cli_runs", "chat_servers")
-from chat_servers import ChatServer, chat_server  # noqa: E402
-from cli_runs import Server, read, timeless  # noqa: E402
-
-from flowtrain.tasks.corpus import load_corpus  # noqa: E402
-from flowtrain.tasks.facts import facts_tasks  # noqa: E402
-from flowtrain.training.world import World  # noqa: E402
-from flowtrain.types import Task  # noqa: E402
-from flowtrain.weights import Publisher, PublishOptions, WeightStore  # noqa: E402
+from flowtrain.tasks.corpus import load_corpus
+from flowtrain.tasks.facts import facts_tasks
+from flowtrain.training.world import World
+from flowtrain.types import Task
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 pytest_plugins = ("cli_runs",)
 

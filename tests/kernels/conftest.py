@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-pytest.register_assert_rewrite("kernel_truth")
-from kernel_truth import IMPLS  # noqa: E402
+from kernel_truth import IMPLS
 
 
 @pytest.fixture(params=IMPLS)

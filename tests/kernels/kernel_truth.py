@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flowkernels import KeptSet, LossSpec, PolicyLoss, policy_loss
+from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
 from torch import Tensor
 
 IMPLS = ("torch", "triton")
@@ -25,8 +25,8 @@ def on_device(batch: Batch, impl: str) -> Batch:
     device = device_of(impl)
 
     def move(value: Any) -> Any:
-        if isinstance(value, KeptSet):
-            return KeptSet(value.token_ids_K.to(device), value.offsets_T1.to(device))
+        if isinstance(value, SamplingMask):
+            return SamplingMask(value.token_ids_K.to(device), value.offsets_T1.to(device))
         return value.to(device) if isinstance(value, Tensor) else value
 
     return {name: move(value) for name, value in batch.items()}
@@ -82,10 +82,12 @@ def counted(batch: Batch) -> Tensor:
     return is_counted
 
 
-def kept_set(subsets: list[list[int]]) -> KeptSet:
+def mask_of(subsets: list[list[int]]) -> SamplingMask:
     """The CSR form of one list of ids per row."""
     offsets = torch.tensor([0] + [len(ids) for ids in subsets]).cumsum(0)
-    return KeptSet(torch.tensor([i for ids in subsets for i in ids], dtype=torch.int64), offsets)
+    return SamplingMask(
+        torch.tensor([i for ids in subsets for i in ids], dtype=torch.int64), offsets
+    )
 
 
 def plain_rows(
@@ -132,13 +134,13 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> T
         weight = weight * ((behind >= spec.mis[0]) & (behind <= spec.mis[1]))
     if spec.tis is not None:
         advantage = advantage * behind.clamp(max=spec.tis)
-    if spec.policy == "nll":
+    if spec.loss_type == "nll":
         loss = -advantage * logp
-    elif spec.policy == "cispo":
+    elif spec.loss_type == "cispo":
         loss = -torch.exp(logp - old).clamp(max=1 + spec.clip_high).detach() * advantage * logp
     else:
         ratio = torch.exp(logp - old)
-        if spec.policy == "gspo":
+        if spec.loss_type == "gspo":
             mean = torch.zeros_like(logp)
             for sequence in batch["sequence_T"].unique():
                 rows = (batch["sequence_T"] == sequence) & (weight != 0)
@@ -163,7 +165,7 @@ def counted_tokens(batch: Batch) -> Batch:
     return {
         name: value[rows]
         for name, value in {**batch, "sequence_T": sequence}.items()
-        if name not in ("logits_TV", "cu_seqlens_S1", "kept")
+        if name not in ("logits_TV", "cu_seqlens_S1", "sampling_mask")
     }
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from flowkernels import (
     BranchingScore,
-    KeptSet,
     LossSpec,
+    SamplingMask,
     arguments,
     branch_points,
     branching_score,
@@ -48,7 +48,7 @@ def full_batch() -> Batch:
         "cu_seqlens_S1": torch.tensor([0, 1, NUM]),
         "temperature": torch.tensor([0.5, 1.0, 1.5, 2.0]),
         "softcap": 20.0,
-        "kept": KeptSet(torch.tensor([0, 1, 2, 3, 2]), torch.tensor([0, 2, 4, 4, 5])),
+        "sampling_mask": SamplingMask(torch.tensor([0, 1, 2, 3, 2]), torch.tensor([0, 2, 4, 4, 5])),
     }
 
 
@@ -57,8 +57,10 @@ FUSED = LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01, tis=2.0, mis=(0.
 META = torch.device("meta")
 
 
-def kept(ids: Any = (0, 1, 2, 3, 2), offsets: Any = (0, 2, 4, 4, 5), **options: Any) -> KeptSet:
-    return KeptSet(
+def kept(
+    ids: Any = (0, 1, 2, 3, 2), offsets: Any = (0, 2, 4, 4, 5), **options: Any
+) -> SamplingMask:
+    return SamplingMask(
         torch.tensor(ids, **{"dtype": torch.int64, **options}), torch.tensor(offsets, **options)
     )
 
@@ -171,69 +173,84 @@ LOGITS = {
     "softcap-negative": ({"softcap": -30.0}, "softcap", "above 0", "=-30.0"),
     "softcap-inf": ({"softcap": math.inf}, "softcap", "finite", "=inf"),
     "softcap-nan": ({"softcap": math.nan}, "softcap", "above 0", "=nan"),
-    "kept-int32": ({"kept": kept(dtype=torch.int32)}, "kept.token_ids_K", "int64 [n]", "int32"),
+    "kept-int32": (
+        {"sampling_mask": kept(dtype=torch.int32)},
+        "sampling_mask.token_ids_K",
+        "int64 [n]",
+        "int32",
+    ),
     "kept-2d": (
-        {"kept": KeptSet(torch.zeros(5, 1, dtype=torch.int64), kept().offsets_T1)},
-        "kept.token_ids_K",
+        {"sampling_mask": SamplingMask(torch.zeros(5, 1, dtype=torch.int64), kept().offsets_T1)},
+        "sampling_mask.token_ids_K",
         "int64 [n]",
         "(5, 1)",
     ),
     "kept-strided": (
-        {"kept": KeptSet(torch.arange(5), torch.zeros(10, dtype=torch.int64)[::2])},
-        "kept.offsets_T1",
+        {"sampling_mask": SamplingMask(torch.arange(5), torch.zeros(10, dtype=torch.int64)[::2])},
+        "sampling_mask.offsets_T1",
         "contiguous",
         "(5,)",
     ),
     "kept-offsets-float": (
-        {"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.float())},
-        "kept.offsets_T1",
+        {"sampling_mask": SamplingMask(kept().token_ids_K, kept().offsets_T1.float())},
+        "sampling_mask.offsets_T1",
         "int64 [n]",
         "float32",
     ),
-    "kept-elsewhere": ({"kept": kept(device=META)}, "kept.token_ids_K", "on cpu", "got meta"),
+    "kept-elsewhere": (
+        {"sampling_mask": kept(device=META)},
+        "sampling_mask.token_ids_K",
+        "on cpu",
+        "got meta",
+    ),
     "kept-offsets-elsewhere": (
-        {"kept": KeptSet(kept().token_ids_K, kept().offsets_T1.to(META))},
-        "kept.offsets_T1",
+        {"sampling_mask": SamplingMask(kept().token_ids_K, kept().offsets_T1.to(META))},
+        "sampling_mask.offsets_T1",
         "on cpu",
         "got meta",
     ),
     "kept-offsets-short": (
-        {"kept": kept(offsets=(0, 2, 4, 5))},
-        "kept.offsets_T1",
+        {"sampling_mask": kept(offsets=(0, 2, 4, 5))},
+        "sampling_mask.offsets_T1",
         "T + 1 = 5",
         "got 4",
     ),
     "kept-offsets-descend": (
-        {"kept": kept(offsets=(0, 4, 2, 4, 5))},
-        "kept.offsets_T1",
+        {"sampling_mask": kept(offsets=(0, 4, 2, 4, 5))},
+        "sampling_mask.offsets_T1",
         "ascend from 0 to the 5",
         "[0, 4, 2, 4, 5]",
     ),
     "kept-offsets-from-1": (
-        {"kept": kept(offsets=(1, 2, 4, 4, 5))},
-        "kept.offsets_T1",
+        {"sampling_mask": kept(offsets=(1, 2, 4, 4, 5))},
+        "sampling_mask.offsets_T1",
         "ascend from 0 to the 5",
         "[1, 2, 4, 4, 5]",
     ),
     "kept-offsets-end": (
-        {"kept": kept(offsets=(0, 2, 4, 4, 6))},
-        "kept.offsets_T1",
+        {"sampling_mask": kept(offsets=(0, 2, 4, 4, 6))},
+        "sampling_mask.offsets_T1",
         "ascend from 0 to the 5",
         "[0, 2, 4, 4, 6]",
     ),
     "kept-id-above": (
-        {"kept": kept(ids=(0, 1, 2, 6, 2))},
-        "kept.token_ids_K",
+        {"sampling_mask": kept(ids=(0, 1, 2, 6, 2))},
+        "sampling_mask.token_ids_K",
         "[0, V=6)",
         "0 to 6",
     ),
     "kept-id-negative": (
-        {"kept": kept(ids=(0, 1, -1, 3, 2))},
-        "kept.token_ids_K",
+        {"sampling_mask": kept(ids=(0, 1, -1, 3, 2))},
+        "sampling_mask.token_ids_K",
         "[0, V=6)",
         "-1 to 3",
     ),
-    "kept-id-twice": ({"kept": kept(ids=(0, 1, 3, 3, 2))}, "kept.token_ids_K", "must not", "twice"),
+    "kept-id-twice": (
+        {"sampling_mask": kept(ids=(0, 1, 3, 3, 2))},
+        "sampling_mask.token_ids_K",
+        "must not",
+        "twice",
+    ),
     "impl": ({"impl": "cuda"}, "impl", "'auto', 'triton', 'torch'", "='cuda'"),
 }
 TOKENS = {
@@ -303,13 +320,13 @@ MISSING = {
         {"old_logprob_T": None, "spec": LossSpec()},
         "old_logprob_T",
         "needs",
-        "policy='clip'",
+        "loss_type='clip'",
     ),
     "no-old-cispo": (
         {"old_logprob_T": None, "spec": LossSpec("cispo")},
         "old_logprob_T",
         "needs",
-        "policy='cispo'",
+        "loss_type='cispo'",
     ),
     "no-ref": ({"ref_logprob_T": None}, "ref_logprob_T", "needs", "kl_coef=0.1"),
     "no-sampler": (
@@ -330,7 +347,7 @@ MISSING = {
         "need",
         "tis=2.0",
     ),
-    "no-bounds": ({"cu_seqlens_S1": None}, "cu_seqlens_S1", "needs", "policy='gspo'"),
+    "no-bounds": ({"cu_seqlens_S1": None}, "cu_seqlens_S1", "needs", "loss_type='gspo'"),
 }
 LOSS = {**LOGITS, **TOKENS, **bad_bounds(NUM), **MISSING}
 
@@ -360,7 +377,7 @@ def test_logprobs_refuse_what_does_not_fit(case: str) -> None:
     change, *needles = LOGITS[case]
     batch = {
         name: full_batch()[name]
-        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")
+        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "sampling_mask")
     }
     refused(logprobs, {**batch, **change}, tuple(needles))
 
@@ -501,8 +518,10 @@ def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
 
 
 def on_device(value: Any, impl: str) -> Any:
-    if isinstance(value, KeptSet):
-        return KeptSet(value.token_ids_K.to(device_of(impl)), value.offsets_T1.to(device_of(impl)))
+    if isinstance(value, SamplingMask):
+        return SamplingMask(
+            value.token_ids_K.to(device_of(impl)), value.offsets_T1.to(device_of(impl))
+        )
     return value.to(device_of(impl)) if isinstance(value, Tensor) else value
 
 
@@ -512,15 +531,15 @@ def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
     batch = {name: on_device(value, impl) for name, value in full_batch().items()}
     batch["logits_TV"].requires_grad_()
     tensors = [x for x in batch.values() if isinstance(x, Tensor)] + [
-        batch["kept"].token_ids_K,
-        batch["kept"].offsets_T1,
+        batch["sampling_mask"].token_ids_K,
+        batch["sampling_mask"].offsets_T1,
     ]
     before = [x.detach().clone() for x in tensors]
     out = policy_loss(**batch, spec=spec, impl=impl)
     (out.loss * 2).backward()
     rows = {
         name: batch[name]
-        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "kept")
+        for name in ("logits_TV", "target_ids_T", "temperature", "softcap", "sampling_mask")
     }
     logprobs(**rows, differentiable=True, impl=impl).logprob_T.sum().backward()
     mask_T = batch["target_ids_T"] >= 0
@@ -550,11 +569,11 @@ def test_an_empty_batch_works(impl: str) -> None:
         for name, x in full_batch().items()
     }
     none = on_device(torch.zeros(1, dtype=torch.int64), impl)
-    empty |= {"cu_seqlens_S1": none, "kept": KeptSet(none[:0], none)}
+    empty |= {"cu_seqlens_S1": none, "sampling_mask": SamplingMask(none[:0], none)}
     for spec in (SPEC, FUSED):
         assert policy_loss(**empty, spec=spec, impl=impl).loss == 0
     assert logprobs(
-        empty["logits_TV"], empty["target_ids_T"], kept=empty["kept"], impl=impl
+        empty["logits_TV"], empty["target_ids_T"], sampling_mask=empty["sampling_mask"], impl=impl
     ).logprob_T.shape == (0,)
 
 
@@ -581,18 +600,27 @@ def test_a_target_outside_the_vocabulary_that_nobody_checked_gives_nan_and_write
     impl: str, spec: LossSpec, target: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "checks_values", lambda device: False)
-    for kept_set in (None, full_batch()["kept"]):
-        batch = {**full_batch(), "kept": kept_set, "target_ids_T": torch.tensor([0, target, -1, 2])}
+    for mask_of in (None, full_batch()["sampling_mask"]):
+        batch = {
+            **full_batch(),
+            "sampling_mask": mask_of,
+            "target_ids_T": torch.tensor([0, target, -1, 2]),
+        }
         batch = {name: on_device(value, impl) for name, value in batch.items()}
         around = guarded(batch)
-        scored = logprobs(batch["logits_TV"], batch["target_ids_T"], kept=batch["kept"], impl=impl)
+        scored = logprobs(
+            batch["logits_TV"],
+            batch["target_ids_T"],
+            sampling_mask=batch["sampling_mask"],
+            impl=impl,
+        )
         assert scored.logprob_T.isnan().tolist() == [False, True, False, False]
         out = policy_loss(**batch, spec=spec, inplace=True, impl=impl)
         out.loss.backward()
         assert out.loss.isnan() and out.logprob_T.isnan().tolist() == [False, True, False, False]
         gradient = around.detach()[1:-1, :VOCAB]
         assert (gradient[2] == 0).all()
-        assert spec.policy == "gspo" or gradient[[0, 3]].isfinite().all()
+        assert spec.loss_type == "gspo" or gradient[[0, 3]].isfinite().all()
         assert_guard_holds(around)
 
 
@@ -603,7 +631,7 @@ def test_a_kept_id_outside_the_vocabulary_that_nobody_checked_gives_nan_and_writ
 ) -> None:
     """Of the kernels; torch raises an error of its own."""
     monkeypatch.setattr(arguments, "checks_values", lambda device: False)
-    batch = {**full_batch(), "kept": kept(ids=(0, 1, 2, bad, 2))}
+    batch = {**full_batch(), "sampling_mask": kept(ids=(0, 1, 2, bad, 2))}
     batch = {name: on_device(value, "triton") for name, value in batch.items()}
     around = guarded(batch)
     out = policy_loss(**batch, spec=spec, inplace=True, impl="triton")

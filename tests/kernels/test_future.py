@@ -183,8 +183,8 @@ def test_truncated_importance_sampling_weighs_the_advantage_once() -> None:
         (lambda: FutureRatio(low=1.3), "low=1.3"),
         (lambda: FutureRatio(coef=math.inf), "coef=inf"),
         (lambda: FutureRatio(max_dual_clipped=-1), "max_dual_clipped=-1"),
-        (lambda: future_aware(LossSpec("gspo"), FutureRatio()), "policy='gspo'"),
-        (lambda: future_aware(LossSpec("nll"), FutureRatio()), "policy='nll'"),
+        (lambda: future_aware(LossSpec("gspo"), FutureRatio()), "loss_type='gspo'"),
+        (lambda: future_aware(LossSpec("nll"), FutureRatio()), "loss_type='nll'"),
     ],
 )
 def test_what_does_not_fit_is_named(make: Any, message: str) -> None:

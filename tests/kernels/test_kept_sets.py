@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import KeptSet, LossSpec, logprobs, policy_loss
+from flowkernels import LossSpec, SamplingMask, logprobs, policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_truth import Batch, counted, kept_set, on_device, ours, plain_rows, random_batch, truth
+from kernel_truth import Batch, counted, mask_of, on_device, ours, plain_rows, random_batch, truth
 from torch import Tensor
 
 NUM_TOKENS, VOCAB = 16, 23
@@ -69,7 +69,13 @@ def check_scores(
 ) -> None:
     """Log-probs over the subset; entropy and lse over all."""
     arguments = on_device(
-        {"logits_TV": logits, "target_ids_T": targets, "kept": kept_set(subsets), **options}, impl
+        {
+            "logits_TV": logits,
+            "target_ids_T": targets,
+            "sampling_mask": mask_of(subsets),
+            **options,
+        },
+        impl,
     )
     out = logprobs(**arguments, impl=impl)
     rows = targets >= 0
@@ -83,9 +89,9 @@ def check_scores(
 def test_a_worked_example(impl: str) -> None:
     """p = (1, 2, 3, 4) / 10: of {1, 3}, then 3 (which joins {0}), then all."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().expand(3, 4).contiguous()
-    kept = KeptSet(torch.tensor([3, 1, 0]), torch.tensor([0, 2, 3, 3]))
+    kept = SamplingMask(torch.tensor([3, 1, 0]), torch.tensor([0, 2, 3, 3]))
     arguments = on_device(
-        {"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "kept": kept}, impl
+        {"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "sampling_mask": kept}, impl
     )
     out = logprobs(**arguments, impl=impl)
     torch.testing.assert_close(out.logprob_T.cpu().exp(), torch.tensor([2 / 6, 4 / 5, 3 / 10]))
@@ -112,7 +118,7 @@ def test_log_probs_are_over_the_subset(
 @pytest.mark.parametrize("name", SPECS)
 def test_losses_and_gradients_match_fp64_autograd(name: str, impl: str, inplace: bool) -> None:
     batch, subsets = a_batch()
-    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, kept=kept_set(subsets))
+    out, gradient = ours(SPECS[name], batch, impl, inplace=inplace, sampling_mask=mask_of(subsets))
     true_loss, true_gradient = truth(SPECS[name], batch, subsets=subsets)
     assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5)
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
@@ -125,7 +131,9 @@ def test_losses_and_gradients_match_fp64_autograd(name: str, impl: str, inplace:
 def test_with_temperature_and_softcap(name: str, impl: str, inplace: bool) -> None:
     batch, subsets = a_batch()
     options = {"temperature": torch.linspace(0.6, 2.0, NUM_TOKENS), "softcap": 2.5}
-    _, gradient = ours(SPECS[name], batch, impl, inplace=inplace, kept=kept_set(subsets), **options)
+    _, gradient = ours(
+        SPECS[name], batch, impl, inplace=inplace, sampling_mask=mask_of(subsets), **options
+    )
     true_gradient = truth(SPECS[name], batch, subsets=subsets, **options)[1]
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
 
@@ -135,7 +143,7 @@ def test_the_gradient_stays_on_the_set_unless_the_entropy_is_trained(
     name: str, impl: str, inplace: bool
 ) -> None:
     batch, subsets = a_batch()
-    _, gradient = ours(SPECS[name], batch, impl, inplace=inplace, kept=kept_set(subsets))
+    _, gradient = ours(SPECS[name], batch, impl, inplace=inplace, sampling_mask=mask_of(subsets))
     rows = counted(batch)
     outside = ~is_kept(subsets, batch["target_ids_T"])[rows]
     assert (gradient[~rows] == 0).all() and outside.sum() > 100
@@ -147,8 +155,8 @@ def test_the_gradient_stays_on_the_set_unless_the_entropy_is_trained(
 
 def test_a_row_without_ids_was_not_truncated(impl: str, inplace: bool) -> None:
     batch, _ = a_batch()
-    empty = kept_set([[] for _ in range(NUM_TOKENS)])
-    out, gradient = ours(SPECS["clip"], batch, impl, inplace=inplace, kept=empty)
+    empty = mask_of([[] for _ in range(NUM_TOKENS)])
+    out, gradient = ours(SPECS["clip"], batch, impl, inplace=inplace, sampling_mask=empty)
     plain, same_gradient = ours(SPECS["clip"], batch, impl, inplace=inplace)
     assert out.loss.item() == plain.loss.item() != 0
     assert torch.equal(gradient, same_gradient) and torch.equal(out.logprob_T, plain.logprob_T)
@@ -164,9 +172,11 @@ def test_a_target_that_is_not_in_its_set_is_counted_in(impl: str, inplace: bool)
         [*ids, target] if ids and target >= 0 else ids
         for ids, target in zip(without, targets, strict=True)
     ]
-    out, gradient = ours(SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(without))
+    out, gradient = ours(
+        SPECS["nll-entropy"], batch, impl, inplace=inplace, sampling_mask=mask_of(without)
+    )
     named, same_gradient = ours(
-        SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(among)
+        SPECS["nll-entropy"], batch, impl, inplace=inplace, sampling_mask=mask_of(among)
     )
     assert sum(map(len, among)) > sum(map(len, without)) + 5
     torch.testing.assert_close(out.logprob_T, named.logprob_T, rtol=1e-6, atol=1e-6)
@@ -176,8 +186,8 @@ def test_a_target_that_is_not_in_its_set_is_counted_in(impl: str, inplace: bool)
 def test_the_target_alone_leaves_nothing_to_learn(impl: str, inplace: bool) -> None:
     batch, _ = a_batch()
     batch["target_ids_T"] = batch["target_ids_T"].clamp(min=0)
-    only = kept_set([[target] for target in batch["target_ids_T"].tolist()])
-    out, gradient = ours(LossSpec("nll"), batch, impl, inplace=inplace, kept=only)
+    only = mask_of([[target] for target in batch["target_ids_T"].tolist()])
+    out, gradient = ours(LossSpec("nll"), batch, impl, inplace=inplace, sampling_mask=only)
     assert out.logprob_T.abs().max() == 0 and gradient.abs().max() == 0
     assert (out.entropy_T.cpu()[counted(batch)] > 0.1).all()
 
@@ -186,14 +196,16 @@ def test_rows_left_out_may_hold_nan(impl: str, inplace: bool) -> None:
     """Though they have kept ids."""
     batch, subsets = a_batch()
     rows = counted(batch)
-    _, expected = ours(SPECS["nll-entropy"], batch, impl, kept=kept_set(subsets))
+    _, expected = ours(SPECS["nll-entropy"], batch, impl, sampling_mask=mask_of(subsets))
     assert any(subsets[row] for row in (~rows).nonzero()[:, 0].tolist())
     batch["logits_TV"][~rows] = math.nan
     for spec in (SPECS["nll-entropy"], SPECS["gspo-entropy"]):
-        out, gradient = ours(spec, batch, impl, inplace=inplace, kept=kept_set(subsets))
+        out, gradient = ours(spec, batch, impl, inplace=inplace, sampling_mask=mask_of(subsets))
         assert out.loss.isfinite() and (gradient[~rows] == 0).all() and gradient.isfinite().all()
         assert (out.logprob_T.cpu()[~rows] == 0).all()
-    _, gradient = ours(SPECS["nll-entropy"], batch, impl, inplace=inplace, kept=kept_set(subsets))
+    _, gradient = ours(
+        SPECS["nll-entropy"], batch, impl, inplace=inplace, sampling_mask=mask_of(subsets)
+    )
     assert torch.equal(gradient, expected)
 
 
@@ -204,13 +216,13 @@ def test_differentiable_log_probs(impl: str) -> None:
     exact = batch["logits_TV"].double().requires_grad_()
     logp, entropy, _ = plain_rows(exact, batch["target_ids_T"].clamp(min=0), 0.8, subsets=subsets)
     (upstream[0] * logp + upstream[1] * entropy)[rows].sum().backward()
-    moved = on_device({**batch, "upstream": upstream, "kept": kept_set(subsets)}, impl)
+    moved = on_device({**batch, "upstream": upstream, "sampling_mask": mask_of(subsets)}, impl)
     leaf = moved["logits_TV"].clone().requires_grad_()
     out = logprobs(
         leaf,
         moved["target_ids_T"],
         temperature=0.8,
-        kept=moved["kept"],
+        sampling_mask=moved["sampling_mask"],
         differentiable=True,
         impl=impl,
     )
@@ -237,7 +249,7 @@ def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, imp
     logp, _, _ = plain_rows(batch["logits_TV"].float(), batch["target_ids_T"], subsets=subsets)
     batch |= {"old_logprob_T": logp + 0.1, "ref_logprob_T": logp - 0.1}
     check_scores(batch["logits_TV"], batch["target_ids_T"], subsets, impl)
-    _, gradient = ours(SPECS[name], batch, impl, inplace=True, kept=kept_set(subsets))
+    _, gradient = ours(SPECS[name], batch, impl, inplace=True, sampling_mask=mask_of(subsets))
     true_gradient = truth(SPECS[name], batch, subsets=subsets)[1]
     tolerance = (
         {"rtol": 2e-4, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 1e-6}
@@ -249,7 +261,7 @@ def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
     """Of the kernels."""
     batch, subsets = a_batch()
     together, gradient = ours(
-        SPECS["nll-entropy"], batch, "triton", inplace=inplace, kept=kept_set(subsets)
+        SPECS["nll-entropy"], batch, "triton", inplace=inplace, sampling_mask=mask_of(subsets)
     )
     for row in (1, 4, 5, 9, NUM_TOKENS - 1):
         few = {name: value[row : row + 1] for name, value in batch.items()} | {
@@ -260,7 +272,7 @@ def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
             few,
             "triton",
             inplace=inplace,
-            kept=kept_set(subsets[row : row + 1]),
+            sampling_mask=mask_of(subsets[row : row + 1]),
         )
         assert torch.equal(row_gradient[0], gradient[row]) and torch.equal(
             alone.logprob_T[0], together.logprob_T[row]
@@ -273,10 +285,12 @@ def test_chunks_of_rows_have_their_own_sets(
 ) -> None:
     """Of the reference, which takes a few rows at a time: three here, all 16 otherwise."""
     batch, subsets = a_batch()
-    whole, gradient = ours(SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets))
+    whole, gradient = ours(
+        SPECS[name], batch, "torch", inplace=inplace, sampling_mask=mask_of(subsets)
+    )
     monkeypatch.setattr("flowkernels.rows.CHUNK_ELEMENTS", 3 * VOCAB + 1)
     parts, same_gradient = ours(
-        SPECS[name], batch, "torch", inplace=inplace, kept=kept_set(subsets)
+        SPECS[name], batch, "torch", inplace=inplace, sampling_mask=mask_of(subsets)
     )
     assert (
         torch.equal(parts.logprob_T, whole.logprob_T)
@@ -295,7 +309,7 @@ def check_any_sets(
     batch |= {"target_ids_T": targets, "weight_T": torch.randn(len(sets), generator=rng)}
     spec = LossSpec("nll", entropy_coef=entropy_coef)
     check_scores(batch["logits_TV"], targets, subsets, impl)
-    _, gradient = ours(spec, batch, impl, inplace=inplace, kept=kept_set(subsets))
+    _, gradient = ours(spec, batch, impl, inplace=inplace, sampling_mask=mask_of(subsets))
     torch.testing.assert_close(
         gradient.double(), truth(spec, batch, subsets=subsets)[1], rtol=1e-4, atol=2e-6
     )
@@ -318,10 +332,13 @@ def test_any_sets_in_kernels(sets: Any, entropy_coef: float, inplace: bool) -> N
 
 def test_the_sets_are_left_as_they_are(impl: str, inplace: bool) -> None:
     batch, subsets = a_batch()
-    moved = on_device({**batch, "kept": kept_set(subsets)}, impl)
-    ids, offsets = moved["kept"].token_ids_K.clone(), moved["kept"].offsets_T1.clone()
+    moved = on_device({**batch, "sampling_mask": mask_of(subsets)}, impl)
+    ids, offsets = (
+        moved["sampling_mask"].token_ids_K.clone(),
+        moved["sampling_mask"].offsets_T1.clone(),
+    )
     moved["logits_TV"] = moved["logits_TV"].clone().requires_grad_()
     policy_loss(**moved, spec=SPECS["clip"], inplace=inplace, impl=impl).loss.backward()
-    assert torch.equal(moved["kept"].token_ids_K, ids) and torch.equal(
-        moved["kept"].offsets_T1, offsets
+    assert torch.equal(moved["sampling_mask"].token_ids_K, ids) and torch.equal(
+        moved["sampling_mask"].offsets_T1, offsets
     )

@@ -25,7 +25,7 @@ from kernel_truth import (
     bf16_rounding,
     counted,
     counted_tokens,
-    kept_set,
+    mask_of,
     on_device,
     plain_loss,
     plain_rows,
@@ -304,7 +304,7 @@ def test_temperature_softcap_kept_sets_and_no_bias(
     options = {
         "temperature": 0.7,
         "softcap": softcap,
-        "kept": kept_set(subsets),
+        "sampling_mask": mask_of(subsets),
         "memory_budget": 5 * vocab * 4,
     }
     out, gradients = ours(SPECS[name], batch | {"bias_V": None}, impl, **options)

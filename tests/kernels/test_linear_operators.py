@@ -11,7 +11,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, PolicyLoss, TokenLoss, Tokens, linear_logprobs, linear_policy_loss
 from graphs import Graphs
-from kernel_truth import Batch, kept_set
+from kernel_truth import Batch, mask_of
 from test_linear_loss import HEAD, Gradients, head_batch, squared
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -57,9 +57,14 @@ def operator_arguments(
     batch = small_batch(dtype=dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
     head[2] = head[2] if has_bias else None
-    kept = kept_set(SUBSETS)
+    kept = mask_of(SUBSETS)
     of_rows = (
-        (torch.linspace(0.5, 2, NUM_TOKENS), 5.0, kept.token_ids_K, kept.offsets_T1)
+        (
+            torch.linspace(0.5, 2, NUM_TOKENS),
+            5.0,
+            sampling_mask.token_ids_K,
+            sampling_mask.offsets_T1,
+        )
         if has_kept
         else (torch.ones(1).expand(NUM_TOKENS), 0.0, None, None)
     )
@@ -79,7 +84,7 @@ def operator_arguments(
         )
     old, ref = batch["old_logprob_T"], batch["ref_logprob_T"] if has_kept else None
     spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_kept else "clip"]
-    bounds = batch["cu_seqlens_S1"] if spec.policy == "gspo" else None
+    bounds = batch["cu_seqlens_S1"] if spec.loss_type == "gspo" else None
     return (
         *head,
         targets,
@@ -135,13 +140,13 @@ def test_every_linear_operator_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("has_kept", [False, True], ids=["all-ids", "kept"])
+@pytest.mark.parametrize("has_kept", [False, True], ids=["all-ids", "sampling_mask"])
 def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_kept: bool) -> None:
     """The gradients come with it: in the backward graph they are scaled, and nothing of ours is
     left to do.
     """
     batch, graphs = small_batch(), Graphs()
-    options = {"kept": kept_set(SUBSETS), "temperature": 0.8} if has_kept else {}
+    options = {"sampling_mask": mask_of(SUBSETS), "temperature": 0.8} if has_kept else {}
 
     def function(batch: Batch) -> Tensor:
         return 3 * loss_of({**batch, "hidden_TD": 1.5 * batch["hidden_TD"]}, SPECS[name], **options)

@@ -18,7 +18,7 @@ from flowkernels import (
     token_loss,
 )
 from flowkernels.head import Gradients, Head
-from kernel_truth import Batch, counted, device_of, kept_set, on_device, plain_rows
+from kernel_truth import Batch, counted, device_of, mask_of, on_device, plain_rows
 from test_linear_loss import (
     HEAD,
     MAIN,
@@ -338,7 +338,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bias_V": torch.zeros(VOCAB + 1)}, r"bias_V must be \[V=17\], got \(18,\)"),
     ({"bias_V": torch.zeros(VOCAB, 1)}, r"bias_V must be \[V=17\], got \(17, 1\)"),
     ({"target_ids_T": torch.full((19,), VOCAB)}, r"target_ids_T must be below V=17"),
-    ({"kept": kept_set([[1]] * 19), "shard": NO_GROUP}, r"kept does not work with a shard"),
+    (
+        {"sampling_mask": mask_of([[1]] * 19), "shard": NO_GROUP},
+        r"sampling_mask does not work with a shard",
+    ),
     ({"impl": "cuda"}, r"impl='cuda' must be one of"),
 ]
 WRONG_LOSS: list[tuple[dict[str, Any], str]] = [
@@ -360,7 +363,7 @@ WRONG_LOSS: list[tuple[dict[str, Any], str]] = [
         {"weight_grad_VD": torch.zeros(VOCAB, 24)},
         r"weight_grad_VD needs a weight_VD that requires a gradient, got a frozen one",
     ),
-    ({"spec": LossSpec("gspo"), "cu_seqlens_S1": None}, r"policy='gspo' needs cu_seqlens_S1"),
+    ({"spec": LossSpec("gspo"), "cu_seqlens_S1": None}, r"loss_type='gspo' needs cu_seqlens_S1"),
     ({"weight_T": torch.zeros(18)}, r"weight_T must be float32 \[19\]"),
 ]
 
@@ -395,7 +398,7 @@ def test_log_probs_of_a_shard_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("which", ["both", "logprob", "entropy"])
-@pytest.mark.parametrize("is_kept", [False, True], ids=["all-ids", "kept"])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["all-ids", "sampling_mask"])
 def test_log_probs_are_differentiable_by_any_upstream_gradient(
     which: str, is_kept: bool, impl: str
 ) -> None:
@@ -418,12 +421,12 @@ def test_log_probs_are_differentiable_by_any_upstream_gradient(
     )
     scores = plain_rows(logits, batch["target_ids_T"][rows], temperatures()[rows], 6.0, of_rows)
     (upstream[0, rows] * scores[0] + upstream[1, rows] * scores[1]).sum().backward()
-    kept = kept_set(subsets) if is_kept else None
+    kept = mask_of(subsets) if is_kept else None
     moved = on_device(
         {
             **{name: batch[name] for name in (*HEAD, "target_ids_T")},
             "temperature": temperatures(),
-            "kept": kept,
+            "sampling_mask": kept,
         },
         impl,
     )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import (
-    KeptSet,
     LossSpec,
+    SamplingMask,
     branch_points,
     branching_score,
     discounted_reverse_scan,
@@ -123,11 +123,11 @@ class Recorder(TorchDispatchMode):
 @cache
 def recorded(impl: str) -> list[tuple[str, tuple[Any, ...], Any]]:
     """Calls of every operator with little and with all there is, as the public functions make them."""
-    kept = KeptSet(
+    kept = SamplingMask(
         *(torch.tensor(ids, device=device_of(impl)) for ids in ([1, 2, 3], [0, 2, 2, 3, 3, 3, 3]))
     )
     more = {
-        "kept": kept,
+        "sampling_mask": kept,
         "softcap": 5.0,
         "temperature": torch.linspace(0.5, 2, 6, device=device_of(impl)),
     }

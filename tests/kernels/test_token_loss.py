@@ -62,9 +62,9 @@ def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) ->
         spec.log_ratio_limit,
     )
     assert old is not None and ref is not None
-    if spec.policy == "nll":
+    if spec.loss_type == "nll":
         loss = -advantage * logp
-    elif spec.policy == "cispo":
+    elif spec.loss_type == "cispo":
         loss = (
             -torch.exp((logp - old).clamp(-limit, limit)).clamp(max=1 + spec.clip_high).detach()
             * advantage
@@ -72,7 +72,7 @@ def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) ->
         )
     else:
         log_ratio = logp - old
-        if spec.policy == "gspo":
+        if spec.loss_type == "gspo":
             # Eq. 13: sg[s_i] pi / sg[pi], of value s_i.
             log_ratio = sequence_log_ratio(tokens) + logp - logp.detach()
         ratio = torch.exp(log_ratio.clamp(-limit, limit))
@@ -135,11 +135,11 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
     assert tokens.old_logprob_T is not None
     log_ratio = (
         sequence_log_ratio(tokens)
-        if spec.policy == "gspo"
+        if spec.loss_type == "gspo"
         else tokens.logprob_T - tokens.old_logprob_T
     )
     torch.testing.assert_close(ours.log_ratio_T, log_ratio, rtol=0, atol=1e-15)
-    if spec.policy != "nll" and name != "small-limit":
+    if spec.loss_type != "nll" and name != "small-limit":
         assert 20 < int(ours.is_clipped_T.sum()) < 180, (
             "the case is to have clipped and free tokens"
         )
@@ -147,7 +147,7 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(
-    policy=st.sampled_from(["clip", "gspo", "cispo", "nll"]),
+    loss_type=st.sampled_from(["clip", "gspo", "cispo", "nll"]),
     kl=st.sampled_from(["k1", "k2", "k3"]),
     clip_low=st.floats(0, 1),
     clip_high=st.floats(0, 3),
@@ -167,16 +167,16 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
     cut=st.integers(0, 6),
 )
 def test_any_loss_matches_the_plain_formula(
-    policy: Any, kl: Any, coefs: Any, numbers: Any, cut: int, **options: Any
+    loss_type: Any, kl: Any, coefs: Any, numbers: Any, cut: int, **options: Any
 ) -> None:
     spec = LossSpec(
-        policy, kl=kl, kl_coef=coefs[0], entropy_coef=coefs[1], log_ratio_limit=6.0, **options
+        loss_type, kl=kl, kl_coef=coefs[0], entropy_coef=coefs[1], log_ratio_limit=6.0, **options
     )
     logp, advantage, old, ref, weight = torch.tensor(numbers, dtype=torch.float64).T
     bounds = torch.tensor([0, min(cut, len(logp)), len(logp)])
     tokens = Tokens(logp, -logp, advantage, weight, old, ref, cu_seqlens_S1=bounds)
     # At a kink the derivative is a matter of taste (autograd and we may pick either side).
-    ratio = torch.exp(sequence_log_ratio(tokens) if policy == "gspo" else logp - old)
+    ratio = torch.exp(sequence_log_ratio(tokens) if loss_type == "gspo" else logp - old)
     for kink in (
         1 - spec.clip_low,
         1 + spec.clip_high,
@@ -206,7 +206,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, spec in SPECS.items() if spec.policy in ("clip", "nll")]
+    "name", [name for name, spec in SPECS.items() if spec.loss_type in ("clip", "nll")]
 )
 def test_derivatives_match_finite_differences(name: str) -> None:
     """Of the losses whose derivative is that of their value; the others hold a ratio constant."""
@@ -359,16 +359,16 @@ def test_the_kl_is_measured_without_being_trained() -> None:
 
 @pytest.mark.parametrize("log_ratio", [25.0, -25.0, 500.0, math.inf])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("policy", ["clip", "gspo"])
+@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
 def test_huge_ratios_stay_finite_and_get_no_gradient(
-    policy: Any, log_ratio: float, advantage: float
+    loss_type: Any, log_ratio: float, advantage: float
 ) -> None:
     other = [-1.0 - log_ratio]
     tokens = few(
         logprob_T=[-1.0], advantage_T=[advantage], old_logprob_T=other, ref_logprob_T=other
     )
     out = token_loss(
-        LossSpec(policy, kl_coef=0.1), replace(tokens, cu_seqlens_S1=torch.tensor([0, 1]))
+        LossSpec(loss_type, kl_coef=0.1), replace(tokens, cu_seqlens_S1=torch.tensor([0, 1]))
     )
     assert out.log_ratio_T.item() == log_ratio, "the statistic is taken before the clamp"
     assert out.loss_T.isfinite().all() and out.kl_T.isfinite().all()
@@ -451,18 +451,18 @@ def test_without_a_correction_nothing_is_needed_or_changed() -> None:
 
 def test_a_missing_input_is_named() -> None:
     tokens = few(logprob_T=[-1.0])
-    for policy in ("clip", "gspo", "cispo"):
-        with pytest.raises(ValueError, match=f"policy='{policy}' needs old_logprob_T"):
-            token_loss(LossSpec(policy), tokens)
+    for loss_type in ("clip", "gspo", "cispo"):
+        with pytest.raises(ValueError, match=f"loss_type='{loss_type}' needs old_logprob_T"):
+            token_loss(LossSpec(loss_type), tokens)
     with pytest.raises(ValueError, match=r"kl_coef=0\.5 needs ref_logprob_T"):
         token_loss(LossSpec(kl_coef=0.5), replace(tokens, old_logprob_T=tokens.logprob_T))
-    with pytest.raises(ValueError, match="policy='gspo' needs cu_seqlens_S1"):
+    with pytest.raises(ValueError, match="loss_type='gspo' needs cu_seqlens_S1"):
         token_loss(LossSpec("gspo"), replace(tokens, old_logprob_T=tokens.logprob_T))
 
 
 NAN, INF = math.nan, math.inf
 REFUSED: dict[str, list[Any]] = {
-    "policy": ["ppo", "", None],
+    "loss_type": ["ppo", "", None],
     "kl": ["k4", None],
     "clip_low": [-0.1, 1.1, NAN],
     "clip_high": [-0.1, INF, NAN],

@@ -62,7 +62,11 @@ class Setting:
 
     def spec(self) -> LossSpec:
         return LossSpec(
-            policy="cispo" if self.loss_type == "cispo" else "gspo" if self.is_sequence else "clip",
+            loss_type="cispo"
+            if self.loss_type == "cispo"
+            else "gspo"
+            if self.is_sequence
+            else "clip",
             clip_low=self.epsilon,
             clip_high=self.epsilon_high,
             dual_clip=self.delta,
@@ -289,9 +293,9 @@ def test_loss_and_gradient_are_those_of_trl(name: str, change: str, impl: str) -
             ("cispo", field, value)
             for field, value in [("clip_high", 0.9), ("kl_coef", 0.31), ("tis", 1.1), ("kl", "k2")]
         ],
-        ("grpo", "policy", "gspo"),
-        ("gspo", "policy", "clip"),
-        ("cispo", "policy", "clip"),
+        ("grpo", "loss_type", "gspo"),
+        ("gspo", "loss_type", "clip"),
+        ("cispo", "loss_type", "clip"),
     ],
 )
 def test_the_batch_tells_every_setting(name: str, field: str, value: Any) -> None:

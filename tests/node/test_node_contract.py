@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import Process, Server
 from sites import TOKEN, Site, Trainer, make_config, make_model, once, site
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import Join, LeaseRequest, Push, Pushed, Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.tasks.sets import task_set
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import Process, Server  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 PLAIN = Path(__file__).parents[2] / "examples" / "plain_node.py"

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli_runs import Process, Server
 from sites import TOKEN, Site, Trainer, make_config, make_model, once, site
 
 from flowtrain.types import Group
 from flowtrain.weights import WeightStore
-
-pytest.register_assert_rewrite("cli_runs")
-from cli_runs import Process, Server  # noqa: E402
 
 pytest_plugins = ("cli_runs",)
 Start = Callable[..., Process]

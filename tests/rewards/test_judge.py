@@ -124,10 +124,7 @@ def test_verdicts_outlive_the_process_and_belong_to_an_engine(tmp_path: Path) ->
     path = tmp_path / "judge.sqlite"
     assert judged(
         Judge(Scripted(by_answer), VerdictCache(path), JudgeOptions()), "Kristiania", "Bergen"
-    ) == [
-        (1.0, "judge"),
-        (0.0, "judge"),
-    ]
+    ) == [(1.0, "judge"), (0.0, "judge")]
     silent = Scripted(lambda prompt, seed: "?")
     assert judged(Judge(silent, VerdictCache(path), JudgeOptions()), "Bergen", "Kristiania") == [
         (0.0, "judge"),

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from http_servers import running
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Batch, Progress, Refused, AssignedGroup, Unavailable
+from flowtrain.dataflow.contract import AssignedGroup, Batch, Progress, Refused, Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.run import batch_source as feeds
@@ -27,7 +28,6 @@ from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
 from tests.dataflow.fake_groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
-from tests.http_servers import running
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gradients import distance
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -20,9 +21,6 @@ from flowtrain.training.trainer import forward_rows
 from flowtrain.training.tree import is_valid_tree, pack_row
 from flowtrain.training.world import World
 from flowtrain.types import Sample
-
-pytest.register_assert_rewrite("gradients")
-from gradients import distance  # noqa: E402
 
 
 def random_forest(num_tokens: int, seed: int, deep: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from flowkernels import LossSpec
+from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import model as models
@@ -22,9 +23,6 @@ from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import empty_row, pack_row, pack_rows
 from flowtrain.types import Completion, KeptTokens, Sample, Sampling
 from flowtrain.weights import WeightStore
-
-pytest.register_assert_rewrite("gradients")
-from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of  # noqa: E402
 
 MakeTrainer = Callable[..., Trainer]
 MakeSamples = Callable[..., list[Sample]]

@@ -29,7 +29,7 @@ def model(tiny_path: str) -> PreTrainedModel:
     return models.load_model(tiny_path, torch.float64)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.policy)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.loss_type)
 def test_the_loss_within_the_model_is_the_loss_of_its_logits(
     model: PreTrainedModel, random_samples: MakeSamples, spec: LossSpec
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flowkernels import LossSpec
+from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 from torch import Tensor
 
 from flowtrain.training import model as models
@@ -19,9 +20,6 @@ from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
-
-pytest.register_assert_rewrite("gradients")
-from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of  # noqa: E402
 
 MakeTrainer = Callable[..., Trainer]
 MakeSamples = Callable[..., list[Sample]]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flowkernels import LossSpec
+from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,6 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample
-
-pytest.register_assert_rewrite("gradients")
-from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of  # noqa: E402
 
 MakeTrainer = Callable[..., Trainer]
 

@@ -13,15 +13,13 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from weight_samples import chain, empty_like, same_bits, weights
 
 from flowtrain import _delta
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
 from flowtrain.weights import publisher as module
 from flowtrain.weights.baseline import DeviceCopy
 from flowtrain.weights.files import read_delta
-
-pytest.register_assert_rewrite("weight_samples")
-from weight_samples import chain, empty_like, same_bits, weights  # noqa: E402
 
 
 def test_an_anchor_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from many_ranks import publish_together
 from torch import Tensor
+from weight_samples import Weights, chain, empty_like, same_bits, weights
 
 from flowtrain import _delta
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
@@ -19,10 +21,6 @@ from flowtrain.weights.files import seal, write_delta
 from flowtrain.weights.manifest import File
 from flowtrain.weights.reader import find_path
 from flowtrain.weights.tensor_shards import TensorSpec, words_of
-
-pytest.register_assert_rewrite("weight_samples")
-from many_ranks import publish_together  # noqa: E402
-from weight_samples import Weights, chain, empty_like, same_bits, weights  # noqa: E402
 
 NUM_VERSIONS = 40
 

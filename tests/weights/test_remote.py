@@ -8,8 +8,10 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import http_stores as hs
 import pytest
 import torch
+from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at
 
 from flowtrain.types import UserError
 from flowtrain.weights import (
@@ -22,10 +24,6 @@ from flowtrain.weights import (
     remote,
 )
 from flowtrain.weights.manifest import File
-
-pytest.register_assert_rewrite("http_stores")
-import http_stores as hs  # noqa: E402
-from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at  # noqa: E402
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")

@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
+import http_stores as hs
 import pytest
+from http_stores import LAST, TOKEN
 
 from flowtrain.types import UserError
 from flowtrain.utils.serving import address, make_server
 from flowtrain.weights import WeightStore
 from flowtrain.weights.serve import make_app
-
-pytest.register_assert_rewrite("http_stores")
-import http_stores as hs  # noqa: E402
-from http_stores import LAST, TOKEN  # noqa: E402
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")

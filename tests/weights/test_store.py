@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from weight_samples import chain, same_bits, weights
 
 from flowtrain.types import UserError
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore, pull
 from flowtrain.weights import store as store_module
 from flowtrain.weights.manifest import Manifest
-
-pytest.register_assert_rewrite("weight_samples")
-from weight_samples import chain, same_bits, weights  # noqa: E402
 
 
 def publish(store: WeightStore, *versions: int) -> None:

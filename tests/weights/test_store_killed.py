@@ -13,11 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from weight_samples import Weights, chain, empty_like, same_bits
 
 from flowtrain.weights import Publisher, PublishOptions, WeightReader, WeightStore, pull
-
-pytest.register_assert_rewrite("weight_samples")
-from weight_samples import Weights, chain, empty_like, same_bits  # noqa: E402
 
 NUM_RANDOM = 150
 CALLS = {

@@ -23,10 +23,9 @@ from many_ranks import Meeting, ThreadRank
 from torch import Tensor
 
 pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-from flowkernels import LossSpec  # noqa: E402
-from transformers import (  # noqa: E402
+from flowkernels import LossSpec
+from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -36,19 +35,21 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from flowtrain import _delta  # noqa: E402
-from flowtrain.engines.requests import kept_sets  # noqa: E402
-from flowtrain.engines.vllm_runner import _params  # noqa: E402
-from flowtrain.training import attention  # noqa: E402
-from flowtrain.training import model as models  # noqa: E402
-from flowtrain.training.trainer import OptimSpec, Trainer  # noqa: E402
-from flowtrain.training.tree import pack, pack_rows  # noqa: E402
-from flowtrain.training.world import World  # noqa: E402
-from flowtrain.types import KeptTokens, Sample, Sampling, UserError  # noqa: E402
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull  # noqa: E402
-from flowtrain.weights.strided_view import BoxTarget  # noqa: E402
-from flowtrain.weights.target import HostTensors  # noqa: E402
-from flowtrain.weights.vllm_plan import make_plan, prove  # noqa: E402
+from flowtrain import _delta
+from flowtrain.engines.requests import kept_sets
+from flowtrain.engines.vllm_runner import _params
+from flowtrain.training import attention
+from flowtrain.training import model as models
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import pack, pack_rows
+from flowtrain.training.world import World
+from flowtrain.types import KeptTokens, Sample, Sampling, UserError
+from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights.strided_view import BoxTarget
+from flowtrain.weights.target import HostTensors
+from flowtrain.weights.vllm_plan import make_plan, prove
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ([1, 2, 3, 4, 5], [200, 17, 60], [9] * 20)

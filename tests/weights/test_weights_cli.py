@@ -14,17 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import http_stores as hs
 import pytest
-from safetensors.numpy import load_file, save_file
-
-from flowtrain import _delta
-from flowtrain.weights import HttpStore, WeightStore, pull, remote
-from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.tensor_shards import words_of
-
-pytest.register_assert_rewrite("http_stores")
-import http_stores as hs  # noqa: E402
-from http_stores import (  # noqa: E402
+from http_stores import (
     LAST,
     TOKEN,
     Run,
@@ -36,6 +28,12 @@ from http_stores import (  # noqa: E402
     same,
     weights_at,
 )
+from safetensors.numpy import load_file, save_file
+
+from flowtrain import _delta
+from flowtrain.weights import HttpStore, WeightStore, pull, remote
+from flowtrain.weights.files import open_delta, write_delta
+from flowtrain.weights.tensor_shards import words_of
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")

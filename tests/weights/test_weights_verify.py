@@ -7,16 +7,14 @@ import re
 import shutil
 from pathlib import Path
 
+import http_stores as hs
 import pytest
+from http_stores import Run, add_anchor, delta_path, flip, reseal, rewrite, weights_at
 
 from flowtrain import _delta
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import open_delta, write_delta
 from flowtrain.weights.tensor_shards import words_of
-
-pytest.register_assert_rewrite("http_stores")
-import http_stores as hs  # noqa: E402
-from http_stores import Run, add_anchor, delta_path, flip, reseal, rewrite, weights_at  # noqa: E402
 
 pytest_plugins = ("http_stores",)
 

@@ -28,12 +28,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger.prompts import Prompts
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import (
-    check_seconds,
-    is_live,
-    policy_rows,
-    policy_states,
-)
+from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 

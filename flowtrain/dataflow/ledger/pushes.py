@@ -46,9 +46,7 @@ class Pushes:
     def push(self, request: Push) -> Pushed:
         """Commit a group. A lease that has run out still counts if no other node was faster."""
         summary = summarise(
-            unpack_group(request.payload),
-            self.config.rollout.group_size,
-            self.config.policy_names,
+            unpack_group(request.payload), self.config.rollout.group_size, self.config.policy_names
         )
         with self.database.write() as transaction:
             work_item = transaction.one(

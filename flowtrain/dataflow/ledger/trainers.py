@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
-from flowtrain.dataflow.contract import (
-    Done,
-    PolicyState,
-    Progress,
-    Refused,
-    Register,
-    Registered,
-)
+from flowtrain.dataflow.contract import Done, PolicyState, Progress, Refused, Register, Registered
 from flowtrain.dataflow.ledger.prompts import number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, Browser
 
-pytest.register_assert_rewrite("browser")
-from browser import CHROMIUM, Browser  # noqa: E402
-
-from flowtrain.report import TrajectoryLog  # noqa: E402
-from flowtrain.report.viewer.page import build_page  # noqa: E402
+from flowtrain.report import TrajectoryLog
+from flowtrain.report.viewer.page import build_page
 
 HOSTILE = (
     "</script><img src=x onerror='window.pwned = 1'><script>window.pwned = "

@@ -1,0 +1,67 @@
+"""Options of sampling: rollouts, and the engine vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from flowtrain.config.section import Section
+
+
+class Rollout(Section):
+    engine: Literal["torch", "vllm"] = "torch"
+    """torch: sampling in this process; vllm: by vLLM in processes of its own, one per rank"""
+    num_engine_ranks: int = Field(0, ge=0)
+    """0: every rank samples and trains; else the last so many ranks only sample, with an engine
+    each, and the others only train"""
+    num_questions: PositiveInt = 16
+    """questions per step over all ranks (AgentFlow: 32); the number of ranks that sample divides it
+    """
+    group_size: PositiveInt = 8
+    """rollouts per question (AgentFlow: 8)"""
+    temperature: PositiveFloat = 1.0
+    """of the planner, in sampling and in the log-probs of training"""
+    top_k: int = Field(0, ge=0)
+    """sample from so many most likely tokens, and train the probabilities among them; 0: from all
+    """
+    top_p: float = Field(1.0, gt=0, le=1)
+    """of those, from the fewest whose probabilities sum to this; below 1 it needs a top_k, which
+    bounds how many tokens are kept"""
+    max_new_tokens: PositiveInt = 48
+    """tokens per planner response (AgentFlow: 2048)"""
+    request_timeout_s: PositiveFloat = 60.0
+    """seconds per planner response"""
+    max_batch_size: PositiveInt = 256
+    """responses that the torch engine samples at a time"""
+    max_in_flight: PositiveInt = 512
+    """rollouts of a rank under way at a time"""
+    straggler_share: float = Field(1.0, gt=0, le=1)
+    """once this share of a rank's rollouts of a step is done, the rest have straggler_s seconds
+    more; 1: all are waited for"""
+    straggler_s: PositiveFloat = 60.0
+    """then a rollout that still takes turns ends like one that is out of time: it answers from its
+    finished turns, and is counted"""
+
+
+class Vllm(Section):
+    gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
+    """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs
+    the rest"""
+    kv_cache_gb: float = Field(0.0, ge=0)
+    """GiB of KV cache; 0: what gpu_memory_utilization leaves beside the weights, or 1 on a CPU"""
+    max_model_len: int = Field(0, ge=0)
+    """tokens of prompt and response together; 0: as many as the model has positions"""
+    max_num_seqs: PositiveInt = 256
+    """responses that are sampled at a time; more wait in vLLM"""
+    sleep: bool = False
+    """while the rank trains, vLLM's weights go to the host and its cache away, which leaves the
+    trainer its share of the GPU"""
+    enforce_eager: bool = False
+    """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
+    start_timeout_s: PositiveFloat = 600.0
+    """seconds until vLLM must be ready"""
+    load_timeout_s: PositiveFloat = 300.0
+    """seconds for a weight update; then vLLM is started anew"""
+    hang_timeout_s: PositiveFloat = 120.0
+    """seconds without a sign of life; then vLLM is started anew"""

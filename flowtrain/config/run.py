@@ -1,0 +1,60 @@
+"""Options of the run itself and of what it evaluates, keeps and writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from flowtrain.config.section import Section
+
+
+class Run(Section):
+    dir: str = "runs/default"
+    """folder of the run: config, manifest, metrics, checkpoints, weights, curves"""
+    seed: int = 0
+    """decides task order, sampling and new weights"""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the ranks compute"""
+    threads: int = Field(0, ge=0)
+    """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
+
+
+class Eval(Section):
+    every: int = Field(10, ge=0)
+    """steps between evaluations on held-out question texts; 0: only at the ends"""
+    num_tasks: PositiveInt = 200
+    """held-out questions per split"""
+    at_ends: bool = True
+    """evaluate before the first and after the last step; if false and every = 0, a run with
+    dataflow.url needs no engine"""
+
+
+class Checkpoint(Section):
+    every: int = Field(25, ge=0)
+    """steps between checkpoints; 0: only at the end"""
+    keep: PositiveInt = 2
+    """newest checkpoints that stay on disk"""
+
+
+class Weights(Section):
+    keep: PositiveInt = 2
+    """newest versions that stay in run.dir/weights, with the anchors and deltas that lead to them
+    """
+    level: Literal[1, 2] = 1
+    """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
+    between sites"""
+    verify_every: int = Field(10, ge=0)
+    """loads between two comparisons of all of an engine's weights with the digests of their
+    version; 0: only what changes is compared"""
+
+
+class Log(Section):
+    tensorboard: bool = True
+    """write TensorBoard files into run.dir"""
+    wandb_project: str = ""
+    """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
+    num_rollouts: int = Field(5, ge=0)
+    """held-out rollouts to print at the end"""

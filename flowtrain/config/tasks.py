@@ -1,0 +1,47 @@
+"""Options of the questions and of the passages that answer them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from flowtrain.config.section import Section
+
+
+class Tasks(Section):
+    name: Literal["facts", "gameof24", "file"] = "facts"
+    """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles; file:
+    questions of your own"""
+    path: str = ""
+    """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
+    num_turns, choices, scorer"""
+    mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """name = "file": several files instead of path, each with its weight; every step has questions
+    of all of them"""
+    preset: Literal["auto", "own", "search-r1", "deepmath", "agentflow"] = "auto"
+    """name = "file": whose columns the files have; auto: each file's are recognised"""
+    question_key: str = ""
+    """name = "file": column of the question, where it is not the preset's; "a.b" looks into an
+    object"""
+    answer_key: str = ""
+    """name = "file": column of the accepted answers, where it is not the preset's"""
+    scorer: Literal["", "exact", "qa", "f1", "math", "choice", "gameof24"] = ""
+    """name = "file": rule for questions that name none; empty: the preset's"""
+    corpus: str = ""
+    """passages to search: a JSON file shaped like flowtrain/tasks/data/corpus.json; empty: the
+    shipped one"""
+    kinds: tuple[Literal["lookup", "arithmetic", "chain", "sum", "sum4", "sum5"], ...] = (
+        "lookup",
+        "arithmetic",
+        "chain",
+        "sum",
+    )
+    """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
+    num_train: PositiveInt = 16000
+    """training questions to generate; gameof24 and file use all they have"""
+    benchmarks: str = ""
+    """folder of benchmark files; training leaves out questions that nearly repeat one of theirs
+    (see flowtrain.tasks.overlap)"""
+    held_out_share: float = Field(0.1, gt=0, lt=1)
+    """name = "file": share of the questions that is kept for evaluation"""

@@ -1,0 +1,154 @@
+"""Checks of options that depend on each other, by topic. Each raises ValueError with both keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowtrain.config.agents import OWN, Policy
+
+if TYPE_CHECKING:
+    from flowtrain.config import Config
+
+
+def validate(config: Config) -> None:
+    """Check everything that involves more than one option."""
+    _check_sizes(config)
+    _check_sampling(config)
+    _check_ratios(config)
+    _check_sandbox(config)
+    _check_task_files(config)
+    if config.algorithm.name == "appo":
+        _check_appo(config)
+    _check_policies(config)
+    _check_engine_ranks(config)
+
+
+def _check_sizes(config: Config) -> None:
+    tiny = config.tiny
+    if tiny.hidden_size % tiny.num_heads:
+        raise ValueError(
+            f"tiny.num_heads={tiny.num_heads} must divide tiny.hidden_size={tiny.hidden_size}"
+        )
+    if config.train.num_minibatches > config.rollout.num_questions:
+        raise ValueError(
+            f"train.num_minibatches={config.train.num_minibatches} must be at most "
+            f"rollout.num_questions={config.rollout.num_questions}"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_p < 1 and not rollout.top_k:
+        raise ValueError(
+            f"rollout.top_p={rollout.top_p} needs rollout.top_k above 0, say 50: it bounds the "
+            "tokens kept for training"
+        )
+
+
+def _check_ratios(config: Config) -> None:
+    algorithm = config.algorithm
+    for key in ("tis", "mis"):
+        value = getattr(algorithm, key)
+        if value is not None and not config.train.rescore:
+            raise ValueError(
+                f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of "
+                "the sampler to itself"
+            )
+    if algorithm.mis is not None and not 0 <= algorithm.mis[0] < algorithm.mis[1]:
+        raise ValueError(f"algorithm.mis={algorithm.mis} must be [low, high] with 0 <= low < high")
+    if algorithm.m2po is not None and algorithm.loss != "clip":
+        raise ValueError(
+            f"algorithm.m2po={algorithm.m2po} needs algorithm.loss='clip', which is "
+            f"{algorithm.loss!r}"
+        )
+
+
+def _check_sandbox(config: Config) -> None:
+    agent = config.agent
+    if agent.python_packages and agent.sandbox == "seccomp":
+        raise ValueError(
+            f"agent.python_packages={list(agent.python_packages)} needs files, which "
+            "agent.sandbox='seccomp' has not; 'auto' finds one that has"
+        )
+
+
+def _check_task_files(config: Config) -> None:
+    tasks = config.tasks
+    if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
+        key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"
+        raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
+    if tasks.path and tasks.mixture:
+        raise ValueError(
+            f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "
+            "them"
+        )
+
+
+def _check_policies(config: Config) -> None:
+    policy = config.train.policy
+    if policy not in config.policy_names:
+        raise ValueError(
+            f"train.policy={policy!r} needs roles.verifier={OWN!r}, which is "
+            f"{config.roles.verifier!r}"
+        )
+    for key, value in config.policies.get("planner", Policy()):
+        if key != "path" and value is not None:
+            raise ValueError(f"policies.planner.{key}={value}: the planner's is rollout.{key}")
+
+
+def _check_engine_ranks(config: Config) -> None:
+    num_ranks = config.rollout.num_engine_ranks
+    if not num_ranks:
+        return
+    if config.vllm.sleep:
+        raise ValueError(
+            f"vllm.sleep=true does not go with rollout.num_engine_ranks={num_ranks}: no engine "
+            "shares a GPU then"
+        )
+    if config.dataflow.url:
+        raise ValueError(
+            f"rollout.num_engine_ranks={num_ranks} must be 0 with dataflow.url: nodes sample"
+        )
+
+
+def _check_appo(config: Config) -> None:
+    """Check N roots against M rollouts, the room for branches, and what branching rules out."""
+    appo = config.appo
+    rollout = config.rollout
+    branches = rollout.group_size - appo.num_roots
+    if branches < 1:
+        raise ValueError(
+            f"appo.num_roots={appo.num_roots} must be below "
+            f"rollout.group_size={rollout.group_size}, which counts branches too"
+        )
+    positions_per_turn = 1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1)
+    positions = appo.num_roots * config.agent.max_turns * positions_per_turn
+    if appo.rule != "arpo" and branches > positions:
+        raise ValueError(
+            f"appo.num_roots={appo.num_roots} roots hold at most {positions} places "
+            f"{appo.spacing} tokens apart (appo.spacing), too few for the {branches} branches that "
+            f"rollout.group_size={rollout.group_size} asks for"
+        )
+    if rollout.num_engine_ranks:
+        raise ValueError(
+            f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with "
+            "algorithm.name = 'appo': samplers score"
+        )
+    if appo.future_low > appo.future_high:
+        raise ValueError(
+            f"appo.future_low={appo.future_low} must be at most appo.future_high={appo.future_high}"
+        )
+    if config.algorithm.loss == "gspo" and appo.future_coef:
+        raise ValueError(
+            "algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it"
+        )
+    if config.train.policy != "planner":
+        raise ValueError(
+            f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = 'appo', "
+            "which branches within its responses"
+        )
+    if config.dataflow.url:
+        raise ValueError(
+            "algorithm.name='appo' branches where the trainer's scores say; it does not go with "
+            "dataflow.url"
+        )
