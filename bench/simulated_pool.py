@@ -363,7 +363,7 @@ class Trainer:
         )
         self.steps: list[Step] = []
         self.trained: list[tuple[int, Counter[int]]] = []
-        """Work item, and its tokens by versions that they were behind, of every group of every batch."""
+        """Work item of every group of every batch, and its tokens by staleness in versions."""
         ledger.register(Register(POLICY, "", "", num_groups, max_staleness))
         self._next()
         self._live()

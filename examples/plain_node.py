@@ -59,10 +59,18 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     rng, begun = random.Random(seed), time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
     turn = {
-        "prompt_ids": list(task["question"].encode()), "response_ids": ids, "response_logprobs": [-math.log(len(WORDS))] * 4,
-        "spans": [{"start": 0, "end": 4, "version": version}], "finish_reason": "stop", "seconds": time.monotonic() - begun,
-        "response_text": "".join(WORDS[i] for i in ids), "action": None, "command": "", "result": {"output": ""}, "verdict": "STOP",
-    }  # fmt: skip
+        "prompt_ids": list(task["question"].encode()),
+        "response_ids": ids,
+        "response_logprobs": [-math.log(len(WORDS))] * 4,
+        "spans": [{"start": 0, "end": 4, "version": version}],
+        "finish_reason": "stop",
+        "seconds": time.monotonic() - begun,
+        "response_text": "".join(WORDS[i] for i in ids),
+        "action": None,
+        "command": "",
+        "result": {"output": ""},
+        "verdict": "STOP",
+    }
     answer = turn["response_text"][-5:]
     score = {"reward": float(answer in task["answers"]), "scored_by": "exact"}
     return {

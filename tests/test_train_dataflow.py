@@ -175,10 +175,11 @@ class Dataflow:
             self.ledger.close()
 
     def work_items(self) -> list[tuple[int, int, int]]:
-        """(step, place, work item) of the planner's batches."""
+        """(step, position, work item) of the planner's batches."""
         with contextlib.closing(sqlite3.connect(self.path)) as database:
             return database.execute(
-                "SELECT step, position, work_item FROM assignments WHERE policy = 'planner' ORDER BY step, position"
+                "SELECT step, position, work_item FROM assignments WHERE policy = 'planner'"
+                " ORDER BY step, position"
             ).fetchall()
 
     def policy(self, name: str = "planner") -> dict[str, Any]:

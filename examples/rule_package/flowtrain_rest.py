@@ -1,13 +1,13 @@
-"""A prompt filter: a prompt that every rollout of a group solved rests until the policy has changed so
-many times.
+"""A prompt filter: after every rollout of a group solved its prompt, the prompt rests for some
+versions.
 """
 
 from flowtrain.dataflow.rules import Outcome
 
 
 class Rest:
-    """Made once per run; what it knows is what it was told, so a service that starts again comes to
-    the same state.
+    """Its state follows from `observe` and `on_version` alone, so a restarted service comes to the
+    same state.
     """
 
     def __init__(self, num_versions: int = 3) -> None:

@@ -95,8 +95,8 @@ class Service:
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 
     async def _answer(self, request: Request) -> bytes:
-        """Answer a request. A batch that is not full yet is asked for again, less often the longer it
-        takes; in between the request holds no thread and no slot.
+        """Answer a request. A batch that is not full yet is asked for again, less often the longer
+        it takes; in between the request holds no thread and no slot.
         """
         name = self._method(request)
         loop = asyncio.get_running_loop()
@@ -107,8 +107,8 @@ class Service:
             with self._slot():
                 answer, wait_s = await loop.run_in_executor(self._threads, self._work, name, body)
             waited_s = loop.time() - began
-            is_ending = waited_s >= wait_s or request.scope["is_ending"]()
-            if is_ending or await request.is_disconnected():
+            is_over = not waited_s < wait_s or request.scope["is_ending"]()  # wait_s may be nan
+            if is_over or await request.is_disconnected():
                 return answer
             await asyncio.sleep(
                 min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s)
@@ -124,8 +124,8 @@ class Service:
             version = path.split("/")[1].removeprefix("v")
             raise _Rejected(
                 410,
-                f"the request is of protocol {version}, this service speaks {PROTOCOL}: install the "
-                "same flowtrain on both",
+                f"the request is of protocol {version}, this service speaks {PROTOCOL}: install "
+                "the same flowtrain on both",
             )
         if path != PREFIX + name or name not in METHODS:
             raise _Rejected(404, "there is no such method")

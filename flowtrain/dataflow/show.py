@@ -38,8 +38,10 @@ def _policies(policies: Mapping[str, Any]) -> str:
     if not policies:
         return "no trainer has registered a policy yet\n"
     rows: list[tuple[str, ...]] = [
-        ("policy", "trainer", "version", "step", "checkpoint")
-        + ("groups/s", "staleness", "oldest", "bound", "idle", "seen")
+        (
+            *("policy", "trainer", "version", "step", "checkpoint"),
+            *("groups/s", "staleness", "oldest", "bound", "idle", "seen"),
+        )
     ]
     for name, policy in policies.items():
         batch = policy["batch"]

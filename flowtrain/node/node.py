@@ -1,12 +1,12 @@
-"""A rollout node: leases work items, makes the G rollouts of each, many at once on one event loop, and
-pushes the groups.
+"""A rollout node: leases work items, makes the G rollouts of each, many at once on one event loop,
+and pushes the groups.
 
     lease --> rollouts under way --> group --> kept until it is pushed --> forgotten
                  |  renewed with the group at a third of lease_s  |
                  +-- lost: abandoned
 
-A group that is done is kept while the dataflow does not answer. A work item takes its place among those
-under way until it is pushed, so a node that cannot get rid of its groups soon leases no more.
+A finished group is kept while the dataflow does not answer. A work item counts as under way until
+it is pushed, so a node that cannot get rid of its groups soon leases no more.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Node:
         return sum(work_item.num_left for work_item in self._work_items.values())
 
     def _num_wanted(self) -> int:
-        """Work items for rollouts that are idle; no more than twice of what can be under way are held at
-        a time.
+        """Number of work items to lease for idle rollouts; the node holds no more than twice of what can
+        be under way.
         """
         size, num_rollouts, num_held = (
             self._member.joined.group_size,

@@ -104,8 +104,8 @@ class BatchSource:
             self._heartbeat.start(Progress(self._policy, step, step))
 
     def next_batch(self, step: int) -> list[Group] | None:
-        """This rank's groups of the batch of `step`, numbered by their positions in it; None when the
-        run is asked to end first. Collective.
+        """This rank's groups of the batch of `step`, numbered by their positions in it; None when
+        the run is asked to end first. Collective.
 
         Raises UserError when none comes within dataflow.wait_s, RuntimeError for a batch that is
         not what was asked for.

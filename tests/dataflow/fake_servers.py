@@ -1,5 +1,5 @@
-"""What may stand where a dataflow's service should: fake_servers that are dead, silent, slow, broken or
-something else, on loopback.
+"""Fake servers on loopback in place of a dataflow's service: silent, slow, broken, or something
+else.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def run_node(
     is_over: Callable[[], bool] = lambda: False,
     death: float = 0.1,
 ) -> None:
-    """Lives of a node, until it is told that all is done, or `is_over`. `death`: share of work items at
-    which it forgets all it knows.
+    """Run a node, restarted whenever it dies, until the dataflow says "done" or `is_over`. At a
+    share `death` of the work items it forgets everything.
     """
     while not is_over() and not _live(flow, name, rng, is_over, death):
         pass

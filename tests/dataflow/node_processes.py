@@ -1,8 +1,8 @@
 """Nodes and a trainer in processes of their own, which are killed at random places, also within
 transactions, and begin anew.
 
-`python node_processes.py DATABASE...` forks them for one database after the other, prints a line for each
-that was killed, and one of JSON when the trainer has trained all steps.
+`python node_processes.py DATABASE...` forks them for one database after the other, prints a line
+for each process that was killed, and a JSON line when the trainer has trained all steps.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def die_somewhere(rng: random.Random) -> None:
 
 
 def node(database: str, name: str, life: str, rng: random.Random) -> None:
-    """Leases, renews, pushes some groups twice, and gives some work items back, until the trainer is
-    done.
-    """
+    """Lease, renew, push some groups twice, release some work items, until the trainer is done."""
     flow = opened(database)
     persistent(lambda: flow.join(Join(name, life)))
     for number in range(10**6):

@@ -28,8 +28,8 @@ NUM_STEPS = 8
 def node_processes(
     databases: list[str], on_death: Callable[[int], None] = lambda number: None
 ) -> list[dict[str, Any]]:
-    """What each run of `node_processes.py` says in the end; `on_death` hears of the deaths, which are
-    numbered through.
+    """Run `node_processes.py` and return the JSON of each database; `on_death` is called with the
+    number of each death.
     """
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
     command = [sys.executable, str(HERE / "node_processes.py"), *databases]

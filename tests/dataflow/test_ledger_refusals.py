@@ -13,7 +13,7 @@ from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, p
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import BatchRequest, Progress, Refused, Release, Unavailable
 from flowtrain.dataflow.ledger import Ledger, open_ledger
-from flowtrain.dataflow.ledger.audit import audited
+from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect
 from flowtrain.tasks import TaskCursor
 from flowtrain.types import UserError
@@ -28,7 +28,7 @@ def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
     statement(database, "UPDATE meta SET version = 7")
     with pytest.raises(
-        UserError, match=r"is a ledger with schema 7, this flowtrain has 1"
+        UserError, match=r"is a ledger with schema 7, this flowtrain has 2"
     ) as refusal:
         ledger(database)
     assert database.partition("?")[0] in str(refusal.value)
@@ -158,14 +158,14 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
         "DELETE FROM groups WHERE work_item = 2": "a committed work item has no group (2)",
         "DELETE FROM work_items WHERE id = 3": "work items are not numbered without gaps",
         "UPDATE work_items SET state = 'lost' WHERE id = 9": "a work item has no known state (9)",
-        "UPDATE work_items SET attempt = 2 WHERE id = 9": "a work item does not have as many leases as "
-        "attempts (9)",
-        "UPDATE shares SET state = 'fresh', step = NULL WHERE work_item = 1": "a share is in a batch "
-        "and was not assigned (1)",
-        "DELETE FROM assignments WHERE work_item = 4": "an assigned share is not in the batch of its step once "
-        "(4)",
-        "UPDATE shares SET min_version = -2 WHERE work_item = 1": "a batch has a group that is too old, "
-        "or too new (1)",
+        "UPDATE work_items SET attempt = 2 WHERE id = 9": "a work item does not have as many "
+        "leases as attempts (9)",
+        "UPDATE shares SET state = 'fresh', step = NULL WHERE work_item = 1": "a share is in a "
+        "batch and was not assigned (1)",
+        "DELETE FROM assignments WHERE work_item = 4": "an assigned share is not in the batch of "
+        "its step once (4)",
+        "UPDATE shares SET min_version = -2 WHERE work_item = 1": "a batch has a group that is too "
+        "old, or too new (1)",
         "DELETE FROM payloads WHERE work_item = 6": "a group that is still needed is gone (6)",
         "DELETE FROM decisions WHERE position = 0": "a work item's task was not admitted (1)",
         "UPDATE groups SET event = 99 WHERE work_item = 1": "events are not numbered without gaps",
@@ -186,7 +186,7 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
     for damage, problem in damages.items():
         with pytest.raises(_Undo), flow.database.write() as transaction:
             transaction.run(damage)
-            found = audited(transaction).problems
+            found = audit(transaction).problems
             raise _Undo
         assert any(problem in each for each in found), f"{damage}: {found}"
     assert flow.audit().problems == ()

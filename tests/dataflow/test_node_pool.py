@@ -1,4 +1,4 @@
-"""How many nodes: the rule by hand, on a simulated plant, and as real processes that start and end."""
+"""The pool of nodes: the rule by hand, on a simulated plant, and with real processes."""
 
 from __future__ import annotations
 

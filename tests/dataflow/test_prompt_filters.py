@@ -150,8 +150,8 @@ def tell(prompt_filter: PromptFilter, event: Event) -> None:
 @pytest.mark.parametrize("name", PROMPT_FILTERS)
 @given(events=EVENTS)
 def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
-    """A service that starts again tells a new prompt filter what the ledger holds: it then decides as the
-    one that was asked all along.
+    """A restarted service tells a new prompt filter what the ledger holds; it then decides like one
+    that was asked all along.
     """
     make, _ = PROMPT_FILTERS[name]
     asked, told = make(), make()

@@ -110,18 +110,18 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
             "the prompt filter says",
         ),
         (
-            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE work_item = (SELECT work_item FROM shares WHERE "
-            "state = 'filtered')",
+            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE work_item = (SELECT work_item FROM"
+            " shares WHERE state = 'filtered')",
             "the group filter says yes, the",
         ),
         (
-            "UPDATE shares SET state = 'filtered' WHERE work_item = (SELECT min(work_item) FROM shares WHERE "
-            "state = 'assigned')",
+            "UPDATE shares SET state = 'filtered' WHERE work_item = (SELECT min(work_item) FROM"
+            " shares WHERE state = 'assigned')",
             "the group filter says yes, the",
         ),
         (
-            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE work_item = (SELECT max(work_item) FROM shares "
-            "WHERE state = 'assigned')",
+            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE work_item = (SELECT max(work_item) FROM"
+            " shares WHERE state = 'assigned')",
             "the group filter says no, the ledger has yes",
         ),
         ("UPDATE bumps SET version = version + 1 WHERE event = (SELECT max(event) FROM bumps)", ""),
@@ -237,7 +237,7 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest: Path) -> None:
-    """The same requests, answered by a new ledger object each: the prompt filter's state comes from the
+    """Every request is answered by a new ledger object: the prompt filter's state comes from the
     database alone.
     """
 

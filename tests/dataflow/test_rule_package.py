@@ -21,7 +21,8 @@ import json
 from flowtrain.dataflow.rules import Outcome, load
 from flowtrain.config.options import parse
 
-config = parse(["--dataflow.prompt_filter", "rest", "--dataflow.prompt_filter_options", "{num_versions = 2}"])
+args = ["--dataflow.prompt_filter", "rest"]
+config = parse([*args, "--dataflow.prompt_filter_options", "{num_versions = 2}"])
 prompt_filter = load(config.dataflow).prompt_filter
 answers = [prompt_filter.admits("a", "", 0.5)]
 prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))

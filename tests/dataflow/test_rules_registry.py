@@ -106,8 +106,8 @@ def test_a_curator_is_made_anew_for_every_run() -> None:
         ),
         (
             {"group_filter_options": {"x": 1}},
-            "dataflow.group_filter_options: all: got an unexpected keyword argument 'x'; it takes no "
-            "options",
+            "dataflow.group_filter_options: all: got an unexpected keyword argument 'x'; it takes "
+            "no options",
         ),
         (
             {"prompt_filter": "curriculum", "prompt_filter_options": {"exploraton": 1}},
@@ -183,7 +183,7 @@ def test_a_package_whose_rule_cannot_be_made_is_named(
     install(site, "halves", {"half": value})
     assert (
         refused(group_filter="half", group_filter_options=options)
-        == f"filter 'half' of package halves 1.2 {reason}"
+        == f"group filter 'half' of package halves 1.2 {reason}"
     )
 
 
@@ -193,7 +193,7 @@ def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first:
     install(site, "other", {name: "other:Half"})
     assert (
         refused()
-        == f"filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
+        == f"group filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
     )
 
 
@@ -204,5 +204,5 @@ def test_a_rule_of_another_place_is_none_here(site: Path) -> None:
         == "dataflow.group_filter: no group filter 'half'; there are all, mixed"
     )
     assert refused(prompt_filter="half").startswith(
-        "prompt filter 'half' of package halves 1.2 has no method admits; it needs admits, observe, on_"
+        "prompt filter 'half' of package halves 1.2 has no method admits; it needs admits, observe"
     )

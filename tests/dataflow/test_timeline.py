@@ -30,7 +30,7 @@ def test_a_trailing_mean_by_hand() -> None:
 
 
 def test_a_ledger_becomes_a_picture(tmp_path: Path) -> None:
-    """Two nodes push two groups each, of which a batch of four is made; the times are the ledger's."""
+    """Two nodes push two groups each, which make a batch; the times are the ledger's."""
     clock = Clock()
     database = str(tmp_path / "flow.sqlite")
     flow = ledger(database, clock=clock)

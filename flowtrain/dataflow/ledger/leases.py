@@ -161,7 +161,8 @@ class LeaseBook:
     ) -> None:
         until = now + self.config.dataflow.lease_s
         transaction.many(
-            "UPDATE work_items SET state = 'leased', attempt = ?, node = ?, until_s = ? WHERE id = ?",
+            "UPDATE work_items SET state = 'leased', attempt = ?, node = ?, until_s = ?"
+            " WHERE id = ?",
             [(lease.attempt, request.node, until, lease.work_item) for lease in leases],
         )
         common = (request.node, request.life, request.key, now, "")
@@ -246,7 +247,7 @@ def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]
 
 
 def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> int:
-    """How many groups of a policy may wait or be under way, for a node that samples with `versions`.
+    """How many groups of a policy may wait or be under way for a node that samples with `versions`.
 
     A group of weights v can be trained by steps up to v + 1 + max_staleness. Each step from the
     next one (`newest` + 1) to that one takes num_groups of them, less its replays.

@@ -1,5 +1,5 @@
-"""The choice of prompts: the order of the ledger's events, the prompt filter that observes them, and
-its recorded decisions.
+"""The choice of prompts: the order of the ledger's events, the prompt filter that observes them,
+and its recorded decisions.
 
 Groups and new versions become events in the order of their commits, numbered without gaps by the
 holder of the lock of `meta`. Pushes do not take that lock: the next process that needs the order

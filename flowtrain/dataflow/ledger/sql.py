@@ -141,7 +141,7 @@ class _Pool:
 
 
 class SqliteDatabase(_Pool):
-    """A file with a write-ahead log; commits survive a crash of the machine (synchronous = FULL)."""
+    """A file with a write-ahead log. Commits survive a machine crash (synchronous = FULL)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -133,7 +133,8 @@ def _check_resumed(transaction: Transaction, request: Register, old: Any) -> Non
         "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", *later
     ).num
     num_lost = transaction.one(
-        "SELECT count(*) AS num FROM assignments a LEFT JOIN payloads d ON d.work_item = a.work_item"
+        "SELECT count(*) AS num FROM assignments a"
+        " LEFT JOIN payloads d ON d.work_item = a.work_item"
         " WHERE a.policy = ? AND a.step > ? AND d.work_item IS NULL",
         *later,
     ).num

@@ -1,5 +1,5 @@
-"""GRESO (arXiv 2506.02177): prompts whose last groups had equal rewards are mostly left out, because
-the next group will probably have equal rewards too.
+"""GRESO (arXiv 2506.02177): prompts whose last groups had equal rewards are mostly left out,
+because the next group will probably have equal rewards too.
 
 For every prompt, z counts its latest consecutive groups in which all rewards were the same, all
 high ("easy") or all low ("hard"). A group with differing rewards sets z to 0, a group of the other
