@@ -145,7 +145,7 @@ class Client:
 
     def close(self) -> None:
         """End the client; calls that still wait for an answer raise Unavailable."""
-        self._thread.close(self._end(), _GRACE_S)
+        self._thread.close(self._end, _GRACE_S)
 
     def __enter__(self) -> Client:
         return self

@@ -87,8 +87,7 @@ def trainer_logprobs(
         )
 
 
-# --- what is sampled
-# -----------------------------------------------------------------------------------------------------------------
+# ---- what is sampled
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -116,7 +115,7 @@ def test_the_entropies_are_those_that_the_trainer_computes(
     """At temperature 0.7, over all tokens even where few are kept, of responses that end at
     different steps.
     """
-    engine = TorchEngine(model, tokenizer, None, tells_entropies=True)
+    engine = TorchEngine(model, tokenizer, None, records_entropies=True)
     completions = generate(
         engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)]
     )
@@ -290,7 +289,7 @@ def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
     assert ids_B.tolist() == list(range(64)) and chosen_B.isfinite().all()
 
 
-# --- when it ends --------------------------------------------------------------------------------------------------------------------
+# ---- when it ends
 
 
 def test_max_new_tokens(engine: TorchEngine) -> None:
@@ -408,7 +407,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert len(generate(engine, [(PROMPTS[0], Sampling(2, 0.0))])) == 1, "the engine goes on"
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------
+# ---- weights
 
 
 def moved(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
@@ -519,7 +518,7 @@ def test_foreign_weights_are_refused_and_change_nothing(
         engine.load(9)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------------
+# ---- batches
 
 
 @pytest.fixture

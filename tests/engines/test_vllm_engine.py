@@ -116,11 +116,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
                     0.1 * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.1)
                 )
     spec = VllmModel(
-        model.config,
-        "float32",
-        256,
-        stop_ids(model.generation_config, tokenizer),
-        str(store.root),
+        source=model.config,
+        dtype="float32",
+        max_tokens=256,
+        stop_ids=stop_ids(model.generation_config, tokenizer),
+        store=str(store.root),
         environment=cpu_environment(1),
     )
     engine = VllmEngine(spec, tokenizer, OPTIONS)
@@ -189,8 +189,7 @@ def truth(
     return logits_TV.log_softmax(-1).gather(1, torch.tensor([completion.ids]).T)[:, 0]
 
 
-# --- what is sampled
-# -----------------------------------------------------------------------------------------------------------------
+# ---- what is sampled
 
 
 @pytest.mark.vllm
@@ -295,7 +294,7 @@ class TestVllm:
         for prompt, completion in zip(prompts, completions, strict=True):
             assert completion.ids[0] == int(forward(at_0.model, prompt)[-1].argmax())
 
-    # --- when it ends ----------------------------------------------------------------------------------------------------------------
+    # ---- when it ends
 
     def test_an_end_token_ends_and_is_kept(self, at_0: Setup) -> None:
         requests = [(p, Sampling(100, 1.5, seed=i)) for i, p in enumerate(PROMPTS * 12)]
@@ -365,7 +364,7 @@ class TestVllm:
             with pytest.raises(UserError, match="at most 256"):
                 generate(at_0.engine, [(prompt, Sampling(max_new_tokens, 0.0))])
 
-    # --- weight updates --------------------------------------------------------------------------------------------------------------
+    # ---- weight updates
 
     def test_an_update_changes_what_is_sampled(self, at_0: Setup) -> None:
         """Greedy outputs are those of each version, whatever came before, and the prefix cache of
@@ -377,7 +376,7 @@ class TestVllm:
             at(at_0, version)
             assert at_0.engine.version == version
             theirs = generate(
-                TorchEngine(at_0.model, at_0.tokenizer, at_0.store, version), requests
+                TorchEngine(at_0.model, at_0.tokenizer, at_0.store, version=version), requests
             )
             mine = generate(at_0.engine, requests)
             assert [c.ids for c in mine] == [c.ids for c in theirs]
@@ -421,7 +420,7 @@ class TestVllm:
         salts = []
         for version in (1, 2, 1):
             at_0.engine.load(version)
-            salts.append(at_0.engine._lives.present.result()._salt)
+            salts.append(at_0.engine.supervisor.runner.result()._salt)
         assert len(set(salts)) == 3
 
     def test_a_version_that_is_gone_leaves_the_old_one(self, at_0: Setup) -> None:
@@ -441,7 +440,7 @@ class TestVllm:
         self, at_0: Setup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What it calls; vLLM itself can sleep on a GPU only."""
-        core, called = at_0.engine._lives.present.result(), []
+        core, called = at_0.engine.supervisor.runner.result(), []
 
         def record(name: str, instead: bool) -> None:
             real = getattr(core._llm, name)
@@ -475,7 +474,7 @@ class TestVllm:
             "enable_sleep_mode"
         ]
 
-    # --- an engine that dies ---------------------------------------------------------------------------------------------------------
+    # ---- an engine that dies
 
     @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
     def test_an_engine_that_dies_is_replaced(self, at_0: Setup, death: signal.Signals) -> None:
@@ -493,7 +492,7 @@ class TestVllm:
                 engine.generate(LONG[0], dataclasses.replace(LONG[1], deadline_s=2.0))
             )
             await asyncio.sleep(0.1)
-            for process in engine._lives.present.result()._processes:
+            for process in engine.supervisor.runner.result()._processes:
                 os.kill(process.pid, death)
             started = time.monotonic()
             late = await hurried
@@ -507,7 +506,7 @@ class TestVllm:
         assert 3 <= metrics["engine_requeued"] - before["engine_requeued"] <= 4
 
 
-# --- what keeps it from starting -----------------------------------------------------------------------------------------------------
+# ---- what keeps it from starting
 
 
 def test_a_missing_vllm_is_said_with_its_cure(
@@ -528,7 +527,7 @@ def test_a_missing_vllm_is_said_with_its_cure(
     ("reason", "cure"),
     [
         (
-            "ValueError: To serve at least one request, 0.1 GiB KV cache is needed, which is larger",
+            "ValueError: To serve one request, 0.1 GiB KV cache is needed, which is larger",
             "vllm.kv_cache_gb",
         ),
         (
