@@ -63,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_curator_is_loaded_with_its_options(site: Path) -> None:
+def test_an_installed_prompt_filter_is_loaded_with_its_options(site: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", ASK],
