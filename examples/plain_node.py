@@ -1,9 +1,9 @@
 """A rollout node in plain Python, for a dataflow and its trainers:  python examples/plain_node.py
 http://127.0.0.1:8400 [--num_groups N]
 
-What another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain. Its
-"model" is a script that guesses tokens; the rest is in earnest: leases are renewed and given back,
-groups are pushed until an answer comes, FLOWTRAIN_TOKEN is the token.
+It shows what another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain.
+Its "model" is a script that guesses tokens; the rest is real: leases are renewed and given back,
+groups are pushed until an answer comes, and FLOWTRAIN_TOKEN is the token.
 """
 
 import argparse
@@ -26,14 +26,12 @@ WORDS = ["Tool Name: Search\n", "Sub-Goal: capital of Chad\n", "Paris", "42"]
 
 class Service:
     def __init__(self, url: str) -> None:
-        self.url, self.headers = (
-            url,
-            {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"},
-        )
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"}
 
     def ask(self, method: str, **message):
-        """Until there is an answer: a message that is sent twice has no other effect than one.
-        Refusals (HTTP 4xx) raise.
+        """Ask until there is an answer: a message that is sent twice has the effect of one. A
+        refusal (HTTP 4xx) ends the node.
         """
         while True:
             request = urllib.request.Request(
@@ -56,22 +54,26 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     """One turn. The sampled ids, their log-probs and the weight version of every token are what
     training is made of.
     """
-    rng, begun = random.Random(seed), time.monotonic()
+    rng = random.Random(seed)
+    begun = time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
-    turn = {
+    call = {
         "prompt_ids": list(task["question"].encode()),
         "response_ids": ids,
-        "response_logprobs": [-math.log(len(WORDS))] * 4,
+        "logprobs": [-math.log(len(WORDS))] * 4,
         "spans": [{"start": 0, "end": 4, "version": version}],
         "finish_reason": "stop",
-        "seconds": time.monotonic() - begun,
-        "response_text": "".join(WORDS[i] for i in ids),
+        "text": "".join(WORDS[i] for i in ids),
+    }
+    turn = {
+        "calls": {"planner": call},
         "action": None,
         "command": "",
         "result": {"output": ""},
         "verdict": "STOP",
+        "seconds": time.monotonic() - begun,
     }
-    answer = turn["response_text"][-5:]
+    answer = call["text"][-5:]
     score = {"reward": float(answer in task["answers"]), "scored_by": "exact"}
     return {
         "task": task,
@@ -90,13 +92,10 @@ def work(service: Service, name: str, num_groups: int, at_once: int) -> None:
     try:
         while num_groups > 0:
             got = service.ask("lease", **me, num=min(num_groups, at_once), key=uuid.uuid4().hex)
-            held, renew_at = (
-                {lease["work_item"]: lease for lease in got["leases"]},
-                time.monotonic() + joined["lease_s"] / 3,
-            )
-            version = (
-                got["policies"]["planner"]["version"] if held else 0
-            )  # here a real node loads these weights from their store
+            held = {lease["work_item"]: lease for lease in got["leases"]}
+            renew_at = time.monotonic() + joined["lease_s"] / 3
+            # Here a real node loads these weights from their store.
+            version = got["policies"]["planner"]["version"] if held else 0
             while held:
                 work_item, lease = next(iter(held.items()))
                 rollouts = [
@@ -106,34 +105,25 @@ def work(service: Service, name: str, num_groups: int, at_once: int) -> None:
                 payload = zlib.compress(
                     msgspec.msgpack.encode({"index": lease["index"], "trajectories": rollouts})
                 )
-                status = service.ask(
-                    "push",
-                    node=name,
-                    work_item=work_item,
-                    attempt=lease["attempt"],
-                    payload=payload,
-                )["status"]
+                push = {"work_item": work_item, "attempt": lease["attempt"], "payload": payload}
+                status = service.ask("push", node=name, **push)["status"]
                 print(f"work item {work_item}: {status}", flush=True)
                 num_groups -= status == "committed"
                 del held[work_item]
                 if held and time.monotonic() > renew_at:
-                    work_items, renew_at = (
-                        [(u, lease["attempt"]) for u, lease in held.items()],
-                        time.monotonic() + joined["lease_s"] / 3,
-                    )
-                    for work_item in service.ask("renew", **me, work_items=work_items)["lost"]:
-                        held.pop(work_item, None)
+                    renew_at = time.monotonic() + joined["lease_s"] / 3
+                    for lost in service.ask("renew", **me, work_items=leases(held))["lost"]:
+                        held.pop(lost, None)
             if got["reason"] == "done":
                 return
             time.sleep(got["retry_after_s"])
     finally:
         if held:
-            service.ask(
-                "release",
-                node=name,
-                work_items=[(work_item, lease["attempt"]) for work_item, lease in held.items()],
-                reason="the node ends",
-            )
+            service.ask("release", node=name, work_items=leases(held), reason="the node ends")
+
+
+def leases(held: dict) -> list:
+    return [(work_item, lease["attempt"]) for work_item, lease in held.items()]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from flowtrain.types import Task
 
 PROTOCOL = 2
-"""Version of these messages; requests of another version are refused."""
+"""Version of these messages and of the records in a payload; requests of another version are
+refused."""
 
 
 class Refused(Exception):

@@ -229,10 +229,19 @@ def _with_turn(
     logprobs: tuple[float, ...] = (-0.5,) * 4,
 ) -> Group:
     whole = group(task)
-    one = replace(whole.trajectories[1].turns[0], spans=spans, response_logprobs=logprobs)
+    one = whole.trajectories[1].turns[0]
+    call = replace(one.calls["planner"], spans=spans, logprobs=logprobs)
+    one = replace(one, calls={"planner": call})
     return replace(
         whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,)))
     )
+
+
+def _without_planner(task: Task) -> Group:
+    whole = group(task)
+    turns = (replace(whole.trajectories[0].turns[0], calls={}),)
+    failed = replace(whole.trajectories[0], turns=turns, reward=None, error="generator: down")
+    return replace(whole, trajectories=(failed, whole.trajectories[1]))
 
 
 def _of_two_tasks(task: Task) -> Group:
@@ -259,6 +268,7 @@ def _of_two_tasks(task: Task) -> Group:
         (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "finite log-probs"),
         (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "finite log-probs"),
         (_of_two_tasks, "rollouts of one group"),
+        (_without_planner, "a turn has no call of the planner"),
     ],
 )
 def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(
