@@ -94,7 +94,7 @@ def start(
     def begin(num_groups: int) -> Process:
         if ours is not None:
             words = ("--dataflow", here.url, "--name", "n1", "--num_groups", num_groups)
-            started.append(once(ours.start("rollout", *words, env={"FLOWTRAIN_TOKEN": TOKEN})))
+            started.append(once(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN})))
             return started[-1]
         out, err = tmp_path / "out", tmp_path / "err"
         words = (

@@ -52,7 +52,7 @@ def start(server: Server, here: Site) -> Iterator[Start]:
 
     def begin(name: str, *words: object) -> Process:
         command = ("--dataflow", here.url, "--name", name, *words)
-        started.append(once(server.start("rollout", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
+        started.append(once(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
         return started[-1]
 
     yield begin
@@ -197,7 +197,7 @@ def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
         planner.register()
         node = once(
             server.start(
-                "rollout", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
+                "node", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
             )
         )
         try:
@@ -247,7 +247,7 @@ def test_what_a_node_may_not_say(
 
 
 def test_the_wrong_token_is_refused(server: Server, here: Site) -> None:
-    node = once(server.start("rollout", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
+    node = once(server.start("node", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
     assert node.wait() == 1
     assert "set FLOWTRAIN_TOKEN to that of the service" in node.err.read_text()
 
@@ -260,7 +260,7 @@ def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> 
         rollout={"group_size": 2, "num_questions": 2},
     )
     with site(config, tmp_path) as made:
-        node = once(server.start("rollout", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
+        node = once(server.start("node", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
         assert node.wait() == 2
         assert (
             "algorithm.name='appo' branches where the trainer's scores say" in node.err.read_text()
