@@ -185,9 +185,9 @@ def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
         request = BatchRequest("planner", step, rank, 2, wait_s=1.0)
         while (answer := flow.batch(request)).num_missing:
             pass
-        found |= {served.place: (served.work_item, served.payload) for served in answer.groups}
+        found |= {each.position: (each.work_item, each.payload) for each in answer.groups}
     assert sorted(found) == list(range(NUM_GROUPS))
-    return [found[place] for place in sorted(found)]
+    return [found[position] for position in sorted(found)]
 
 
 def main(role: str, url: str, seed: str, *rest: str) -> None:

@@ -701,7 +701,7 @@ class Recorder:
         self.seen.append(f"v{version}")
 
 
-def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: str) -> None:
+def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> None:
     made: list[Recorder] = []
 
     def make_rules() -> Rules:
@@ -741,7 +741,7 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     assert flow.audit().problems == ()
 
 
-def test_a_failed_transaction_leaves_no_trace_in_the_curator(
+def test_a_failed_transaction_resets_the_prompt_filter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Recorder] = []
@@ -764,7 +764,7 @@ def test_a_failed_transaction_leaves_no_trace_in_the_curator(
     assert made[-1].seen == [1, 2, 3, 4]
 
 
-def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database: str) -> None:
+def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> None:
     class Nobody(Recorder):
         def admits(self, task_id: str, kind: str, draw: float) -> bool:
             return False

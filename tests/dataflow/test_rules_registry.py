@@ -80,7 +80,7 @@ def test_every_built_in_rule_is_made(kind: registry.RuleKind) -> None:
         assert all(callable(getattr(rule, method)) for method in kind.methods)
 
 
-def test_a_curator_is_made_anew_for_every_run() -> None:
+def test_every_run_has_a_new_prompt_filter() -> None:
     first, second = load(Dataflow(prompt_filter="greso")), load(Dataflow(prompt_filter="greso"))
     for _ in range(9):
         first.prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
