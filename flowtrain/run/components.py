@@ -31,7 +31,7 @@ from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import PolicyModel, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.report.run_dir import writing
-from flowtrain.rewards import Judge, VerdictCache, score
+from flowtrain.rewards import Judge, JudgeCache, score
 from flowtrain.run import recipe
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
@@ -247,7 +247,7 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return (
         None
         if engine is None
-        else Judge(engine, VerdictCache(Path(config.judge.cache)), config.judge)
+        else Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
     )
 
 

@@ -183,7 +183,9 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> str:
     if depth == 0 or draw(st.booleans()):
         return draw(st.sampled_from(["1", "2", "7", "0.5", "13"]))
     left, right = draw(expressions(depth - 1)), draw(expressions(depth - 1))
-    return f"{draw(st.sampled_from(['', '-']))}({left}{draw(st.sampled_from(['+', '-', '*', '/', '**2-', '**3/']))}{right})"
+    sign = draw(st.sampled_from(["", "-"]))
+    operator = draw(st.sampled_from(["+", "-", "*", "/", "**2-", "**3/"]))
+    return f"{sign}({left}{operator}{right})"
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

@@ -62,9 +62,7 @@ def test_the_loop_runs_on_and_no_more_than_so_many_calls_run_at_once() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_hangs_is_given_up_at_its_deadline_and_one_that_waits_behind_it_never_starts() -> (
-    None
-):
+def test_deadline_abandons_running_call_and_drops_waiting_call() -> None:
     async def main() -> None:
         tool = Blocking(1)
         hung = asyncio.create_task(call(tool, "hung", 1.0))

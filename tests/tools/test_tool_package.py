@@ -30,15 +30,19 @@ from flowtrain.types import Action, Completion, FinishReason, Task
 
 class Planner:
     async def plan(self, task, memory, turn, seed, deadline_s):
-        sub_goal = ("3 miles into km", "3 mile to km")[turn]  # the first one the tool does not understand
-        return Plan((), Completion((), (), (), FinishReason.STOP), "", Action("", "", sub_goal, "Length_Converter"))
+        # The tool does not understand the first one.
+        sub_goal = ("3 miles into km", "3 mile to km")[turn]
+        action = Action("", "", sub_goal, "Length_Converter")
+        return Plan((), Completion((), (), (), FinishReason.STOP), "", action)
 
 config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
 tools = make_tools(config, TaskSet((), {}, ()))
 executor = RuleExecutor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
-flow = Flow(Planner(), executor, RuleVerifier(any_result_enough), RuleGenerator(last_result), FlowLimits(3, 60.0))
+verifier = RuleVerifier(any_result_enough)
+flow = Flow(Planner(), executor, verifier, RuleGenerator(last_result), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
-print(json.dumps([[turn.result.text for turn in done.turns], done.answer, tools["Length_Converter"].card.description]))
+description = tools["Length_Converter"].card.description
+print(json.dumps([[turn.result.text for turn in done.turns], done.answer, description]))
 """
 
 

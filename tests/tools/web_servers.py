@@ -186,7 +186,7 @@ async def tasks_left() -> list[asyncio.Task[Any]]:
 
 
 class ScriptedChat:
-    """A stand-in for the model inside tools: says what the test says, and notes what it was asked."""
+    """Stands in for the model inside tools: replies as scripted and records the prompts."""
 
     name = "scripted"
 
