@@ -1,12 +1,12 @@
 """Sampling:  python -m bench.rollout [--json F]
 
-The torch engine against transformers' own `generate`, and, where vLLM is installed, our engine on
-it against its `AsyncLLM` alone. The same prompts within a run: all of them distinct, and groups of
-8 that share one, as the first turn of a GRPO batch does. End-of-sequence is switched off, so that
-all sample the same number of tokens.
+The torch engine runs against transformers' own `generate`, and, where vLLM is installed, our engine
+on vLLM against its `AsyncLLM` alone. All rivals get the same prompts: distinct ones, and groups of
+8 that share one, as in the first turn of a GRPO batch. End-of-sequence is switched off, so that all
+sample the same number of tokens.
 
-Last, one run each of the flow with 256 rollouts in flight and with 16 workers, whose tools are
-simulated (`bench/simulated_tools.py`).
+Two runs of the flow with simulated tools (`bench/simulated_tools.py`) follow: with 256 rollouts in
+flight and with 16 workers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import importlib.util
 import random
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ def _kinds(distinct: Prompts) -> dict[str, Prompts]:
 
 
 def _model(num_heads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A random model of the quickstart's shape."""
+    """Make a random model of the quickstart's shape."""
     tokenizer = new_tokenizer(["Question: What is the area of Norway?"], 300)
     torch.manual_seed(0)
     model = new_model(tokenizer, 96, 3, num_heads, 256).eval()
@@ -93,7 +94,7 @@ def _model(num_heads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
-    """With a model whose `generate` never ends a response."""
+    """Make an engine whose model never ends a response."""
     model, tokenizer = _model(6)
     model.generation_config.eos_token_id = None
     engine = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
@@ -107,7 +108,7 @@ def _rows(
     new_tokens: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """The first rival is ours."""
+    """Time the rivals; the first one is ours."""
     seconds = time_in_turn(rivals, repeats)
     num_tokens = len(prompts) * new_tokens
     ours = next(iter(seconds.values()))
@@ -126,16 +127,16 @@ def _rows(
 
 
 def _vllm_rows(distinct: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """One vLLM serves both rivals; on a CPU its attention wants heads of at least 32."""
+    """Time our engine and vLLM itself on one vLLM; on a CPU its heads must be at least 32 wide."""
     model, tokenizer = _model(3)
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         export(model, tokenizer, full_weights(model), Path(folder))
         spec = VllmModel(
-            folder,
-            "float32",
-            256,
-            frozenset(),
+            source=folder,
+            dtype="float32",
+            max_tokens=256,
+            stop_ids=frozenset(),
             environment=cpu_environment(torch.get_num_threads()),
         )
         engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
@@ -160,11 +161,11 @@ def _engine_run(engine: Engine, prompts: Prompts, new_tokens: int) -> object:
 
 
 def _vllm_run(engine: VllmEngine, prompts: Prompts, new_tokens: int) -> object:
-    """What a user of vLLM would write: tokens in, the last output of each request, no more."""
+    """Sample as a user of vLLM would: tokens in, the last output of each request, no more."""
     from vllm import SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    core = engine._supervisor.present.result()
+    runner = engine.supervisor.runner.result()
 
     async def one(number: int) -> object:
         prompt = TokensPrompt(prompt_token_ids=list(prompts[number]))
@@ -176,12 +177,12 @@ def _vllm_run(engine: VllmEngine, prompts: Prompts, new_tokens: int) -> object:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return [output async for output in core._llm.generate(prompt, params, f"direct {number}")]
+        return [output async for output in runner._llm.generate(prompt, params, f"direct {number}")]
 
     async def together() -> object:
         return await asyncio.gather(*map(one, range(len(prompts))))
 
-    return asyncio.run_coroutine_threadsafe(together(), core._loop).result()
+    return runner._thread.run(together(), time.monotonic() + 600)
 
 
 def _samplings(number: int, new_tokens: int) -> list[Sampling]:
@@ -191,10 +192,8 @@ def _samplings(number: int, new_tokens: int) -> list[Sampling]:
 @torch.inference_mode()
 def _generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> object:
     longest = max(map(len, prompts))
-    ids, attention = (
-        torch.zeros(len(prompts), longest, dtype=torch.int64),
-        torch.zeros(len(prompts), longest, dtype=torch.int64),
-    )
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         attention[row, longest - len(prompt) :] = 1
@@ -206,9 +205,8 @@ def _generate(model: PreTrainedModel, prompts: Prompts, new_tokens: int) -> obje
         "return_dict_in_generate": True,
     }
     out = model.generate(input_ids=ids, attention_mask=attention, pad_token_id=0, **options)
-    return [
-        logits.log_softmax(-1) for logits in out.logits
-    ]  # a trainer needs the sampler's log-probs
+    # A trainer needs the sampler's log-probs.
+    return [logits.log_softmax(-1) for logits in out.logits]
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from flowkernels import LossSpec
 from flowtrain import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
-from flowtrain.algorithms import TrainBatch, filter_samples
+from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.engines.chat_engines import POLICY
@@ -38,7 +38,7 @@ from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Call, Sample, Task, Trajectory, UserError, calls_of
+from flowtrain.types import Call, Sample, Task, TrainBatch, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import WeightStore
 
@@ -81,12 +81,8 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
         engines[config.train.policy].load(0)
     demonstrations = _demonstrate(components, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
-    calls = [
-        call
-        for t in kept
-        for turn in t.turns
-        if (call := calls_of(turn, config.train.policy)) is not None
-    ]
+    policy = config.train.policy
+    calls = [turn.calls[policy] for t in kept for turn in t.turns if policy in turn.calls]
     imitated = [_sample(call, rft.prompt_weight) for call in calls]
     if (config.train.policy, config.roles.refiner) == (
         "planner",
@@ -100,16 +96,16 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
             config.agent.max_result_chars,
         )
     batch = filter_samples(
-        TrainBatch(tuple(imitated), num_dropped=0),
+        TrainBatch(tuple(imitated)),
         int(components.model.config.max_position_embeddings),
     )
     samples, num_rewarded = batch.samples, sum(t.reward or 0 for t in demonstrations)
     num_kept, num_rewarded, num_samples, *counts = world.sum(
-        [len(kept), num_rewarded, len(samples), *batch.num_excluded.values()]
+        [len(kept), num_rewarded, len(samples), *batch.num_filtered.values()]
     )
     num_excluded = {
         reason: round(number)
-        for reason, number in zip(batch.num_excluded, counts, strict=True)
+        for reason, number in zip(batch.num_filtered, counts, strict=True)
         if number
     }
     left_out = (
@@ -163,9 +159,7 @@ def _expert(components: RunComponents, flow: Flow) -> Flow:
         flow, planner=ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
     )
     if isinstance(flow.verifier, PolicyVerifier):
-        flow = replace(
-            flow, verifier=ScriptedVerifier(flow.verifier, config.rft.early_stop, ends["verifier"])
-        )
+        flow = replace(flow, verifier=ScriptedVerifier(flow.verifier, EARLY_STOP, ends["verifier"]))
     return flow
 
 
@@ -225,7 +219,6 @@ def _imitate(
         else None
     )
     progress = report.Progress(rft.num_steps, 0, world.is_main)
-    started = time.monotonic()
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
@@ -233,8 +226,7 @@ def _imitate(
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
-        is_over = rft.max_seconds and time.monotonic() - started > rft.max_seconds
-        if step % 10 == 0 and world.max([is_over or interrupt.requested])[0]:
+        if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
     progress.close()
     if metrics is not None:

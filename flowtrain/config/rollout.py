@@ -51,7 +51,8 @@ class Vllm(Section):
     kv_cache_gb: float = Field(0.0, ge=0)
     """GiB of KV cache; 0: what gpu_memory_utilization leaves beside the weights, or 1 on a CPU"""
     max_model_len: int = Field(0, ge=0)
-    """tokens of prompt and response together; 0: as many as the model has positions"""
+    """tokens of prompt and response together, at most the positions of every model that vLLM runs;
+    0: as many as the model has positions"""
     max_num_seqs: PositiveInt = 256
     """responses that are sampled at a time; more wait in vLLM"""
     sleep: bool = False

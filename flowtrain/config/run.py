@@ -46,10 +46,6 @@ class Weights(Section):
     level: Literal[1, 2] = 1
     """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
     between sites"""
-    anchor_every: PositiveInt = 64
-    """versions between two whole copies at most"""
-    dense_share: float = Field(0.35, gt=0, le=1)
-    """a delta above this share of the full size gives way to a whole copy"""
     verify_every: int = Field(10, ge=0)
     """loads between two comparisons of all of an engine's weights with the digests of their
     version; 0: only what changes is compared"""

@@ -43,15 +43,11 @@ class WebReader(Section):
     """http: pages of the web; corpus: the passages of [corpus] by their URL, offline"""
     max_bytes: PositiveInt = 5_000_000
     """a longer page is refused; counted after decompression"""
-    ports: tuple[int, ...] = (80, 443)
-    """ports that may be asked"""
     allow_private: bool = False
     """read private, loopback and other addresses that are not on the public internet too; for
     intranets"""
     chunk_words: PositiveInt = 200
-    """words per chunk of a page (AgentFlow: 200)"""
-    overlap_words: int = Field(20, ge=0)
-    """words that a chunk shares with the one before it (AgentFlow: 20)"""
+    """words per chunk of a page, a tenth of them shared with the chunk before (AgentFlow: 200)"""
     num_chunks: PositiveInt = 10
     """chunks that are kept, the best for the query (AgentFlow: 10)"""
     embedder: str = ""

@@ -75,10 +75,5 @@ class Rft(Section):
     """peak learning rate; it falls linearly to 0"""
     warmup_steps: int = Field(50, ge=0)
     """steps over which the learning rate rises from 0"""
-    early_stop: float = Field(0.3, ge=0, le=1)
-    """roles.verifier = "own": probability per turn that the scripted verifier says STOP, whatever
-    the memory holds"""
     prompt_weight: float = Field(0.0, ge=0, le=1)
     """weight of prompt tokens in the loss; a new model learns to copy sooner with 0.2"""
-    max_seconds: float = Field(0.0, ge=0)
-    """stop fine-tuning after so many seconds; 0: run all steps"""

@@ -34,12 +34,6 @@ def _check_sizes(config: Config) -> None:
             f"train.num_minibatches={config.train.num_minibatches} must be at most "
             f"rollout.num_questions={config.rollout.num_questions}"
         )
-    reader = config.web_reader
-    if reader.overlap_words >= reader.chunk_words:
-        raise ValueError(
-            f"web_reader.overlap_words={reader.overlap_words} must be below "
-            f"web_reader.chunk_words={reader.chunk_words}"
-        )
 
 
 def _check_sampling(config: Config) -> None:

@@ -143,7 +143,7 @@ class Client:
 
     def close(self) -> None:
         """Calls that still wait for an answer raise Unavailable."""
-        self._thread.close(self._end(), _GRACE_S)
+        self._thread.close(self._end, _GRACE_S)
 
     def __enter__(self) -> Client:
         return self

@@ -1,4 +1,4 @@
-"""What frozen modules, tools and the judge ask of a language model: text in, text out."""
+"""The protocol of chat models, text in and text out, and the meter of what they cost."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Protocol
 
 
 class ChatEngine(Protocol):
-    """A model that is not trained here, or the policy where its tokens are not."""
+    """A model behind frozen modules, tools and the judge: one that is not trained, or the policy if
+    its tokens are not.
+    """
 
     @property
     def name(self) -> str:
-        """Engine, model and settings: the key of caches and what a manifest says."""
+        """Engine, model and settings, as caches and manifests name them."""
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """The reply to one user message. Raises EngineError when there is none by the deadline, or
-        at all.
-        """
+        """Reply to one user message. Raises EngineError when there is no reply by the deadline."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens and money of some requests."""
+    """Tokens and cost of some requests."""
 
     prompt_tokens: int = 0
     reply_tokens: int = 0
@@ -36,8 +36,8 @@ _usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
 
 @contextmanager
 def metered() -> Iterator[Usage]:
-    """Adds up what is asked inside, by this task and those that it starts: with every rollout in a
-    task of its own, that of each.
+    """Accumulate the usage of all chat requests made inside the block, child tasks included. Wrap
+    each rollout's task to meter it alone.
     """
     usage = Usage()
     token = _usage.set(usage)
@@ -49,12 +49,12 @@ def metered() -> Iterator[Usage]:
 
 @dataclass(slots=True)
 class Meter:
-    """What an engine was asked for since it started, and what that cost."""
+    """Requests to a model since it started, and their cost."""
 
     price_in: float = 0.0
-    """Of a million prompt tokens."""
+    """Price of a million prompt tokens."""
     price_out: float = 0.0
-    """Of a million reply tokens."""
+    """Price of a million reply tokens."""
     requests: int = 0
     retries: int = 0
     failures: int = 0
@@ -63,7 +63,7 @@ class Meter:
     reply_tokens: int = 0
 
     def count(self, prompt_tokens: int, reply_tokens: int) -> None:
-        """A reply has come."""
+        """Count a reply."""
         self.prompt_tokens += prompt_tokens
         self.reply_tokens += reply_tokens
         if (usage := _usage.get()) is not None:
@@ -72,11 +72,9 @@ class Meter:
             usage.cost += self._cost(prompt_tokens, reply_tokens)
 
     def metrics(self) -> dict[str, float]:
-        """All of them add up over ranks."""
-        counts = {
-            name: getattr(self, name)
-            for name in ("requests", "retries", "failures", "prompt_tokens", "reply_tokens")
-        }
+        """Return the counts and the cost; all of them add up over ranks."""
+        names = ("requests", "retries", "failures", "prompt_tokens", "reply_tokens")
+        counts = {name: getattr(self, name) for name in names}
         return {**counts, "cost": self._cost(self.prompt_tokens, self.reply_tokens)}
 
     def _cost(self, prompt_tokens: int, reply_tokens: int) -> float:

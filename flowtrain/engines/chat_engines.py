@@ -1,4 +1,4 @@
-"""Start the language models that `[roles]` names, those that are used and no others, each once."""
+"""Start the language models that `[roles]` names, each of them once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from flowtrain.types import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast
 
 POLICY = "policy"
-"""The planner as it stands."""
+"""The name that a role uses for the current planner."""
 _WITHOUT_POLICY = ("judge",)
-"""Roles that the model in training may not have."""
+"""Roles that the policy may not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +30,16 @@ class ChatEngines:
     started: Mapping[str, Endpoint | TokenChat]
     """By the name in [engines], or "policy"."""
     roles: Mapping[str, ChatEngine]
-    """The engine of every role that has one; two that name the same engine share it."""
+    """The engine of every role that has one; roles that name the same engine share it."""
 
     def bind(self, policy: Engine) -> None:
-        """Say what samples from the policy, once that is there."""
+        """Set the policy's engine, which starts later than the tools that use it."""
         chat = self.started.get(POLICY)
         if isinstance(chat, TokenChat):
             chat.engine = policy
 
     def metrics(self) -> dict[str, float]:
-        """What all of them were asked for since the start, by name; adds up over ranks."""
+        """Return the meters of all models by name; the values add up over ranks."""
         return {
             f"engines/{name}/{key}": value
             for name, chat in self.started.items()
@@ -48,7 +47,7 @@ class ChatEngines:
         }
 
     def close(self) -> None:
-        """The policy's engine belongs to who has bound it."""
+        """Close all engines but the policy's, which belongs to the caller of `bind`."""
         for name, chat in self.started.items():
             if name != POLICY:
                 chat.close()
@@ -57,8 +56,8 @@ class ChatEngines:
 def make_chat_engines(
     config: Config, tokenizer: ChatTokenizer, device: torch.device, planner: str = ""
 ) -> ChatEngines:
-    """Start what the roles name, and a frozen `planner` if one is named. `tokenizer` is the
-    planner's, frozen models compute on `device`.
+    """Start the models that the roles name, and a frozen `planner` if one is named.
+    `tokenizer` is the planner's; frozen models compute on `device`.
 
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key,
     no model, no chat template.
@@ -99,12 +98,9 @@ def _check(config: Config, named: Mapping[str, str]) -> None:
 
 
 def _policy(config: Config, tokenizer: ChatTokenizer) -> TokenChat:
-    """The policy as it stands, at temperature 0; its engine is bound later."""
+    """Chat with the current policy at temperature 0; its engine is bound later."""
     key, path = config.path_of("planner")
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{key}={path!r} has no chat template, which a role that is done by the policy needs"
-        )
+    _check_template(tokenizer, key, path)
     rollout = config.rollout
     options = Chat(
         model=path, max_tokens=rollout.max_new_tokens, timeout_s=rollout.request_timeout_s
@@ -116,81 +112,18 @@ def _start(name: str, config: Config, device: torch.device) -> Endpoint | TokenC
     options = config.engines[name]
     if options.kind == "openai":
         return Endpoint(name, options)
-    from flowtrain.training.model import load_tokenizer
+    from flowtrain.engines.factory import ModelSpec, make_engine
+    from flowtrain.engines.vllm_process import check_installed
 
+    if options.kind == "vllm":
+        check_installed(f"engines.{name}.kind")
     key = f"engines.{name}.model"
-    if not options.model:
-        raise UserError(f"{key} must be a folder or hub name")
-    tokenizer = load_tokenizer(options.model, key)
+    model = ModelSpec.load(key, options.model, any_attention=options.kind == "vllm")
+    _check_template(model.tokenizer, key, options.model)
+    engine = make_engine(config, model, device, chat=options)
+    return TokenChat(f"engines.{name}", options, model.tokenizer, engine)
+
+
+def _check_template(tokenizer: ChatTokenizer, key: str, path: str) -> None:
     if not tokenizer.chat_template:
-        raise UserError(
-            f"{key}={options.model!r} has no chat template, so it cannot be asked anything"
-        )
-    make = _torch_engine if options.kind == "torch" else _vllm_engine
-    return TokenChat(
-        f"engines.{name}", options, tokenizer, make(key, options, config, tokenizer, device)
-    )
-
-
-def _torch_engine(
-    key: str,
-    options: Chat,
-    config: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    device: torch.device,
-) -> Engine:
-    import torch
-
-    from flowtrain.engines.torch_engine import TorchEngine
-    from flowtrain.training.model import load_model
-
-    model = load_model(options.model, getattr(torch, config.model.dtype), "sdpa", key).to(device)
-    return TorchEngine(model, tokenizer, None, max_batch_size=options.max_concurrency)
-
-
-def _vllm_engine(
-    key: str,
-    options: Chat,
-    config: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    device: torch.device,
-) -> Engine:
-    """In a vLLM of its own, which takes [vllm].gpu_memory_utilization of the GPU too."""
-    import torch
-    from transformers import AutoConfig, GenerationConfig
-
-    from flowtrain.engines.requests import stop_ids
-    from flowtrain.engines.vllm_engine import VllmEngine
-    from flowtrain.engines.vllm_process import (
-        VllmModel,
-        check_installed,
-        cpu_environment,
-        gpu_environment,
-    )
-
-    check_installed(f"{key.removesuffix('model')}kind")
-    try:
-        shape = AutoConfig.from_pretrained(options.model)
-        positions = int(shape.max_position_embeddings)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{key}={options.model!r} is no model that vLLM can run: {error}"
-        ) from error
-    try:
-        ends = GenerationConfig.from_pretrained(options.model)
-    except OSError:  # a model need not have one
-        ends = GenerationConfig.from_model_config(shape)
-    is_cpu = device.type == "cpu"
-    model = VllmModel(
-        options.model,
-        config.model.dtype,
-        min(config.vllm.max_model_len or positions, positions),
-        stop_ids(ends, tokenizer),
-        is_cpu=is_cpu,
-        environment=cpu_environment(torch.get_num_threads())
-        if is_cpu
-        else gpu_environment(device.index or 0),
-    )
-    return VllmEngine(
-        model, tokenizer, config.vllm.model_copy(update={"max_num_seqs": options.max_concurrency})
-    )
+        raise UserError(f"{key}={path!r} has no chat template, which a model behind a role needs")

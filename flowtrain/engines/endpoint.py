@@ -1,13 +1,14 @@
-"""A language model behind an endpoint that speaks OpenAI's chat completions.
+"""A chat model behind an endpoint that speaks OpenAI's chat completions.
 
-The client is httpx2, which OpenAI's own package is built on. That package was looked at: it tries
-again when a request fails, but neither when the body of a reply breaks off nor against a deadline
-for all attempts together, and it reads a body of any size.
+The client is httpx2, which OpenAI's own package is built on. That package retries a failed request,
+but not a reply that breaks off, knows no deadline for all attempts together, and reads a body of
+any size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import itertools
 import json
@@ -26,33 +27,37 @@ from flowtrain.types import UserError
 from flowtrain.utils.threads import Ended, LoopThread
 
 _MAX_BYTES = 8 * 2**20
-"""Of a reply, after decompression."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GRACE_S, _CLOSE_S = 0.5, 30.0, 1.0, 5.0
+"""Longest reply, after decompression."""
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_GRACE_S = 1.0
+_CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
-"""A wrong key, model or address."""
-_PASSING = (408, 409, 425, 429)
-"""Besides 5xx: another attempt may succeed."""
+"""Status of a wrong key, model or address."""
+_RETRIED = (408, 409, 425, 429)
+"""Status, besides 5xx, after which another attempt may succeed."""
 
 
-class _Passing(Exception):
-    """This attempt failed; another may not."""
+class _AttemptFailed(Exception):
+    """This attempt failed; another one may succeed."""
 
     def __init__(self, problem: str, pause_s: float = 0.0) -> None:
         super().__init__(problem)
         self.pause_s = pause_s
-        """At least so long until the next attempt, as the endpoint wishes."""
+        """Shortest pause before the next attempt, as the endpoint asks."""
 
 
 class Endpoint:
-    """See `ChatEngine`. Its connections live on a thread of their own, because every `collect`
-    makes a new event loop.
+    """See `ChatEngine`. Its connections belong to the event loop of another thread, because every
+    `collect` makes a new loop.
     """
 
     def __init__(self, label: str, options: Chat) -> None:
-        """`label` is its name in [engines]. Raises UserError for a missing key or model, and for an
-        address that is none.
+        """`label` is its name in [engines]. Raises UserError for a missing key or model, and for a
+        malformed address.
         """
-        self._label, self._options = label, options
+        self._label = label
+        self._options = options
         self._url = f"{options.base_url.rstrip('/')}/chat/completions"
         self.name = (
             f"{options.model} at {options.base_url}, temperature {options.temperature:g}, "
@@ -61,16 +66,17 @@ class Endpoint:
         self.meter = Meter(options.price_in, options.price_out)
         self._has_answered = False
         self._free = asyncio.Semaphore(options.max_concurrency)
-        limits = httpx2.Limits(
-            max_connections=None, max_keepalive_connections=options.max_concurrency
-        )
         self._client = httpx2.AsyncClient(
-            headers=_headers(label, options), limits=limits, timeout=None
+            headers=_headers(label, options),
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=options.max_concurrency
+            ),
+            timeout=None,
         )
         self._thread = LoopThread(f"endpoint-{label}")
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Raises EngineError; and UserError when the endpoint has refused the key, the model or the
+        """Raises EngineError, and UserError when the endpoint has refused the key, the model or the
         address ever since the start.
         """
         self.meter.requests += 1
@@ -78,34 +84,28 @@ class Endpoint:
         body = self._body(prompt, seed)
         try:
             return await self._thread.call(self._reply(body, deadline), deadline + _GRACE_S)
-        except (TimeoutError, Ended) as error:
+        except (TimeoutError, Ended, EngineError) as error:
             self.meter.failures += 1
-            raise EngineError(f"engines.{self._label} did not answer in time") from error
-        except EngineError as error:
-            self.meter.failures += 1
-            raise EngineError(f"engines.{self._label}: {error}") from error
+            problem = str(error) if isinstance(error, EngineError) else "it did not answer in time"
+            raise EngineError(f"engines.{self._label}: {problem}") from error
 
     def close(self) -> None:
-        self._thread.close(self._client.aclose(), _CLOSE_S)
+        self._thread.close(self._client.aclose, _CLOSE_S)
 
     def _body(self, prompt: str, seed: int) -> dict[str, object]:
         options = self._options
-        # OpenAI's newest models know the second name only, most other servers the first.
-        limit = (
-            "max_completion_tokens"
-            if urlsplit(self._url).hostname == "api.openai.com"
-            else "max_tokens"
-        )
-        messages = [{"role": "user", "content": prompt}]
-        settings = {
+        # OpenAI's newest models know one name only, most other servers the other.
+        is_openai = urlsplit(self._url).hostname == "api.openai.com"
+        return {
+            "model": options.model,
+            "messages": [{"role": "user", "content": prompt}],
             "temperature": options.temperature,
             "seed": seed % 2**31,
-            limit: options.max_tokens,
+            "max_completion_tokens" if is_openai else "max_tokens": options.max_tokens,
         }
-        return {"model": options.model, "messages": messages, **settings}
 
     async def _reply(self, body: dict[str, object], deadline: float) -> str:
-        """Attempts until one succeeds, fails for good, or the time is up."""
+        """Attempt until one succeeds, one fails for good, or the time is up."""
         problem = "other requests took all the time"
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -113,8 +113,9 @@ class Endpoint:
                     try:
                         async with self._free:
                             return await self._attempt(body)
-                    except _Passing as failed:
-                        problem, pause_s = str(failed), max(failed.pause_s, _pause(attempt))
+                    except _AttemptFailed as failed:
+                        problem = str(failed)
+                        pause_s = max(failed.pause_s, _pause(attempt))
                     if attempt == self._options.max_retries:
                         raise EngineError(f"{problem} (attempt {attempt + 1}, the last)")
                     if time.monotonic() + pause_s >= deadline:
@@ -136,24 +137,22 @@ class Endpoint:
             ):
                 content = await _read(response)
         except TimeoutError:
-            raise _Passing(f"no reply within timeout_s={timeout_s:g}") from None
+            raise _AttemptFailed(f"no reply within timeout_s={timeout_s:g}") from None
         except httpx2.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _AttemptFailed(f"{type(error).__name__}: {error}") from error
         except httpx2.DecodingError as error:
             raise EngineError(f"a body that cannot be decompressed: {error}") from error
         status = response.status_code
-        if status in _PASSING or status >= 500:
-            raise _Passing(
-                f"HTTP {status}: {_shown(content)}",
-                _retry_after(response.headers.get("retry-after", "")),
-            )
+        problem = f"HTTP {status}: {_shown(content)}"
+        if status in _RETRIED or status >= 500:
+            raise _AttemptFailed(problem, _retry_after(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
                 f"engines.{self._label}: {self._url} answers HTTP {status} to model "
                 f"{body['model']!r}: {_shown(content)}"
             )
         if status != 200:
-            raise EngineError(f"HTTP {status}: {_shown(content)}")
+            raise EngineError(problem)
         text, prompt_tokens, reply_tokens = _parse(content)
         self._has_answered = True
         self.meter.count(prompt_tokens, reply_tokens)
@@ -183,14 +182,13 @@ async def _read(response: httpx2.Response) -> bytes:
     async for part in response.aiter_bytes():
         content += part
         if len(content) > _MAX_BYTES:
-            raise EngineError(
-                f"a body of more than {_MAX_BYTES} bytes: {_shown(bytes(content[:200]))}"
-            )
+            beginning = _shown(bytes(content[:200]))
+            raise EngineError(f"a body of more than {_MAX_BYTES} bytes: {beginning}")
     return bytes(content)
 
 
 def _parse(content: bytes) -> tuple[str, int, int]:
-    """The reply, and how many tokens prompt and reply have; 0 where the endpoint does not say."""
+    """Return the reply and the number of tokens of prompt and reply (0 if unknown)."""
     try:
         reply = json.loads(content)
     except (ValueError, RecursionError):
@@ -210,25 +208,26 @@ def _parse(content: bytes) -> tuple[str, int, int]:
 
 
 def _pause(attempt: int) -> float:
-    """Twice as long from attempt to attempt, give or take a half, so that rollouts that were
-    refused together do not come back together.
+    """Return a pause that doubles from attempt to attempt, give or take a half, so that rollouts
+    that were refused together do not come back together.
     """
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
 
 
 def _retry_after(header: str) -> float:
-    """Seconds, as a number or as a date; 0 for anything else."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+    """Return the seconds that a header asks for, as a number or as a date; 0 for anything else."""
+    for parse in (float, _seconds_until):
+        with contextlib.suppress(ValueError, OverflowError):
+            seconds = parse(header)
+            return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+    return 0.0
+
+
+def _seconds_until(date: str) -> float:
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
 
 
 def _shown(content: bytes) -> str:
-    """The beginning of a body on one line."""
+    """Return the beginning of a body on one line."""
     text = " ".join(content[:400].decode(errors="replace").split())
     return repr(text[:200]) if text else "an empty body"

@@ -1,6 +1,4 @@
-"""The models that sample in the flow, the planner's and, where it is a policy of its own, the
-verifier's; and what samples from them.
-"""
+"""Build the engine that samples from a model: from a policy, or from a frozen chat model."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flowtrain.config import Config
+from flowtrain.config import Chat, Config, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
@@ -25,50 +23,51 @@ from flowtrain.engines.vllm_engine import VllmEngine
 from flowtrain.engines.vllm_process import VllmModel, cpu_environment, gpu_environment
 from flowtrain.training import model as models
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 from flowtrain.weights import Source, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyModel:
-    """A policy without its weights."""
+class ModelSpec:
+    """A model without its weights."""
 
     key: str
-    """The option that says where it is."""
+    """The option that names the path."""
     path: str
-    """Folder or hub name of the warm model; "tiny": one that is made here."""
+    """Folder or hub name of the model; "tiny": one that is made here."""
     tokenizer: PreTrainedTokenizerFast
     shape: PretrainedConfig
     generation: GenerationConfig
-    """Says how a response ends."""
+    """Names the tokens that end a response."""
 
     @classmethod
     def of(
         cls, key: str, path: str, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
-    ) -> PolicyModel:
+    ) -> ModelSpec:
         shape = copy.deepcopy(model.config)
         shape.architectures = [type(model).__name__]
         return cls(key, path, tokenizer, shape, model.generation_config)
 
     @classmethod
-    def load(cls, key: str, path: str) -> PolicyModel:
-        """Raises UserError for what is no model, with the option that names it."""
+    def load(cls, key: str, path: str, any_attention: bool = False) -> ModelSpec:
+        """Load the spec of a folder or hub name. `any_attention`: allow layers that vLLM alone can
+        compute. Raises UserError that names the option.
+        """
         if not path:
-            raise UserError(
-                f"{key} must be the folder or hub name of a model: this policy is not trained here"
-            )
+            raise UserError(f"{key} must be the folder or hub name of a model")
         tokenizer = models.load_tokenizer(path, key)
-        try:
+        problem = f"{key}={path!r} is no causal language model that transformers can load"
+        with user_error(problem, OSError, ValueError):
             shape = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{key}={path!r} is no causal language model that transformers can load: {error}"
-            ) from error
-        models.check_model(shape, path, key)
+        if not hasattr(shape, "max_position_embeddings"):
+            raise UserError(f"{key}={path!r} does not say how many positions the model has")
+        if not any_attention:
+            models.check_model(shape, path, key)
         try:
-            ends = GenerationConfig.from_pretrained(path)
+            generation = GenerationConfig.from_pretrained(path)
         except OSError:  # a model need not have one
-            ends = GenerationConfig.from_model_config(shape)
-        return cls(key, path, tokenizer, shape, ends)
+            generation = GenerationConfig.from_model_config(shape)
+        return cls(key, path, tokenizer, shape, generation)
 
     @property
     def max_positions(self) -> int:
@@ -78,11 +77,11 @@ class PolicyModel:
         return int(self.without_weights().num_parameters())
 
     def layout(self, dtype: torch.dtype) -> str:
-        """As `layout_digest` of the model itself."""
+        """Return the `layout_digest` of the model."""
         return models.layout_digest(self.without_weights(), self.tokenizer, dtype)
 
     def without_weights(self) -> PreTrainedModel:
-        """The model on the meta device."""
+        """Build the model on the meta device."""
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(self.shape))
         return model
@@ -90,73 +89,78 @@ class PolicyModel:
 
 def make_engine(
     config: Config,
-    policy: PolicyModel,
+    model: ModelSpec,
     device: torch.device,
-    store: Source | None,
+    store: Source | None = None,
+    *,
+    chat: Chat | None = None,
     records_entropies: bool = False,
 ) -> Engine:
-    """Its weights come from the store by version; without one they are those at the policy's path,
-    and never change. `records_entropies`: completions hold them (torch engine only).
+    """Build the engine that samples from `model`.
+
+    Args:
+        config: chooses the engine of a policy in [rollout], and how vLLM runs in [vllm].
+        store: gives the weights by version; None: they are those at the model's path for good.
+        chat: options of a frozen chat model, which choose its engine and how many replies it
+            samples at a time; None: the model is a policy.
+        records_entropies: completions hold the sampler's entropies (torch engine with a store).
     """
-    if config.rollout.engine == "vllm":
-        return _vllm_engine(config, policy, device, store)
-    return _torch_engine(config, policy, device, store, records_entropies)
-
-
-def _torch_engine(
-    config: Config,
-    policy: PolicyModel,
-    device: torch.device,
-    store: Source | None,
-    records_entropies: bool,
-) -> TorchEngine:
+    kind = config.rollout.engine if chat is None else chat.kind
+    if kind == "vllm":
+        options = config.vllm
+        if chat is not None:
+            options = options.model_copy(update={"max_num_seqs": chat.max_concurrency})
+        vllm_model = _vllm_model(config, options, model, device, store)
+        return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
     if store is None:
-        model = models.load_model(policy.path, dtype, "sdpa", policy.key)
+        network = models.load_model(model.path, dtype, "sdpa", model.key)
     else:
-        # A copy, because from_config writes the attention it was asked for into the config it was
-        # given.
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(policy.shape), dtype=dtype, attn_implementation="sdpa"
+        # from_config writes the attention that it was asked for into the config it was given
+        network = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.shape), dtype=dtype, attn_implementation="sdpa"
         )
-    model.generation_config = policy.generation
-    batch, scrub = config.rollout.max_batch_size, config.weights.verify_every
+    network.generation_config = model.generation
     return TorchEngine(
-        model.to(device),
-        policy.tokenizer,
+        network.to(device),
+        model.tokenizer,
         store,
-        max_batch_size=batch,
-        verify_every=scrub,
-        tells_entropies=store is not None and records_entropies,
+        max_batch_size=config.rollout.max_batch_size if chat is None else chat.max_concurrency,
+        verify_every=config.weights.verify_every,
+        records_entropies=store is not None and records_entropies,
     )
 
 
-def _vllm_engine(
-    config: Config, policy: PolicyModel, device: torch.device, store: Source | None
-) -> VllmEngine:
-    options, positions, is_cpu = config.vllm, policy.max_positions, device.type == "cpu"
+def _vllm_model(
+    config: Config, options: Vllm, model: ModelSpec, device: torch.device, store: Source | None
+) -> VllmModel:
+    positions = model.max_positions
     if options.max_model_len > positions:
         raise UserError(
             f"vllm.max_model_len={options.max_model_len} must be at most the {positions} positions "
-            f"of {policy.key}={policy.path!r}"
+            f"of {model.key}={model.path!r}"
         )
+    is_cpu = device.type == "cpu"
     if is_cpu and options.sleep:
         raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
-    model = VllmModel(
-        policy.path if store is None else copy.deepcopy(policy.shape),
-        config.model.dtype,
-        options.max_model_len or positions,
-        stop_ids(policy.generation, policy.tokenizer),
-        _location(store),
-        config.weights.verify_every,
-        is_cpu,
-        cpu_environment(torch.get_num_threads()) if is_cpu else gpu_environment(device.index or 0),
+    if is_cpu:
+        environment = cpu_environment(torch.get_num_threads())
+    else:
+        environment = gpu_environment(device.index or 0)
+    return VllmModel(
+        source=model.path if store is None else copy.deepcopy(model.shape),
+        dtype=config.model.dtype,
+        max_tokens=options.max_model_len or positions,
+        stop_ids=stop_ids(model.generation, model.tokenizer),
+        store=_location(store),
+        verify_every=config.weights.verify_every,
+        is_cpu=is_cpu,
+        environment=environment,
     )
-    return VllmEngine(model, policy.tokenizer, options)
 
 
 def _location(store: Source | None) -> str:
-    """For a process with a folder of its own."""
+    """Name the store for a process with another working folder."""
     if store is None:
         return ""
     return str(store.root.resolve()) if isinstance(store, WeightStore) else str(store)

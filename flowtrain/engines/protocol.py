@@ -1,4 +1,4 @@
-"""What the flow and the trainer ask of an engine."""
+"""The engine protocol: what the flow and the trainer ask of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowtrain.types import Completion, Sampling
 
 
 class EngineError(RuntimeError):
-    """An engine failed, and so did what was tried to mend it."""
+    """An engine failed for good."""
 
 
 class Engine(Protocol):
@@ -18,23 +18,23 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The weights that sample now."""
+        """Version of the weights that sample now."""
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and response together may not be longer."""
+        """Longest prompt and response together."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion and answer by `sampling.deadline_s`, even with part of it."""
 
     def load(self, version: int) -> None:
-        """Sample with the weights `version` of the store from now on."""
+        """Bring the weights to a version of the store."""
 
     def sleep(self) -> None:
-        """Give up memory until the next `load`, if the engine can; nothing is sampled meanwhile."""
+        """Give up memory until the next `load`, if the engine can; it samples nothing meanwhile."""
 
     def metrics(self) -> dict[str, float]:
-        """What the last load did, and what went wrong so far."""
+        """Return the metrics of the last load and the counts of failures so far."""
 
     def close(self) -> None:
         """Free what the engine holds; it is not used any more."""
@@ -42,13 +42,13 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class NoEngine:
-    """Of a rank that only trains: nobody asks it anything."""
+    """The engine of a rank that only trains: no request comes to it."""
 
     max_tokens: int
     version: int = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        raise AssertionError("no task falls to a rank that only trains")
+        raise AssertionError("a rank that only trains gets no task")
 
     def load(self, version: int) -> None:
         self.version = version

@@ -1,5 +1,5 @@
-"""What every engine decides alike about a request: whether it fits, where it ends, and what its
-answer says.
+"""Rules about requests that all engines share: which ones fit, where a response ends, and what its
+completion holds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowtrain.types import Completion, FinishReason, KeptTokens, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
 
 
 class Decodes(Protocol):
@@ -21,16 +21,14 @@ class Decodes(Protocol):
 
 
 def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
-    """Raises UserError when prompt and response cannot fit into `max_tokens`, when one has no
-    token, and for top-p without top-k.
+    """Raises UserError when prompt and response do not fit into `max_tokens`, when one of them has
+    no token, and for top-p without top-k.
     """
-    if (
-        not 1 <= len(prompt_ids) <= max_tokens - sampling.max_new_tokens
-        or sampling.max_new_tokens < 1
-    ):
+    num_prompt = len(prompt_ids)
+    num_new = sampling.max_new_tokens
+    if num_prompt < 1 or num_new < 1 or num_prompt + num_new > max_tokens:
         raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens with max_new_tokens={sampling.max_new_tokens} "
-            "does not fit: "
+            f"a prompt of {num_prompt} tokens with max_new_tokens={num_new} does not fit: "
             f"both must be at least 1 and together at most {max_tokens}"
         )
     if sampling.top_p < 1 and not sampling.top_k:
@@ -40,8 +38,8 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int
 
 
 def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
-    """Models may name several end tokens in their generation config (None: they have none), besides
-    the tokenizer's.
+    """Return the tokens that end a response: those of the model's generation config and the
+    tokenizer's.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ids = [named] if isinstance(named, int) else list(named or [])
@@ -49,7 +47,7 @@ def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
 
 
 def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
-    """Whether the decoded response contains one; a prompt cannot trigger it."""
+    """Return whether the decoded response contains a stop string; the prompt does not count."""
     if not stop_strings:
         return False
     text = tokenizer.decode(ids)
@@ -59,15 +57,15 @@ def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer:
 def stop_place(
     ids: Sequence[int], start: int, stop_strings: Sequence[str], tokenizer: Decodes
 ) -> int:
-    """How many tokens there are up to the first, of those from `start` on, that completes a stop
-    string; 0: none does.
+    """Return the number of tokens up to the first one from `start` on that completes a stop string;
+    0: none does.
     """
     ends = range(start + 1, len(ids) + 1)
     return next((end for end in ends if hits_stop_string(ids[:end], stop_strings, tokenizer)), 0)
 
 
 class FlatLogprobs(Protocol):
-    """vLLM's: for each sampled token an entry of its own, then one for each of the most likely
+    """vLLM's log-probs: for each sampled token its own entry, then one for each of the most likely
     tokens.
     """
 
@@ -78,9 +76,7 @@ class FlatLogprobs(Protocol):
 
 
 def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
-    """For each sampled token, those of the most likely that could be sampled: the others' log-probs
-    are -inf.
-    """
+    """Return the tokens that could be sampled at each position; others have log-prob -inf."""
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
     return [
         [flat.token_ids[i] for i in range(start + 1, end) if flat.logprobs[i] > -math.inf]
@@ -96,8 +92,12 @@ def completion(
     kept: Sequence[Sequence[int]] | None = None,
     entropies: Sequence[float] = (),
 ) -> Completion:
-    """`labels`: (version, first token) of each span, in order; `kept`: what each id was sampled
-    from, with what entropies.
+    """Build the record of a response.
+
+    Args:
+        labels: (version, first token) of each span, in order.
+        kept: the tokens that each id was sampled from; None: all.
+        entropies: in nats, one per id, if the engine records them.
     """
     assert len(ids) == len(logprobs) and (kept is None or len(kept) == len(ids))
     ends = [*(start for _, start in labels[1:]), len(ids)]
@@ -106,12 +106,11 @@ def completion(
         for (version, start), end in zip(labels, ends, strict=True)
     ]
     filled = tuple(span for span in spans if span.start < span.end)
-    sets = None if kept is None else KeptTokens.of(kept)
     return Completion(
         tuple(ids),
         tuple(logprobs),
-        filled or (VersionSpan(0, 0, labels[-1][0]),),
-        reason,
-        sets,
-        tuple(entropies),
+        spans=filled or (VersionSpan(0, 0, labels[-1][0]),),
+        finish_reason=reason,
+        sampling_mask=None if kept is None else SamplingMask.of(kept),
+        entropies=tuple(entropies),
     )

@@ -1,5 +1,5 @@
-"""Text in, text out over an engine of tokens: the policy where its tokens are not trained, and
-frozen models in this process or in vLLM.
+"""Chat over an engine of tokens: with the policy if its tokens are not trained, and with frozen
+models in this process or in vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatTokenizer(Protocol):
 
 
 def encode_chat(tokenizer: ChatTokenizer, prompt: str) -> list[int]:
-    """The tokens of one user message, up to where the reply begins."""
+    """Encode one user message, up to where the reply begins."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
     )
@@ -41,10 +41,12 @@ class TokenChat:
     def __init__(
         self, label: str, options: Chat, tokenizer: ChatTokenizer, engine: Engine | None = None
     ) -> None:
-        """Of the options, what says how to sample counts. The policy's engine may come later: tools
-        are made before it.
+        """`options`: only those of sampling count. The policy's engine may be set later, because
+        tools are made before it.
         """
-        self._label, self._options, self._tokenizer = label, options, tokenizer
+        self._label = label
+        self._options = options
+        self._tokenizer = tokenizer
         self.engine = engine
         self.meter = Meter(options.price_in, options.price_out)
 
@@ -52,14 +54,12 @@ class TokenChat:
     def name(self) -> str:
         version = 0 if self.engine is None else self.engine.version
         options = self._options
-        return (
-            f"{options.model} version {version}, temperature {options.temperature:g}, max_tokens "
-            f"{options.max_tokens}"
-        )
+        settings = f"temperature {options.temperature:g}, max_tokens {options.max_tokens}"
+        return f"{options.model} version {version}, {settings}"
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """A prompt that leaves the reply fewer than `max_tokens` gets a shorter one; one that
-        leaves it none is an EngineError.
+        """Reply, with fewer than `max_tokens` tokens if the prompt leaves no more; a prompt that
+        leaves none is an EngineError.
         """
         self.meter.requests += 1
         try:

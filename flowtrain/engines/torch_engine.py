@@ -1,8 +1,8 @@
 """The embedded engine: any Hugging Face causal LM in this process, on CPU or GPU.
 
-Requests that wait at the same time share a batch; equal prompts (the G rollouts of a question) are
-prefilled once. The loop below stands in for `model.generate` because it shares prefills, drops
-finished rows and seeds each request by itself: `bench/rollout.py` measures both.
+Requests that wait at the same time share a batch, and equal prompts (the G rollouts of a question)
+share a prefill. The loop below replaces `model.generate` because it shares prefills, drops finished
+rows and seeds each request by itself: `bench/rollout.py` measures both.
 
 B: rows still sampling, P: padded prompt tokens, V: vocabulary.
 """
@@ -10,6 +10,7 @@ B: rows still sampling, P: padded prompt tokens, V: vocabulary.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,21 +28,21 @@ from flowtrain.weights import Loaded, Source, WeightReader
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One completion in the making."""
+    """A request that waits or is being sampled."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     deadline: float
-    """Of time.monotonic()."""
+    """When the request must be answered, by time.monotonic()."""
     answer: asyncio.Future[Completion]
     version: int
-    """Of the weights that sample it."""
+    """Version of the weights that sample it."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
-    """What each id was sampled from; nothing where that is all tokens."""
+    """The tokens that each id was sampled from; empty if these are all tokens."""
     entropies: list[float] = field(default_factory=list)
-    """Nothing unless the engine tells them."""
+    """Empty unless the engine records them."""
     finish_reason: FinishReason | None = None
 
 
@@ -53,15 +54,18 @@ class TorchEngine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
         store: Source | None,
+        *,
         version: int = 0,
         max_batch_size: int = 256,
         verify_every: int = 0,
-        tells_entropies: bool = False,
+        records_entropies: bool = False,
     ) -> None:
-        """The model's weights are taken to be `version` until `load` was called; `verify_every` as
-        for `WeightReader`.
-
-        Without a store they stay what they are. `tells_entropies`: fill `Completion.entropies`.
+        """
+        Args:
+            store: gives later weights; None: the model's weights never change.
+            version: of the weights that the model has now.
+            verify_every: see `WeightReader`.
+            records_entropies: fill `Completion.entropies`.
         """
         self._model = model.eval()
         self._tokenizer = tokenizer
@@ -71,11 +75,10 @@ class TorchEngine:
             self._reader = WeightReader(
                 store, dict(model.named_parameters()), torch.get_num_threads(), verify_every
             )
-        self.loaded: Loaded | None = None
-        """What the last load did."""
+        self._loaded: Loaded | None = None
         self._version = version
         self._max_batch_size = max_batch_size
-        self._tells_entropies = tells_entropies
+        self._records_entropies = records_entropies
         self._waiting: list[_Request] = []
         self._batcher: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
@@ -89,8 +92,8 @@ class TorchEngine:
         return int(self._model.config.max_position_embeddings)
 
     def load(self, version: int) -> None:
-        """Bring the model's weights to `version`, in place: fetched while requests are sampled,
-        changed between two batches of them.
+        """Bring the model's weights to a version in place: fetch while requests are sampled, write
+        between two batches.
         """
         assert self._reader is not None, "a model without a store is frozen"
         wait([self._reader.stage(version)])
@@ -98,16 +101,16 @@ class TorchEngine:
 
     def _load(self, reader: WeightReader, version: int) -> None:
         try:
-            self.loaded = reader.load(version)
+            self._loaded = reader.load(version)
         finally:
             if reader.version is not None:
                 self._version = reader.version
 
     def sleep(self) -> None:
-        """It keeps its weights, and has no cache between batches."""
+        """Do nothing: the engine needs its weights and has no cache between batches."""
 
     def metrics(self) -> dict[str, float]:
-        return {} if self.loaded is None else self.loaded.metrics()
+        return {} if self._loaded is None else self._loaded.metrics()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -133,8 +136,8 @@ class TorchEngine:
             timer.cancel()
 
     def _expire(self, request: _Request) -> None:
-        """Answer a request whose time ran out before its batch came; one that is being sampled ends
-        by itself.
+        """Answer a request whose time ran out before its batch came; a request that is being
+        sampled ends by itself.
         """
         if request in self._waiting:
             self._waiting.remove(request)
@@ -142,54 +145,46 @@ class TorchEngine:
             request.answer.set_result(_completion(request))
 
     async def _run_batches(self) -> None:
-        """Sample what waits, until nothing does. Runs as one task, so batches follow each other."""
+        """Sample batch after batch until no request waits; one task at a time does this."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             await asyncio.sleep(0)  # lets every rollout that is ready to ask join this batch
-            batch, self._waiting = (
-                self._waiting[: self._max_batch_size],
-                self._waiting[self._max_batch_size :],
-            )
-            if not batch:  # the last one's time ran out meanwhile
+            batch = self._waiting[: self._max_batch_size]
+            self._waiting = self._waiting[self._max_batch_size :]
+            if not batch:  # the time of the last request ran out meanwhile
                 return
             sampled = loop.run_in_executor(self._thread, self._sample, batch)
             await asyncio.wait({sampled})
             if (error := sampled.exception()) is not None:
-                # Those that came while the batch was sampled, too: nobody is left to answer them.
-                unanswered, self._waiting = [*batch, *self._waiting], []
+                # Requests that came meanwhile fail too: no task would answer them.
+                unanswered = [*batch, *self._waiting]
+                self._waiting = []
                 for request in unanswered:
                     if not request.answer.done():
                         request.answer.set_exception(error)
                 return
             for request in batch:
-                if not request.answer.done():  # a rollout that was cancelled no longer listens
+                if not request.answer.done():  # a cancelled rollout no longer listens
                     request.answer.set_result(_completion(request))
 
     @torch.inference_mode()
     def _sample(self, requests: list[_Request]) -> None:
         """Fill ids, logprobs and finish_reason of every request."""
         for request in requests:
-            request.version = (
-                self._version
-            )  # not when it was asked for, nor when it is answered: a load may come between
+            request.version = self._version  # a load may come before this, or before the answer
         device = self._model.device
         logits_BV, cache, visible_BP, position_B = self._prefill(requests)
-        uniform = np.stack(
-            [
-                _uniforms(r.sampling, max(q.sampling.max_new_tokens for q in requests))
-                for r in requests
-            ]
-        )
-        uniform_BT = torch.from_numpy(uniform).to(device)
+        longest = max(request.sampling.max_new_tokens for request in requests)
+        uniforms = np.stack([_uniforms(request.sampling, longest) for request in requests])
+        uniform_BT = torch.from_numpy(uniforms).to(device)
         temperature_B = torch.tensor([r.sampling.temperature for r in requests], device=device)
         rows = list(range(len(requests)))
         for step in range(uniform_BT.shape[1]):
             under_way = [requests[i] for i in rows]
             logprob_BV = _logprobs(logits_BV, temperature_B[rows])
-            if self._tells_entropies:
-                for request, entropy in zip(
-                    under_way, _entropies(logprob_BV).tolist(), strict=True
-                ):
+            if self._records_entropies:
+                entropies = _entropies(logprob_BV).tolist()
+                for request, entropy in zip(under_way, entropies, strict=True):
                     request.entropies.append(entropy)
             if any(request.sampling.is_truncated for request in under_way):
                 logprob_BV = _truncate(logprob_BV, under_way)
@@ -201,11 +196,9 @@ class TorchEngine:
             if len(alive) < len(rows):
                 alive_B = torch.tensor(alive, device=device)
                 cache.batch_select_indices(alive_B)
-                ids_B, visible_BP, position_B = (
-                    ids_B[alive_B],
-                    visible_BP[alive_B],
-                    position_B[alive_B],
-                )
+                ids_B = ids_B[alive_B]
+                visible_BP = visible_BP[alive_B]
+                position_B = position_B[alive_B]
                 rows = [rows[k] for k in alive]
             visible_BP = torch.cat([visible_BP, visible_BP.new_ones(len(rows), 1)], dim=1)
             logits_BV = self._forward(
@@ -214,7 +207,10 @@ class TorchEngine:
             position_B = position_B + 1
 
     def _prefill(self, requests: list[_Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Each distinct prompt once, padded on the left; then one row per request."""
+        """Prefill each distinct prompt once, padded on the left; then copy to one row per request.
+
+        Returns the logits [B, V], the cache, the visible tokens [B, P] and the next positions [B].
+        """
         device = self._model.device
         prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
         longest = max(map(len, prompts))
@@ -223,7 +219,8 @@ class TorchEngine:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             visible[row, longest - len(prompt) :] = True
-        ids, visible = ids.to(device), visible.to(device)
+        ids = ids.to(device)
+        visible = visible.to(device)
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         # Padding sees itself, so that no row of the softmax is empty.
         mask = (causal & visible[:, None, :]) | torch.eye(longest, dtype=torch.bool, device=device)
@@ -236,7 +233,7 @@ class TorchEngine:
         return logits[row_B], cache, visible, visible.sum(1)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """fp32 logits after the last token, [rows, V]."""
+        """Return the fp32 logits after the last token, [rows, V]."""
         out = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -258,27 +255,24 @@ class TorchEngine:
                 request.finish_reason = FinishReason.STOP
             elif len(request.ids) >= sampling.max_new_tokens:
                 request.finish_reason = FinishReason.LENGTH
-            elif (
-                now >= request.deadline or request.answer.done()
-            ):  # or its rollout was cut, and no longer listens
+            elif now >= request.deadline or request.answer.done():  # its rollout was cancelled
                 request.finish_reason = FinishReason.DEADLINE
 
 
 def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
-    """At temperature 1 where it is 0."""
-    return (logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]).log_softmax(
-        -1
-    )
+    """Return the log-probs at each row's temperature; at temperature 1 for a greedy row."""
+    divisor_B = torch.where(temperature_B == 0, 1.0, temperature_B)
+    return (logits_BV / divisor_B[:, None]).log_softmax(-1)
 
 
 def _entropies(logprob_BV: Tensor) -> Tensor:
-    """In nats, [B]."""
+    """Return the entropy of each row in nats, [B]."""
     return torch.special.entr(logprob_BV.exp()).sum(-1)
 
 
 def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
-    """Log-probs among what top-k and then top-p keep, -inf elsewhere; each request that they bound
-    notes what was kept.
+    """Return the log-probs among the tokens that top-k and then top-p keep, -inf elsewhere; each
+    truncated request notes its kept tokens.
     """
     bounds = [
         (r.sampling.top_k, r.sampling.top_p) if r.sampling.is_truncated else (0, 1.0)
@@ -290,27 +284,21 @@ def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
     share_BK = best_BK.where(is_kept_BK, -torch.inf).softmax(-1)
     is_kept_BK &= share_BK.cumsum(-1) - share_BK < top_p_B1
     among_BK = best_BK.where(is_kept_BK, -torch.inf).log_softmax(-1)
-    for request, ids_K, is_kept_K in zip(
-        requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True
-    ):
+    kept = zip(requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True)
+    for request, ids_K, is_kept_K in kept:
         if request.sampling.is_truncated:
-            request.kept.append(
-                [token for token, is_kept in zip(ids_K, is_kept_K, strict=True) if is_kept]
-            )
-    return torch.where(
-        top_k_B1 > 0,
-        torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, among_BK),
-        logprob_BV,
-    )
+            request.kept.append(list(itertools.compress(ids_K, is_kept_K)))
+    truncated_BV = torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, among_BK)
+    return torch.where(top_k_B1 > 0, truncated_BV, logprob_BV)
 
 
 def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample by inverting the distribution function at one uniform number per row; a greedy one
+    """Sample by inverting the distribution function at one uniform number per row; a greedy row
     takes the most likely token.
     """
     cumulative_BV = logprob_BV.exp().cumsum(-1)
-    # Below the last entry, which rounding can leave a little off 1: so the index is in range, and
-    # of a token that can be sampled.
+    # Stay below the last entry, which rounding can move off 1: then the index is in range, and its
+    # token can be sampled.
     end_B1 = cumulative_BV[:, -1:]
     threshold_B1 = (uniform_B[:, None] * end_B1).minimum(end_B1.nextafter(torch.zeros_like(end_B1)))
     sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
@@ -319,18 +307,17 @@ def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple
 
 
 def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
-    """The request's own random numbers, fp32 [length]: the same whatever else is in the batch."""
+    """Draw the request's own random numbers, fp32 [length]; they do not depend on the batch."""
     return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
 
 
 def _completion(request: _Request) -> Completion:
     assert request.finish_reason is not None
-    kept = request.kept if request.sampling.is_truncated else None
     return completion(
         request.ids,
         request.logprobs,
-        [(request.version, 0)],
-        request.finish_reason,
-        kept,
-        request.entropies,
+        labels=[(request.version, 0)],
+        reason=request.finish_reason,
+        kept=request.kept if request.sampling.is_truncated else None,
+        entropies=request.entropies,
     )

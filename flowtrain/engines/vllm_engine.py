@@ -1,15 +1,19 @@
-"""Sampling by vLLM, in processes of its own; weights change in place while requests are under way.
+"""Sampling by vLLM in processes of its own, which are replaced when they die.
 
-`VllmEngine` is what the flow and the trainer see. Below it a `AsyncLLMRunner` is one life of vLLM.
-When it ends (its process died, or did not answer for `vllm.hang_timeout_s`), the next one is
-brought to the same version from the store, and what was not answered is asked once more.
+An `AsyncLLMRunner` is one running vLLM. When its process dies, or does not answer for
+`vllm.hang_timeout_s`, the `Supervisor` starts the next one, which loads the same version from the
+store, and requests without an answer are sent once more.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,34 +23,79 @@ from transformers import PretrainedConfig
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.requests import Decodes, check_request, completion
-from flowtrain.engines.supervisor import EngineDied, Supervisor
 from flowtrain.engines.vllm_process import VllmModel, check_installed
-from flowtrain.engines.vllm_runner import AsyncLLMRunner
+from flowtrain.engines.vllm_runner import AsyncLLMRunner, EngineDied
 from flowtrain.types import Completion, FinishReason, Sampling
-from flowtrain.utils.threads import within
+from flowtrain.utils.threads import Ended, within
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Keeps one runner alive. Starting a runner takes long, so it happens on a thread, and requests
+    that need the runner wait for it.
+    """
+
+    def __init__(self, start: Callable[[], AsyncLLMRunner]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self.num_restarts = 0
+        self.runner = self._next()
+        """The current runner, or what kept it from starting."""
+
+    def replace(self, dead: AsyncLLMRunner, reason: str) -> None:
+        """Start the next runner, once: every request that finds the current one dead calls this."""
+        with self._lock:
+            current = self.runner
+            if not current.done() or current.exception() or current.result() is not dead:
+                return
+            self.num_restarts += 1
+            _log.warning("restart %d: %s", self.num_restarts, reason)
+            dead.kill()
+            self.runner = self._next()
+
+    def close(self) -> None:
+        with self._lock:
+            if self.runner.done() and self.runner.exception() is None:
+                self.runner.result().close()
+
+    def _next(self) -> Future[AsyncLLMRunner]:
+        future: Future[AsyncLLMRunner] = Future()
+        # A request that gives up waiting for the runner must not cancel it for the others.
+        future.set_running_or_notify_cancel()
+
+        def fill() -> None:
+            try:
+                future.set_result(self._start())
+            except Exception as error:  # noqa: BLE001  # raised to all who wait
+                future.set_exception(error)
+
+        threading.Thread(target=fill, name="engine-start", daemon=True).start()
+        return future
 
 
 class VllmEngine:
-    """See `Engine`."""
+    """See `Engine`. Weights change in place while requests are under way."""
 
     def __init__(self, model: VllmModel, tokenizer: Decodes, options: Vllm) -> None:
         """Starts vLLM and waits for it. Raises UserError when it is missing, too old, or cannot run
         the model in the memory it may use.
         """
         check_installed()
-        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="flowtrain-vllm-")
         if isinstance(model.source, PretrainedConfig):
             model.source.save_pretrained(self._folder.name)
             self._model = replace(model, source=self._folder.name)
         self._version: int | None = None
         self.num_requeued = 0
-        """Requests that were under way when vLLM died or hung, and were asked once more."""
+        """Requests that were sent once more because vLLM died or hung."""
         self._load_metrics: dict[str, float] = {}
-        self._supervisor = Supervisor(self._begin)
-        self._supervisor.present.result()
+        self.supervisor = Supervisor(self._start)
+        self.supervisor.runner.result()
 
     @property
     def version(self) -> int:
@@ -59,38 +108,38 @@ class VllmEngine:
     def metrics(self) -> dict[str, float]:
         return {
             **self._load_metrics,
-            "engine_restarts": self._supervisor.num_restarts,
+            "engine_restarts": self.supervisor.num_restarts,
             "engine_requeued": self.num_requeued,
         }
 
     def close(self) -> None:
-        self._supervisor.close()
+        self.supervisor.close()
         self._folder.cleanup()
 
     def load(self, version: int) -> None:
-        """Raises StoreError when the store does not lead there: the engine then samples with the
-        version that it had.
+        """Raises StoreError when the store does not lead to the version: the engine then goes on
+        with the version that it had.
         """
-        self._load_metrics = self._insist(
-            lambda core: core.load(version), f"it loaded version {version}"
+        self._load_metrics = self._twice(
+            lambda runner: runner.load(version), f"it loaded version {version}"
         )
         self._version = version
 
     def sleep(self) -> None:
-        """With vllm.sleep: vLLM's weights go to the host and its cache away, until the next `load`."""
+        """With vllm.sleep, move vLLM's weights to the host and drop its cache until `load`."""
         if self._options.sleep:
-            self._insist(AsyncLLMRunner.sleep, "it went to sleep")
+            self._twice(AsyncLLMRunner.sleep, "it went to sleep")
 
-    def _insist(self, call: Callable[[AsyncLLMRunner], T], doing: str) -> T:
-        """What the call gives, if need be in a second life."""
-        error: EngineDied | None = None
+    def _twice(self, call: Callable[[AsyncLLMRunner], T], doing: str) -> T:
+        """Return the result of a call, repeated on the next runner if the first one dies."""
+        error: Exception | None = None
         for _ in range(2):
-            core = self._supervisor.present.result()
+            runner = self.supervisor.runner.result()
             try:
-                return call(core)
+                return call(runner)
             except EngineDied as died:
                 error = died
-                self._supervisor.replace(core, str(died))
+                self.supervisor.replace(runner, str(died))
         raise EngineError(f"vLLM died twice while {doing}") from error
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -99,28 +148,26 @@ class VllmEngine:
         """
         check_request(prompt_ids, sampling, self.max_tokens)
         deadline = time.monotonic() + sampling.deadline_s
-        error: EngineDied | None = None
+        error: Exception | None = None
         for _ in range(2):
             self.num_requeued += error is not None
             try:
-                core = await within(self._supervisor.present, deadline)
-                return await core.answer(prompt_ids, sampling, deadline)
+                runner = await within(self.supervisor.runner, deadline)
+                return await runner.generate(prompt_ids, sampling, deadline)
             except TimeoutError:
-                return completion((), (), [(self.version, 0)], FinishReason.DEADLINE)
-            except EngineDied as died:
+                return completion((), (), labels=[(self.version, 0)], reason=FinishReason.DEADLINE)
+            except (EngineDied, Ended) as died:
                 error = died
-                self._supervisor.replace(core, str(died))
+                self.supervisor.replace(runner, str(died))
         raise EngineError(f"vLLM died twice over a prompt of {len(prompt_ids)} tokens") from error
 
-    def _begin(self) -> AsyncLLMRunner:
-        core = AsyncLLMRunner(
-            self._model, self._options, self._tokenizer, Path(self._folder.name) / "errors.log"
-        )
-        core.start()
-        try:
+    def _start(self) -> AsyncLLMRunner:
+        errors = Path(self._folder.name) / "errors.log"
+        runner = AsyncLLMRunner(self._model, self._options, self._tokenizer, errors)
+        with ExitStack() as on_failure:
+            on_failure.callback(runner.kill)
+            runner.start()
             if self._version is not None:
-                core.load(self._version)
-        except BaseException:
-            core.kill()
-            raise
-        return core
+                runner.load(self._version)
+            on_failure.pop_all()
+        return runner

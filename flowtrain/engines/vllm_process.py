@@ -1,5 +1,5 @@
-"""Around vLLM's processes: what they run, their environment, and what their errors mean to a
-person. Imports nothing of vLLM.
+"""The model, arguments and environment that vLLM's processes start with, and cures for their
+errors. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowtrain.config import Vllm
 from flowtrain.types import UserError
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
-"""Environment variable: where vLLM's processes write their errors."""
+"""Environment variable that names the file where vLLM's processes write their errors."""
 OLDEST = (0, 25)
 INSTALL = (
     "pip install 'flowtrain[vllm]' on a machine with a GPU, `make setup ENGINE=vllm` on one without"
@@ -42,36 +42,36 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""Unless the caller has set them. A process that is forked would inherit the trainer's threads as
-locks that nobody frees."""
+"""Set unless the caller has set them. A forked process would inherit locks of the trainer's threads
+that nobody frees, hence "spawn"."""
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class VllmModel:
-    """What vLLM is to run, and where."""
+    """The model that vLLM runs, and where it runs."""
 
     source: str | PretrainedConfig
-    """Folder or hub name of a model; or only its shape, where the weights come from `store`."""
+    """Folder or hub name of a model; or only its shape, if the weights come from `store`."""
     dtype: str
     """"float32" or "bfloat16"."""
     max_tokens: int
-    """Prompt and response together may not be longer."""
+    """Longest prompt and response together."""
     stop_ids: frozenset[int]
     """Tokens that end a response."""
     store: str = ""
-    """Folder or URL of the weight store; empty: the weights of `source` are sampled and never
-    change."""
+    """Folder or URL of the weight store; empty: the weights are those of `source` and never change.
+    """
     verify_every: int = 0
-    """As for `WeightReader`."""
+    """See `WeightReader`."""
     is_cpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of vLLM's processes, see `vllm_process`."""
+    """Variables of vLLM's processes, from `cpu_environment` or `gpu_environment`."""
 
 
 def check_installed(key: str = "rollout.engine") -> None:
-    """Raises UserError where vLLM is missing; its version is checked by `check_version` once it is
-    imported. `key`: who asks for it.
+    """Raises UserError when vLLM is missing. `key`: the option that asks for it. `check_version`
+    checks the version, once vLLM is imported.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"{key}='vllm' needs vLLM, which is not installed: {INSTALL}")
@@ -88,8 +88,8 @@ def check_version(version: str) -> None:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """What processes that start meanwhile inherit; without torchrun's variables, or each engine
-    would look for the trainer's ranks.
+    """Set the environment of processes that start inside the block. torchrun's variables are left
+    out, because an engine would look for the trainer's ranks.
     """
     with _lock:
         before = dict(os.environ)
@@ -108,10 +108,10 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not import the trainer's main module.
+    """Keep processes that are spawned inside the block from importing the trainer's main module.
 
-    They need nothing of it, it costs seconds, and it may bring llvmlite along, on which vLLM's tour
-    of all modules breaks on a CPU.
+    They need nothing of it, it costs seconds, and it may import llvmlite, on which vLLM's walk over
+    all modules breaks on a CPU.
     """
     main = sys.modules["__main__"]
     before = {name: value for name, value in vars(main).items() if name in ("__spec__", "__file__")}
@@ -124,38 +124,35 @@ def without_main() -> Iterator[None]:
 
 
 def cpu_environment(num_threads: int) -> dict[str, str]:
-    """On the CPU: sampling in one process, on the rank's threads but one, which feeds it, instead
-    of on cores of its own.
-    """
-    own = max(1, num_threads - 1)
+    """Sample in one process, on the threads of the rank but one, which feeds it."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(own),
+        "OMP_NUM_THREADS": str(max(1, num_threads - 1)),
     }
 
 
 def gpu_environment(index: int) -> dict[str, str]:
-    """Only the device that this rank computes on."""
+    """Show vLLM only the device that this rank computes on."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
 
 
 def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Return the arguments that vLLM is started with."""
     device: dict[str, Any] = {
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": options.enforce_eager,
     }
     if model.is_cpu:
-        # There vLLM fails over a seeded prompt that is computed in parts (its generators have no
-        # offset); so it must take any as a whole.
         device = {
+            # On a CPU vLLM fails over a seeded prompt that is computed in parts (its generators
+            # have no offset), so it must take every prompt as a whole.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(model.max_tokens, 2048),
             "enforce_eager": True,
+            "block_size": 32,  # not 128: shorter prefixes would not be shared
         }
-        device["block_size"] = 32  # not 128: shorter prefixes would not be shared
     if options.kv_cache_gb or model.is_cpu:
         device["kv_cache_memory_bytes"] = int((options.kv_cache_gb or 1) * 2**30)
     if options.sleep:
@@ -181,45 +178,41 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
 
 
 def children() -> set[multiprocessing.process.BaseProcess]:
-    """vLLM's engine processes that live now."""
-    return {
-        child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")
-    }
+    """Return vLLM's engine processes that run now."""
+    processes = multiprocessing.active_children()
+    return {process for process in processes if process.name.startswith("EngineCore")}
 
 
 _CURES = {
-    r"No available memory for the cache|KV cache is needed|larger than the available KV cache": (
+    "No available memory for the cache|KV cache is needed|larger than the available KV cache": (
         "vLLM's KV cache does not hold one request of vllm.max_model_len tokens (0: the model's "
-        "positions): "
-        "raise vllm.kv_cache_gb or vllm.gpu_memory_utilization, or lower vllm.max_model_len"
+        "positions): raise vllm.kv_cache_gb or vllm.gpu_memory_utilization, or lower "
+        "vllm.max_model_len"
     ),
-    r"out of memory|OutOfMemory|memory utilization|requested memory|bad_alloc|[Cc]an(no|')t "
-    r"allocate": (
+    "out of memory|OutOfMemory|memory utilization|requested memory|bad_alloc|[Cc]an(no|')t "
+    "allocate": (
         "vLLM does not fit into memory: lower vllm.kv_cache_gb or vllm.max_num_seqs, or change "
         "vllm.gpu_memory_utilization"
     ),
-    r"CPU attention": "vLLM's attention on a CPU does not take heads of this size (a multiple of "
-    "32): see tiny.num_heads",
-    r"local folder|valid model|Repo id|hugging|snapshot folder|not supported|no vLLM "
-    r"implementation|ModelConfig": ("vLLM cannot run the model that model.path names"),
+    "CPU attention": (
+        "vLLM's attention on a CPU does not take heads of this size (a multiple of 32): see "
+        "tiny.num_heads"
+    ),
+    "local folder|valid model|Repo id|hugging|snapshot folder|not supported|no vLLM "
+    "implementation|ModelConfig": "vLLM cannot run the model that model.path names",
 }
 
 
 def explain(error: Exception, error_file: Path) -> Exception:
-    """What kept vLLM from starting, as one line with a cure where it is one of the usual things."""
+    """Name what kept vLLM from starting in one line, with a cure for the usual reasons."""
     reason = f"{type(error).__name__}: {error}"
     if error_file.exists():  # what a process wrote says more than that it ended
         lines = [line.strip() for line in error_file.read_text().splitlines()]
-        own = [
-            line
-            for line in lines
-            if re.match(r"[\w.]*(Error|Exception): ", line) and "Engine core init" not in line
-        ]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+        own = [line for line in errors if "Engine core init" not in line]
         reason = own[-1] if own else reason
     reason = " ".join(reason.split())
-    cure = next((cure for pattern, cure in _CURES.items() if re.search(pattern, reason)), None)
-    return (
-        RuntimeError(f"vLLM did not start: {reason}")
-        if cure is None
-        else UserError(f"{cure} ({reason})")
-    )
+    for pattern, cure in _CURES.items():
+        if re.search(pattern, reason):
+            return UserError(f"{cure} ({reason})")
+    return RuntimeError(f"vLLM did not start: {reason}")

@@ -1,9 +1,8 @@
-"""Runs in vLLM's worker processes: the engine names `Worker` as their extension, so this is
-imported there before the model is built.
+"""The extension of vLLM's worker processes, which import it before the model is built.
 
-Makes the sparse-delta plugin known also where flowtrain is not installed (then there is no entry
-point to find it by), ties the life of the process to its parent's, and writes errors to a file,
-because vLLM tells its parent only that there was one.
+It registers the sparse-delta plugin (without an installed flowtrain there is no entry point to find
+it by), ends the process with its parent, and writes errors to a file, because vLLM tells its parent
+only that there was one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from flowtrain.weights import vllm_plugin
 
 _PR_SET_PDEATHSIG = 1
 
-
 Worker = vllm_plugin.WeightReports
-"""What is added to vLLM's worker; called through `collective_rpc`."""
+"""Methods that vLLM's worker gets, called through `collective_rpc`."""
 
 
-def _begin(error_file: str) -> None:
+def _set_up(error_file: str) -> None:
     if sys.platform == "linux":
-        # However the trainer ends, its engines end too and give their memory back.
+        # However the trainer ends, its engines end with it and free their memory.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     handler = logging.FileHandler(error_file)
     handler.setLevel(logging.ERROR)
@@ -35,4 +33,4 @@ def _begin(error_file: str) -> None:
 
 
 if ERROR_FILE in os.environ:
-    _begin(os.environ[ERROR_FILE])
+    _set_up(os.environ[ERROR_FILE])

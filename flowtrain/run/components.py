@@ -28,7 +28,7 @@ from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
-from flowtrain.engines.factory import PolicyModel, make_engine
+from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.report.run_dir import writing
 from flowtrain.rewards import Judge, JudgeCache, score
@@ -56,7 +56,7 @@ class RunComponents:
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     """Of the policy that is trained: fp32 master weights on the CPU, not sharded yet."""
-    policies: Mapping[PolicyName, PolicyModel]
+    policies: Mapping[PolicyName, ModelSpec]
     """All that sample in the flow, by name."""
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
@@ -78,11 +78,11 @@ class RunComponents:
         _check_scorers(tasks)
         _check_algorithm(config, tasks)
         tokenizer, model = _policy(config, tasks)
-        trained = PolicyModel.of("model.path", config.model.path, tokenizer, model)
+        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
             if scripted or name == config.train.policy
-            else PolicyModel.load(*config.path_of(name))
+            else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
         return cls(
@@ -106,7 +106,7 @@ class RunComponents:
             return components
         _set_threads(config.run.threads)
         tasks = without_tasks(config)
-        policies = {name: PolicyModel.load(*config.path_of(name)) for name in config.policy_names}
+        policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
         modules = _modules(config, world, tasks, policies["planner"].tokenizer)
         return cls(
@@ -155,7 +155,7 @@ class RunComponents:
         w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
         return Publisher(
             store,
-            PublishOptions(dtype, w.level, w.anchor_every, w.dense_share, torch.get_num_threads()),
+            PublishOptions(dtype, w.level, num_threads=torch.get_num_threads()),
             trainers,
         )
 

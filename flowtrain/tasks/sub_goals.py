@@ -21,7 +21,7 @@ def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = _words(turn.response_text) if turn.action is not None else ""
+        written = _words(turn.calls["planner"].text) if turn.action is not None else ""
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
         result = _words(turn.result.output) + _words(turn.retrieved)
         found = {goal: was_found or _names(goal, result) for goal, was_found in found.items()}

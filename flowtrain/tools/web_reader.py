@@ -22,6 +22,8 @@ from flowtrain.tools.web.fetch import Fetcher
 
 MAX_EMBEDDED = 512
 """Chunks of a page that are embedded, from its beginning; more cost more than they are worth."""
+_OVERLAP = 10
+"""A chunk shares one word in so many with the chunk before it (AgentFlow: 20 of 200)."""
 NUM_EXTRACTORS = 4
 """Pages that are parsed at a time; each takes some 20 ms, a hostile page 5 s."""
 
@@ -109,7 +111,7 @@ class WebReader:
 def _cut_up(text: str, options: Options) -> list[str]:
     return [
         " ".join(chunk)
-        for chunk in chunks(split_words(text), options.chunk_words, options.overlap_words)
+        for chunk in chunks(split_words(text), options.chunk_words, options.chunk_words // _OVERLAP)
     ]
 
 
@@ -182,7 +184,7 @@ def make(context: ToolContext) -> WebReader:
         pages = CorpusPages(open_corpus(context.config, "web_reader.provider"))
     else:
         resolver = Resolver()
-        fetcher = Fetcher(Rules(options.ports, options.allow_private), resolver, options.max_bytes)
+        fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, options.max_bytes)
         pages = HttpPages(fetcher, Extractor(), resolver)
     vectors = embedder(context.config, "web_reader.embedder", options.embedder)
     return WebReader(

@@ -131,7 +131,7 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
             {"a": {"model": "m", "api_key_env": "NOT_SET_ANYWHERE"}},
             r"engines\.a\.api_key_env='NOT_SET_ANYWHERE'",
         ),
-        ({"verifier": "a"}, {"a": {"kind": "torch"}}, r"engines\.a\.model must be a folder"),
+        ({"verifier": "a"}, {"a": {"kind": "torch"}}, r"engines\.a\.model must be the folder"),
         (
             {"verifier": "a"},
             {"a": {"kind": "torch", "model": "/nowhere"}},

@@ -1,5 +1,5 @@
-"""What samples from the policies of a flow: from stores or from paths, each with weights and
-versions of its own.
+"""The engine factory: engines of policies and of frozen chat models, with weights from stores or
+from paths.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowtrain.config import Config
+from flowtrain.config import Chat, Config, Vllm
 from flowtrain.engines import factory
-from flowtrain.engines.factory import PolicyModel, make_engine
+from flowtrain.engines.factory import ModelSpec, make_engine
+from flowtrain.engines.vllm_process import VllmModel
 from flowtrain.run.components import RunComponents
 from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
@@ -111,12 +112,14 @@ def test_the_flow_asks_each_at_its_own_temperature(components: RunComponents) ->
     assert (greedy.planner.temperature, greedy.verifier.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
 
 
-def test_vllm_is_told_where_the_weights_are(
+def test_vllm_gets_the_location_of_the_store(
     tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(factory, "VllmEngine", lambda model, tokenizer, options: told.append(model))
-    policy = PolicyModel.load("model.path", tiny_path)
+    models: list[Any] = []
+    monkeypatch.setattr(
+        factory, "VllmEngine", lambda model, tokenizer, options: models.append(model)
+    )
+    policy = ModelSpec.load("model.path", tiny_path)
     config = Config.model_validate({"rollout": {"engine": "vllm"}})
     for store in (
         None,
@@ -124,22 +127,60 @@ def test_vllm_is_told_where_the_weights_are(
         HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
     ):
         make_engine(config, policy, CPU, store)
-    assert [model.store for model in told] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]
-    assert told[0].source == tiny_path and told[1].source.architectures == ["Qwen3ForCausalLM"]
-    assert {model.max_tokens for model in told} == {64} and told[0].stop_ids == told[
+    assert [model.store for model in models] == [
+        "",
+        str(tmp_path / "store"),
+        "http://127.0.0.1:9/w",
+    ]
+    assert models[0].source == tiny_path and models[1].source.architectures == ["Qwen3ForCausalLM"]
+    assert {model.max_tokens for model in models} == {64} and models[0].stop_ids == models[
         1
     ].stop_ids != frozenset()
 
 
+@pytest.mark.parametrize("chat", [None, Chat(kind="vllm")], ids=["policy", "chat model"])
+def test_vllm_takes_at_most_the_positions_of_the_model(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch, chat: Chat | None
+) -> None:
+    made: list[VllmModel] = []
+    monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
+    model = ModelSpec.load("the.key", tiny_path)
+    for length in (0, 40, 64):
+        config = Config.model_validate(
+            {"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": length}}
+        )
+        make_engine(config, model, CPU, chat=chat)
+    assert [each.max_tokens for each in made] == [64, 40, 64]
+    config = Config.model_validate({"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": 65}})
+    message = r"vllm\.max_model_len=65 must be at most the 64 positions of the\.key='.*'"
+    with pytest.raises(UserError, match=message):
+        make_engine(config, model, CPU, chat=chat)
+
+
+def test_a_chat_model_has_its_own_engine_and_capacity(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Vllm] = []
+    monkeypatch.setattr(factory, "VllmEngine", lambda model, tokenizer, opts: made.append(opts))
+    model = ModelSpec.load("the.key", tiny_path)
+    config = Config.model_validate({"rollout": {"engine": "torch", "max_batch_size": 3}})
+    make_engine(config, model, CPU, chat=Chat(kind="vllm", max_concurrency=5))
+    assert made[0].max_num_seqs == 5
+    for chat, capacity in ((None, 3), (Chat(kind="torch", max_concurrency=7), 7)):
+        engine = make_engine(config, model, CPU, chat=chat)
+        assert engine._max_batch_size == capacity  # type: ignore[attr-defined]
+        engine.close()
+
+
 def test_a_policys_size_is_known_without_its_weights(tiny_path: str) -> None:
     assert (
-        PolicyModel.load("k", tiny_path).num_parameters()
+        ModelSpec.load("k", tiny_path).num_parameters()
         == AutoModelForCausalLM.from_pretrained(tiny_path).num_parameters()
     )
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="k must be the folder or hub name"):
-        PolicyModel.load("k", "")
+        ModelSpec.load("k", "")
     with pytest.raises(UserError, match=r"k='.*' holds no tokenizer"):
-        PolicyModel.load("k", str(tmp_path))
+        ModelSpec.load("k", str(tmp_path))

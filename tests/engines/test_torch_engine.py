@@ -87,8 +87,7 @@ def trainer_logprobs(
         )
 
 
-# --- what is sampled
-# -----------------------------------------------------------------------------------------------------------------
+# ---- what is sampled
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -116,7 +115,7 @@ def test_the_entropies_are_those_that_the_trainer_computes(
     """At temperature 0.7, over all tokens even where few are kept, of responses that end at
     different steps.
     """
-    engine = TorchEngine(model, tokenizer, None, tells_entropies=True)
+    engine = TorchEngine(model, tokenizer, None, records_entropies=True)
     completions = generate(
         engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)]
     )
@@ -124,11 +123,15 @@ def test_the_entropies_are_those_that_the_trainer_computes(
     for prompt, done in zip(PROMPTS, completions, strict=True):
         ones = (1.0,) * len(done.ids)
         (row,) = pack_rows(
-            [Sample(prompt, done.ids, done.logprobs, ones, ones, kept=done.kept)], 1000
+            [Sample(prompt, done.ids, done.logprobs, ones, ones, sampling_mask=done.sampling_mask)],
+            1000,
         )
         with torch.no_grad():
             truth = logprobs(
-                forward_rows(policy, row), row.target_ids_T, temperature=0.7, sampling_mask=row.kept
+                forward_rows(policy, row),
+                row.target_ids_T,
+                temperature=0.7,
+                sampling_mask=row.sampling_mask,
             ).entropy_T
         assert (
             done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
@@ -211,9 +214,10 @@ def test_tokens_are_drawn_from_the_softmax(
 
 
 def kept_of(completion: Completion) -> list[set[int]]:
-    assert completion.kept is not None
-    ids = iter(completion.kept.ids)
-    sets = [{next(ids) for _ in range(count)} for count in completion.kept.counts]
+    mask = completion.sampling_mask
+    assert mask is not None
+    ids = iter(mask.ids)
+    sets = [{next(ids) for _ in range(count)} for count in mask.counts]
     assert next(ids, None) is None
     return sets
 
@@ -265,15 +269,14 @@ def test_bounds_of_one_request_are_none_of_another(engine: TorchEngine) -> None:
         assert (
             mine.ids == other.ids
             and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            and mine.kept == other.kept
+            and mine.sampling_mask == other.sampling_mask
         )
-    assert [c.kept is None for c in together] == [True, False, False, True, False, True], (
-        "greedy knows no bound"
-    )
+    is_whole = [c.sampling_mask is None for c in together]
+    assert is_whole == [True, False, False, True, False, True], "greedy knows no bound"
     assert all(
         token in kept
         for c in together
-        if c.kept
+        if c.sampling_mask
         for token, kept in zip(c.ids, kept_of(c), strict=True)
     )
     assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"
@@ -290,7 +293,7 @@ def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
     assert ids_B.tolist() == list(range(64)) and chosen_B.isfinite().all()
 
 
-# --- when it ends --------------------------------------------------------------------------------------------------------------------
+# ---- when it ends
 
 
 def test_max_new_tokens(engine: TorchEngine) -> None:
@@ -408,7 +411,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert len(generate(engine, [(PROMPTS[0], Sampling(2, 0.0))])) == 1, "the engine goes on"
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------
+# ---- weights
 
 
 def moved(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
@@ -519,7 +522,7 @@ def test_foreign_weights_are_refused_and_change_nothing(
         engine.load(9)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------------
+# ---- batches
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import (
+    Call,
     Completion,
     FinishReason,
     Sample,
@@ -116,11 +117,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
                     0.1 * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.1)
                 )
     spec = VllmModel(
-        model.config,
-        "float32",
-        256,
-        stop_ids(model.generation_config, tokenizer),
-        str(store.root),
+        source=model.config,
+        dtype="float32",
+        max_tokens=256,
+        stop_ids=stop_ids(model.generation_config, tokenizer),
+        store=str(store.root),
         environment=cpu_environment(1),
     )
     engine = VllmEngine(spec, tokenizer, OPTIONS)
@@ -189,8 +190,7 @@ def truth(
     return logits_TV.log_softmax(-1).gather(1, torch.tensor([completion.ids]).T)[:, 0]
 
 
-# --- what is sampled
-# -----------------------------------------------------------------------------------------------------------------
+# ---- what is sampled
 
 
 @pytest.mark.vllm
@@ -233,7 +233,7 @@ class TestVllm:
         lm_head.equip(policy)
         ones = (1.0,) * 40
         samples = [
-            Sample(p, c.ids, c.logprobs, ones, ones, kept=c.kept)
+            Sample(p, c.ids, c.logprobs, ones, ones, sampling_mask=c.sampling_mask)
             for (p, _), c in zip(requests, completions, strict=True)
         ]
         stats = Trainer(
@@ -244,7 +244,7 @@ class TestVllm:
             and abs(stats["ratio_min"] - 1) <= 2e-5
             and stats["logprob_mismatch"] <= 1e-5
         )
-        assert all((c.kept is None) == (top_k == 0) for c in completions)
+        assert all((c.sampling_mask is None) == (top_k == 0) for c in completions)
 
     @pytest.mark.parametrize("num_kept", [0, 1, 11])
     def test_a_branch_goes_on_from_its_roots_tokens(self, at_0: Setup, num_kept: int) -> None:
@@ -253,24 +253,20 @@ class TestVllm:
         """
         sampling = Sampling(12, 0.8, 20, 0.9, ignore_end=True, seed=1)
         (root,) = generate(at_0.engine, [(PROMPTS[2], sampling)])
-        done, what = (
-            (root.spans, root.finish_reason, "", None, "", ToolResult(), Verdict.CONTINUE),
-            (root.ids, root.logprobs),
-        )
-        turn = Turn(PROMPTS[2], *what, *done, seconds=0.0, response_kept=root.kept)
+        calls = {"planner": Call.of(PROMPTS[2], root, "")}
+        turn = Turn(calls, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
         opening = ResponsePrefix.of(turn, num_kept)
         planner = PolicyPlanner(
             at_0.engine, at_0.tokenizer, CompactPrompt(), ("Search",), 12, 0.8, 60.0, 20, 0.9
         )
-        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).completion
-        assert (
-            branch.ids[:num_kept] == root.ids[:num_kept]
-            and branch.logprobs[:num_kept] == root.logprobs[:num_kept]
-        )
-        assert branch.kept is not None and len(branch.kept.counts) == len(branch.ids) > num_kept
+        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).call
+        assert branch.response_ids[:num_kept] == root.ids[:num_kept]
+        assert branch.logprobs[:num_kept] == root.logprobs[:num_kept]
+        mask, num_tokens = branch.sampling_mask, len(branch.response_ids)
+        assert mask is not None and len(mask.counts) == num_tokens > num_kept
         assert [(s.start, s.end) for s in branch.spans] == [
             *[(0, num_kept)][: num_kept > 0],
-            (num_kept, len(branch.ids)),
+            (num_kept, num_tokens),
         ]
         expected = truth(at_0.model, PROMPTS[2], branch, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
@@ -295,7 +291,7 @@ class TestVllm:
         for prompt, completion in zip(prompts, completions, strict=True):
             assert completion.ids[0] == int(forward(at_0.model, prompt)[-1].argmax())
 
-    # --- when it ends ----------------------------------------------------------------------------------------------------------------
+    # ---- when it ends
 
     def test_an_end_token_ends_and_is_kept(self, at_0: Setup) -> None:
         requests = [(p, Sampling(100, 1.5, seed=i)) for i, p in enumerate(PROMPTS * 12)]
@@ -365,7 +361,7 @@ class TestVllm:
             with pytest.raises(UserError, match="at most 256"):
                 generate(at_0.engine, [(prompt, Sampling(max_new_tokens, 0.0))])
 
-    # --- weight updates --------------------------------------------------------------------------------------------------------------
+    # ---- weight updates
 
     def test_an_update_changes_what_is_sampled(self, at_0: Setup) -> None:
         """Greedy outputs are those of each version, whatever came before, and the prefix cache of
@@ -377,7 +373,7 @@ class TestVllm:
             at(at_0, version)
             assert at_0.engine.version == version
             theirs = generate(
-                TorchEngine(at_0.model, at_0.tokenizer, at_0.store, version), requests
+                TorchEngine(at_0.model, at_0.tokenizer, at_0.store, version=version), requests
             )
             mine = generate(at_0.engine, requests)
             assert [c.ids for c in mine] == [c.ids for c in theirs]
@@ -421,7 +417,7 @@ class TestVllm:
         salts = []
         for version in (1, 2, 1):
             at_0.engine.load(version)
-            salts.append(at_0.engine._lives.present.result()._salt)
+            salts.append(at_0.engine.supervisor.runner.result()._salt)
         assert len(set(salts)) == 3
 
     def test_a_version_that_is_gone_leaves_the_old_one(self, at_0: Setup) -> None:
@@ -441,7 +437,7 @@ class TestVllm:
         self, at_0: Setup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What it calls; vLLM itself can sleep on a GPU only."""
-        core, called = at_0.engine._lives.present.result(), []
+        core, called = at_0.engine.supervisor.runner.result(), []
 
         def record(name: str, instead: bool) -> None:
             real = getattr(core._llm, name)
@@ -475,7 +471,7 @@ class TestVllm:
             "enable_sleep_mode"
         ]
 
-    # --- an engine that dies ---------------------------------------------------------------------------------------------------------
+    # ---- an engine that dies
 
     @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
     def test_an_engine_that_dies_is_replaced(self, at_0: Setup, death: signal.Signals) -> None:
@@ -493,7 +489,7 @@ class TestVllm:
                 engine.generate(LONG[0], dataclasses.replace(LONG[1], deadline_s=2.0))
             )
             await asyncio.sleep(0.1)
-            for process in engine._lives.present.result()._processes:
+            for process in engine.supervisor.runner.result()._processes:
                 os.kill(process.pid, death)
             started = time.monotonic()
             late = await hurried
@@ -507,7 +503,7 @@ class TestVllm:
         assert 3 <= metrics["engine_requeued"] - before["engine_requeued"] <= 4
 
 
-# --- what keeps it from starting -----------------------------------------------------------------------------------------------------
+# ---- what keeps it from starting
 
 
 def test_a_missing_vllm_is_said_with_its_cure(
@@ -528,7 +524,7 @@ def test_a_missing_vllm_is_said_with_its_cure(
     ("reason", "cure"),
     [
         (
-            "ValueError: To serve at least one request, 0.1 GiB KV cache is needed, which is larger",
+            "ValueError: To serve one request, 0.1 GiB KV cache is needed, which is larger",
             "vllm.kv_cache_gb",
         ),
         (

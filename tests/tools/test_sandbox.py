@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hostile import HOSTILE, NATIVE
+from attacks import ATTACKS, NATIVE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,11 +85,11 @@ def server_pid(box: ProcessSandbox) -> int:
     return server._process.pid
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_code_fails_in_time_and_the_next_run_is_right(
     sandbox: ProcessSandbox, name: str
 ) -> None:
-    program = HOSTILE[name]
+    program = ATTACKS[name]
     expected = getattr(program, sandbox.backend.name)
     if not expected:
         pytest.skip("not stopped by limits alone, as docs/tools.md says")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.engines.factory import PolicyModel
+from flowtrain.engines.factory import ModelSpec
 from flowtrain.training import model as models
 from flowtrain.training.model import layout_digest
 
@@ -46,6 +46,6 @@ def test_it_survives_a_folder(tiny_path: str, tmp_path: Path) -> None:
     again = models.load_model(str(tmp_path), torch.float32), models.load_tokenizer(str(tmp_path))
     digest = layout_digest(model, tokenizer, torch.float32)
     assert layout_digest(*again, torch.float32) == digest
-    assert PolicyModel.load("model.path", str(tmp_path)).layout(torch.float32) == digest, (
+    assert ModelSpec.load("model.path", str(tmp_path)).layout(torch.float32) == digest, (
         "which loads no weights"
     )

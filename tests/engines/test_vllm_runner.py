@@ -1,0 +1,271 @@
+"""How vLLM is started, watched, updated and replaced, with a fake `AsyncLLM` in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain.config import Vllm
+from flowtrain.engines import vllm_engine, vllm_runner
+from flowtrain.engines.protocol import EngineError
+from flowtrain.engines.vllm_engine import VllmEngine
+from flowtrain.engines.vllm_process import VllmModel
+from flowtrain.types import Completion, FinishReason, Sampling, UserError
+from flowtrain.weights import StoreError
+
+OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
+
+
+class FakeLLM:
+    """Samples as many tokens as asked for, each of them the version of its weights."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.errored = False
+        self.hangs = False
+        self.is_shut_down = False
+        self.errors: dict[str, Exception] = {}
+        """By method: what it raises."""
+        self.called: list[str] = []
+        self.aborted: set[str] = set()
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 280)
+        self.output_processor = SimpleNamespace(request_states={})
+
+    def kill(self) -> None:
+        """Stand in for the process of vLLM."""
+        self.errored = True
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        while not self.go_on.is_set() and name not in self.aborted and not self.errored:
+            await asyncio.sleep(0.005)
+        if self.errored:
+            raise RuntimeError("EngineDeadError")
+        ids = [] if name in self.aborted else [self.version] * params.max_tokens
+        logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids), start_indices=range(len(ids)))
+        reason = "abort" if name in self.aborted else "length"
+        part = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+        yield SimpleNamespace(outputs=[part])
+
+    async def abort(self, name: str) -> None:
+        self.aborted.add(name)
+
+    async def is_paused(self) -> bool:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        return False
+
+    async def update_weights(self, request: Any) -> None:
+        self.called.append("update_weights")
+        if not request.update_info["stage"]:
+            if "update_weights" in self.errors:
+                raise self.errors["update_weights"]
+            self.version = request.update_info["version"]
+
+    async def collective_rpc(self, name: str) -> list[Any]:
+        return [True] if name == "staged_weights" else [{"version": self.version, "weights_x": 1.0}]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> None:
+            self.called.append(name)
+            if name in self.errors:
+                raise self.errors[name]
+
+        return call
+
+    def shutdown(self, timeout: float) -> None:
+        self.is_shut_down = True
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+    """Every fake that was started, in order."""
+    started: list[FakeLLM] = []
+
+    def make(model: VllmModel, options: Vllm) -> FakeLLM:
+        started.append(FakeLLM())
+        return started[-1]
+
+    def record(**fields: Any) -> SimpleNamespace:
+        return SimpleNamespace(**fields)
+
+    def fake(name: str, **members: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    fake("vllm", TokensPrompt=record, SamplingParams=record)
+    fake("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA=0, FINAL_ONLY=1))
+    requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
+    fake("vllm.distributed.weight_transfer.base", **dict.fromkeys(requests, record))
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda: None)
+    monkeypatch.setattr(vllm_runner, "_make_llm", make)
+    monkeypatch.setattr(vllm_runner, "children", lambda: set(started))
+    monkeypatch.setattr(vllm_runner, "_ABORT_S", 0.3)
+    return started
+
+
+@pytest.fixture
+def engine(llms: list[FakeLLM]) -> Iterator[VllmEngine]:
+    engine = start()
+    yield engine
+    engine.close()
+
+
+def start(options: Vllm = OPTIONS) -> VllmEngine:
+    model = VllmModel("folder", "float32", max_tokens=64, stop_ids=frozenset({1}), store="store")
+    return VllmEngine(model, tokenizer=None, options=options)  # type: ignore[arg-type]
+
+
+def sample(engine: VllmEngine, deadline_s: float = 10.0) -> Completion:
+    return asyncio.run(engine.generate((5, 6), Sampling(3, deadline_s=deadline_s)))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_samples_with_the_version_that_it_loaded(
+    engine: VllmEngine, llms: list[FakeLLM]
+) -> None:
+    assert sample(engine).ids == (0, 0, 0)
+    engine.load(4)
+    done = sample(engine)
+    assert (done.ids, done.finish_reason) == ((4, 4, 4), FinishReason.LENGTH)
+    assert [span.version for span in done.spans] == [4] and engine.version == 4
+    assert engine.metrics()["weights_x"] == 1.0 and engine.metrics()["engine_restarts"] == 0
+    assert llms[0].called[:3] == [
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+    ]
+
+
+def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
+    engine: VllmEngine, llms: list[FakeLLM]
+) -> None:
+    engine.load(7)
+    llms[0].go_on.clear()
+
+    async def scenario() -> list[Completion]:
+        under_way = [
+            asyncio.create_task(engine.generate((5,), Sampling(3, seed=seed))) for seed in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        llms[0].kill()
+        return await asyncio.gather(*under_way)
+
+    assert {done.ids for done in asyncio.run(scenario())} == {(7, 7, 7)}
+    metrics = engine.metrics()
+    assert (metrics["engine_restarts"], metrics["engine_requeued"]) == (1, 3)
+    assert len(llms) == 2 and engine.version == 7
+    wait_for(lambda: llms[0].is_shut_down)
+
+
+def test_a_vllm_that_hangs_is_killed_and_replaced(engine: VllmEngine, llms: list[FakeLLM]) -> None:
+    llms[0].hangs = True
+    llms[0].go_on.clear()
+    assert sample(engine).ids == (0, 0, 0)
+    assert llms[0].errored and engine.metrics()["engine_restarts"] == 1
+
+
+def test_a_request_that_kills_vllm_twice_is_an_error(
+    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fatal(self: FakeLLM, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        if prompt.prompt_token_ids == [5, 6]:
+            self.kill()
+            raise RuntimeError("EngineDeadError")
+        part = SimpleNamespace(token_ids=[1], logprobs=None, finish_reason="length")
+        yield SimpleNamespace(outputs=[part])
+
+    monkeypatch.setattr(FakeLLM, "generate", fatal)
+    monkeypatch.setattr(vllm_runner, "completion", lambda *args, **fields: None)
+    with pytest.raises(EngineError, match="died twice over a prompt of 2 tokens"):
+        sample(engine)
+    wait_for(lambda: len(llms) == 3)
+
+
+def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
+    engine: VllmEngine, llms: list[FakeLLM]
+) -> None:
+    engine.load(2)
+    llms[0].errors["update_weights"] = RuntimeError("version 3 is not in the store")
+    with pytest.raises(StoreError, match="vLLM stays at version 2: version 3 is not"):
+        engine.load(3)
+    assert engine.version == 2 and sample(engine).ids == (2, 2, 2) and len(llms) == 1
+
+
+@pytest.mark.parametrize("problem", ["error", "timeout"])
+def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
+    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    if problem == "error":
+        llms[0].errors["start_weight_update"] = RuntimeError("collective failed")
+    else:
+        monkeypatch.setattr(llms[0], "pause_generation", lambda **_: asyncio.sleep(30))
+    engine.load(3)
+    assert engine.metrics()["engine_restarts"] == 1 and sample(engine).ids == (3, 3, 3)
+    assert len(llms) == 2 and llms[0].errored
+
+
+def test_a_deadline_is_kept(engine: VllmEngine, llms: list[FakeLLM]) -> None:
+    llms[0].go_on.clear()
+    started = time.monotonic()
+    done = sample(engine, deadline_s=0.1)
+    assert (done.ids, done.finish_reason) == ((), FinishReason.DEADLINE)
+    assert sample(engine, deadline_s=0.0).finish_reason is FinishReason.DEADLINE
+    assert time.monotonic() - started < 2 and len(llms) == 1
+
+
+def test_a_closed_engine_has_shut_vllm_down(llms: list[FakeLLM]) -> None:
+    engine = start()
+    engine.close()
+    assert llms[0].is_shut_down and llms[0].errored
+
+
+def test_why_vllm_did_not_start(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: Exception) -> Callable[..., None]:
+        def make(model: VllmModel, options: Vllm) -> None:
+            raise error
+
+        return make
+
+    cases = [
+        (torch.OutOfMemoryError("out of memory"), UserError, "does not fit into memory"),
+        (KeyError("strange"), RuntimeError, "vLLM did not start: KeyError: 'strange'"),
+        (UserError("vLLM 0.1 is too old"), UserError, "vLLM 0.1 is too old"),
+    ]
+    for error, kind, message in cases:
+        monkeypatch.setattr(vllm_runner, "_make_llm", fail(error))
+        with pytest.raises(kind, match=message):
+            start()
+    slow = Vllm(start_timeout_s=0.1)
+    monkeypatch.setattr(vllm_runner, "_make_llm", lambda model, options: time.sleep(0.5))
+    with pytest.raises(UserError, match=r"not start within vllm\.start_timeout_s=0\.1"):
+        start(slow)
+
+
+def test_errors_of_processes_are_written_to_a_file_that_is_read(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(model: VllmModel, options: Vllm) -> None:
+        Path(os.environ["FLOWTRAIN_VLLM_ERRORS"]).write_text("RuntimeError: CPU attention of 16\n")
+        raise RuntimeError("Engine core initialization failed")
+
+    monkeypatch.setattr(vllm_runner, "_make_llm", make)
+    with pytest.raises(UserError, match=r"tiny\.num_heads \(RuntimeError: CPU attention of 16\)"):
+        start()
