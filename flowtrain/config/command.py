@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.config.options import help_text, parse
+from flowtrain.config.options import help_text, help_topic, parse
 from flowtrain.types import UserError
 
 INTERRUPTED = 130
@@ -28,9 +28,10 @@ def run_command(
     """
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
+        config = parse(words)
         if config is None:
-            print(help_text(module))
+            print(help_text(module, help_topic(words) or ""))
             return 0
         return body(config)
     except UserError as error:

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.evals",
         description="Ask a planner the questions of public benchmarks.",
-        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help): "
+        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help all): "
         "--model.path runs/x/model, ...",
         allow_abbrev=False,
     )
