@@ -283,7 +283,7 @@ WITH_FILE = "with open('x', 'w') as f: f.write('1')\nprint(open('x').read())"
 
 
 def sandboxes() -> list[tuple[str, Callable[[], Backend], str]]:
-    """What works here: name, backend, code."""
+    """Return the sandboxes that work here: name, backend, code."""
     found: list[tuple[str, Callable[[], Backend], str]] = [("seccomp", seccomp.backend, COMPUTE)]
     if reason := bubblewrap.why_not(bubblewrap.backend(())):
         print(f"{reason}: not measured\n")

@@ -42,7 +42,7 @@ class Overlap:
     train: Task
     held_out: Task
     similarity: float
-    """In (0, 1]."""
+    """Weighted Jaccard index in (0, 1]."""
 
 
 def overlaps(

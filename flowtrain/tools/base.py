@@ -39,7 +39,7 @@ class ToolCard:
     limits: str = ""
     """Weaknesses, or ""."""
     advice: str = ""
-    """How to get the best from it."""
+    """Advice for good results."""
     examples: tuple[Mapping[str, object], ...] = ()
     """Arguments of good calls."""
     finds_passages: bool = False

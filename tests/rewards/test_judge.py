@@ -97,7 +97,7 @@ def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
     assert engine.asked == [] and score([], judge) == []
 
 
-def test_the_prompt_holds_question_options_accepted_and_final_answer() -> None:
+def test_judge_prompt_has_question_options_and_answers() -> None:
     task = Task("t", "Which\none?", ("B", "Oslo"), scorer="choice", choices=("Rome", "Oslo"))
     prompt = judge_prompt(task, 'a "b"\n{c}')
     for part in ("Which\none?", ["Rome", "Oslo"], ["B", "Oslo"], 'a "b"\n{c}'):

@@ -97,7 +97,7 @@ def ask(tool: Tool, **arguments: str) -> str:
 
 
 def answers(tools: Mapping[str, Tool]) -> list[str]:
-    """What the tools say to a few questions, places of the file included."""
+    """Return the tools' results for a few questions, positions in the file included."""
     queries = ("capital of Mali", "river Niger", "chairs", "CAPITAL", "zebra")
     found = [ask(tools[name], query=query) for name in TOOLS[:2] for query in queries]
     urls = (
@@ -285,7 +285,7 @@ def test_the_index_lies_where_the_config_says(corpus: Callable[..., str], tmp_pa
     ).exists()
 
 
-def test_a_build_that_fails_leaves_the_old_index_and_nothing_else(
+def test_failed_build_keeps_old_index(
     corpus: Callable[..., str],
 ) -> None:
     path = corpus()

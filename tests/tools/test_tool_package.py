@@ -48,7 +48,7 @@ print(json.dumps([[turn.result.text for turn in done.turns], done.answer, descri
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pip has installed the package."""
+    """The folder into which pip has installed the package."""
     pytest.importorskip("setuptools", "77", "the package is built with what is installed")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_tool_runs_in_the_flow_with_the_options_of_its_table(site: Path) -> None:
+def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", FLOW],

@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
         """Set when the server ends, for answers that wait."""
         self.keeps_alive = False
         self.hung_up = False
-        """Whether a client left while an answer was under way."""
+        """Return whether a client left while an answer was under way."""
 
     @property
     def url(self) -> str:

@@ -76,7 +76,7 @@ rseq 334 293 set_robust_list 273 99
 purpose: `fcntl`, which can send a signal to another process, and `memfd_create`, which holds memory
 that no cap counts."""
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""By machine: the kernel's audit number of the architecture, the column in the tables above."""
+"""The kernel's audit number of each machine, and its column in the tables above."""
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
