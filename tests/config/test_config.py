@@ -225,7 +225,7 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
             "agent.tools",
             "['Search', 'Search']",
             "['Search', 'Search']",
-            "'Search' stands there twice",
+            "'Search' is listed twice",
         ),
         ("tasks.held_out_share", "1", "1", "less than 1"),
         ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
