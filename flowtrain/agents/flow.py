@@ -226,7 +226,8 @@ class Flow:
         index = len(rollout.turns)
         seed = rollout.seed
         left_s = rollout.deadline.left_s()
-        prefix, rollout.prefix = rollout.prefix, None
+        prefix = rollout.prefix
+        rollout.prefix = None
         if prefix is not None:
             return await self.planner.resume(prefix, index, seed, left_s)
         return await self.planner.plan(rollout.task, rollout.shown, index, seed, left_s)

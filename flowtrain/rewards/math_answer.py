@@ -68,7 +68,8 @@ def _readings(answer: str) -> list[str]:
 def _same(given: str, wanted: str, depth: int = 0) -> bool:
     if _squeezed(given) == _squeezed(wanted):
         return True
-    one, other = _parts(given), _parts(wanted)
+    one = _parts(given)
+    other = _parts(wanted)
     if one is None or other is None:
         return one is other and _same_leaf(given, wanted)
     (brackets, given_parts), (wanted_brackets, wanted_parts) = one, other

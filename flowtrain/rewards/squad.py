@@ -93,6 +93,7 @@ def _f1(given: str, accepted: str) -> float:
         return 1.0
     if {given, accepted} & {"yes", "no"}:
         return 0.0
-    words, wanted = Counter(given.split()), Counter(accepted.split())
+    words = Counter(given.split())
+    wanted = Counter(accepted.split())
     num_same = (words & wanted).total()
     return 2 * num_same / (words.total() + wanted.total())

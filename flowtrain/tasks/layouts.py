@@ -114,7 +114,8 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     scorer = layout.scorer_by_kind.get(kind, layout.default_scorer)
     answer_key = "answer" if layout.is_closed else layout.answers[0]
     separator = layout.separator if scorer != "math" else ""
-    choices, goals = row.get(layout.choices, _MISSING), row.get(layout.sub_goals, _MISSING)
+    choices = row.get(layout.choices, _MISSING)
+    goals = row.get(layout.sub_goals, _MISSING)
     return Task(
         id=_id(row.get(layout.id, default_id), where),
         question=_text(question, layout.question, where),

@@ -59,7 +59,8 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
     The run's seed decides the training questions; held-out ones never change. `fictional` replaces
     the corpus by made-up entities, for the demonstrations of `flowtrain.rft`.
     """
-    tasks, num_held_out = config.tasks, config.eval.num_tasks
+    tasks = config.tasks
+    num_held_out = config.eval.num_tasks
     entities = load_corpus(Path(tasks.corpus) if tasks.corpus else None)
     if fictional:
         entities = fictional_entities(

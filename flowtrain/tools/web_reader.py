@@ -178,7 +178,8 @@ class CorpusPages:
 
 
 def make(context: ToolContext) -> WebReader:
-    options, agent = context.config.web_reader, context.config.agent
+    options = context.config.web_reader
+    agent = context.config.agent
     pages: Pages
     if options.provider == "corpus":
         pages = CorpusPages(open_corpus(context.config, "web_reader.provider"))

@@ -47,7 +47,8 @@ class WebSearch:
 
 
 def make(context: ToolContext) -> WebSearch:
-    options, agent = context.config.web_search, context.config.agent
+    options = context.config.web_search
+    agent = context.config.agent
     if options.provider == "corpus":
         provider = from_corpus(
             open_corpus(context.config, "web_search.provider"), options.num_results

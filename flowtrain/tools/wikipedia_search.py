@@ -124,7 +124,8 @@ Answer with nothing but the numbers of the pages, the best first, separated by c
 
 
 def make(context: ToolContext) -> WikipediaSearch:
-    options, agent = context.config.wikipedia, context.config.agent
+    options = context.config.wikipedia
+    agent = context.config.agent
     if options.provider == "corpus":
         pages = from_corpus(open_corpus(context.config, "wikipedia.provider"), options.num_pages)
     else:

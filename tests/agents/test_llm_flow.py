@@ -26,7 +26,7 @@ from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import FullPrompt
-from flowtrain.algorithms import flow_grpo
+from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config import Config
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint

@@ -314,7 +314,8 @@ def explain(status: int, last_line: str, limits: Limits) -> str | None:
 
 def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
     """Run one request in a process of its own."""
-    server_pid, changed = os.getpid(), change_time(setup.scratch)
+    server_pid = os.getpid()
+    changed = change_time(setup.scratch)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

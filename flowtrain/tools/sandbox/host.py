@@ -198,7 +198,8 @@ class _Server:
         self._reader = self._socket.makefile("rb")
         self._is_ready = False
         self._kill_lock = threading.RLock()
-        uid, scratch = next(backend.uids), str(backend.scratch)
+        uid = next(backend.uids)
+        scratch = str(backend.scratch)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if backend.scratch == "temporary":
             self._folder = tempfile.TemporaryDirectory(

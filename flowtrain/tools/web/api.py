@@ -64,7 +64,8 @@ class Api:
 
         The error names the host and what it answered.
         """
-        host, problem = httpx2.URL(request.url).host, "it is silent"
+        host = httpx2.URL(request.url).host
+        problem = "it is silent"
         end = asyncio.get_running_loop().time() + deadline_s
         try:
             async with asyncio.timeout_at(end):
