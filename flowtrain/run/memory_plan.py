@@ -29,7 +29,7 @@ _CPU_CHUNK = 2**25
 """Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
 _GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
-"""Of a row's tokens, those whose hidden states go to the head: a guess, and a small part of the
+"""Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
@@ -40,9 +40,9 @@ class MemoryPlan:
     """Bytes at the peak of a step, by what they are for."""
 
     parts: dict[str, int]
-    """Of this process on the device that trains."""
+    """Bytes of this process on the device that trains."""
     vllm: int = 0
-    """What vLLM beside it takes of the same GPU."""
+    """Bytes that vLLM takes of the same GPU."""
     gpu_bytes: int = 0
     """0: there is no GPU."""
 
@@ -57,8 +57,8 @@ class MemoryPlan:
         )
 
     def check(self, config: Config) -> None:
-        """Raises UserError, with the numbers and the keys, where even a step on the shortest rows
-        is sure not to fit on the GPU.
+        """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
+        sure not to fit on the GPU.
         """
         sure = {**{name: self.parts[name] for name in _SURE}, "vLLM": self.vllm}
         # A vLLM that sleeps and the gradients are never there at the same time.
@@ -153,7 +153,9 @@ def _listed(parts: Mapping[str, int]) -> str:
 def activations(
     config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool
 ) -> tuple[int, int]:
-    """What all layers hold when the head is reached, and at most (early in the backward pass)."""
+    """Count what all layers hold when the head is reached, and their peak (early in the backward
+    pass).
+    """
     two, three = (
         _simulate(config, dtype, num_tokens, recompute, num_layers) for num_layers in (2, 3)
     )
