@@ -25,7 +25,7 @@ its own."""
 
 
 class UserError(ValueError):
-    """What a person got wrong (a key, a file, a folder). The command line prints its one line and
+    """A mistake of the user (a key, a file, a folder). The command line prints its one line and
     exits with code 2.
     """
 
@@ -35,7 +35,7 @@ class PlanStep:
     """One turn of a perfect planner."""
 
     sub_goal: str
-    """What the turn is to find out, e.g. "capital of Chad", or the expression to compute."""
+    """The goal of the turn, e.g. "capital of Chad", or the expression to compute."""
     tool_name: str
     """Canonical name of the tool that finds it."""
 
@@ -47,7 +47,7 @@ class SubGoal:
     """
 
     names: tuple[str, ...]
-    """What it may be called; any of them will do."""
+    """Its accepted names."""
     weight: float
     """Importance; those of a task sum to 1."""
     query: str = ""
@@ -63,7 +63,7 @@ class Task:
     id: str
     """Unique within a run; trajectories, seeds and resume refer to it."""
     question: str
-    """What the planner reads."""
+    """The text that the planner reads."""
     answers: tuple[str, ...]
     """Accepted answers; for "gameof24" the four numbers, because any right expression is accepted.
     """
@@ -79,8 +79,8 @@ class Task:
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
     sub_goals: tuple[SubGoal, ...] = ()
-    """What earns part of a reward (InfoFlow), in the order in which they are needed; the policy
-    never sees them."""
+    """Findings that earn part of a reward (InfoFlow), in the order in which they are needed; the
+    policy never sees them."""
 
 
 class FinishReason(enum.StrEnum):
@@ -105,14 +105,14 @@ class Sampling:
     """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from
     all. Greedy knows no such bound."""
     top_p: float = 1.0
-    """Of those, sample from the fewest whose probabilities sum to this. Below 1 it needs a top_k,
+    """Sample from the fewest of those whose probabilities sum to this. Below 1 it needs a top_k,
     which bounds what has to be kept."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False
     """Go on after an end-of-sequence token, for measurements of a fixed length."""
     seed: int = 0
-    """Of this request alone, so that a completion does not depend on what shared its batch."""
+    """The seed of this request alone: a completion does not depend on what shared its batch."""
     deadline_s: float = 60.0
     """Seconds from the call until the engine must answer."""
 
@@ -162,7 +162,7 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for one prompt."""
+    """The answer of an engine to one prompt."""
 
     ids: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when
@@ -194,7 +194,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of one tool command: an output, or an error that says why there is none. Never
+    """The result of one tool command: an output, or an error that says why there is none. Never
     both.
     """
 
@@ -204,7 +204,7 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """What the memory keeps and the planner reads next."""
+        """The text that the memory keeps and the planner reads next."""
         return self.output if self.error is None else f"Error: {self.error}"
 
 
@@ -217,7 +217,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnTraining:
-    """What training made of a turn; for the log."""
+    """Statistics of a trained call, for the log."""
 
     advantage: float
     """Mean over the response's tokens."""
@@ -231,7 +231,7 @@ class TurnTraining:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one module read and sampled in one turn."""
+    """Tokens that one module read and sampled in one turn."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -240,7 +240,7 @@ class Call:
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
     spans: tuple[VersionSpan, ...]
-    """In versions of this policy."""
+    """The versions of this policy that sampled the response."""
     finish_reason: FinishReason
     text: str = ""
     """The response decoded for people; training never reads it."""
@@ -278,22 +278,22 @@ class Turn:
     action: Action | None
     """None when the planner's response was malformed: no tool ran, the turn is spent."""
     command: str
-    """What the executor ran, or why it ran nothing."""
+    """The command that the executor ran, or why it ran nothing."""
     result: ToolResult
     verdict: Verdict
     seconds: float
     plan_s: float = 0.0
-    """Those of them that the planner took."""
+    """Seconds of the turn that the planner took."""
     verdict_text: str = ""
-    """What the verifier wrote; "" where a rule decided."""
+    """The verifier's reply; "" where a rule decided."""
     retrieved: str = ""
-    """What the tool gave, where a refiner made the result of it; else ""."""
+    """The tool's output, where a refiner made the result of it; else ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """Where a rollout left another one of its group: what comes before it is the same, tokens and
-    tool results alike.
+    """The place where a rollout left its parent in the group; everything before it is the parent's,
+    tokens and tool results alike.
     """
 
     parent: int
@@ -302,7 +302,7 @@ class BranchPoint:
     token: int
     """First token of that turn's response that was sampled again."""
     score: float
-    """By which the place was chosen."""
+    """The score that the place was chosen by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +320,11 @@ class Trajectory:
     outgrew the model) or "straggler" (the others of its batch were done and did not wait any
     longer)."""
     reward: float | None = None
-    """Of the answer, in [0, 1]; None until `rewards.score` fills it."""
+    """Reward of the answer, in [0, 1]; None until `rewards.score` fills it."""
     scored_by: str = ""
     """Which rule, or "judge", decided on the reward."""
     analysis: str = ""
-    """What the analyst wrote about the question before the first turn; "" where there is none."""
+    """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
     """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing
     about the planner, gets no reward and is not trained."""
@@ -420,9 +420,7 @@ class FilterReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What an algorithm makes of the groups of a step: the trained samples, and counts of what was
-    left out.
-    """
+    """The samples that an algorithm makes of a step's groups, and counts of what it left out."""
 
     samples: tuple[Sample, ...]
     num_groups_dropped: int = 0

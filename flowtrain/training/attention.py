@@ -178,7 +178,7 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
 
 
 class Structure(Protocol):
-    """What a row tells its attention."""
+    """The structure of a row, as its attention reads it."""
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""What a device can do and what a run takes of it: peak FLOP/s and peak memory."""
+"""Peak FLOP/s of devices and peak memory of a run."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class FlexTree:
 
 
 def padded(row: PackedRow) -> PackedRow:
-    """With lone tokens up to a multiple of BLOCK; nobody sees them and no target reads them."""
+    """Pad a row to a multiple of BLOCK with lone tokens, which no other token or target reads."""
     num_tokens = len(row.input_ids_N)
     missing = -num_tokens % BLOCK
     own_end = torch.arange(

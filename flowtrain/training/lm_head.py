@@ -1,8 +1,8 @@
 """The model's output layer, made to give the loss where it would have given logits.
 
 FSDP gathers the head's weight for the forward pass of the whole model and for no longer. So the
-loss is taken in there: the output layer runs a task on the hidden states of the target rows, and
-the model returns what the task returns.
+loss is taken in there: the output layer calls a function on the hidden states of the target rows,
+and the model returns the function's result.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from flowtrain.training.attention import Forest
 from flowtrain.training.flex import FlexTree, padded
 from flowtrain.training.tree import PackedRow, empty_row
 
-Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(hidden states [T, D], weight [V, D], bias [V] or None) -> anything; it comes back in the place
 of the logits."""
 
 
-class TaskHead(nn.Linear):
-    """A linear output layer that runs the task it is given, and is itself without one."""
+class FusedLMHead(nn.Linear):
+    """A linear output layer that calls the function it is given in place of its product."""
 
-    task: Task | None = None
+    head_fn: HeadFn | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (
             super().forward(hidden)
-            if self.task is None
-            else self.task(hidden.squeeze(0), self.weight, self.bias)
+            if self.head_fn is None
+            else self.head_fn(hidden.squeeze(0), self.weight, self.bias)
         )
 
     @contextmanager
-    def running(self, task: Task) -> Iterator[None]:
-        self.task = task
+    def running(self, head_fn: HeadFn) -> Iterator[None]:
+        self.head_fn = head_fn
         try:
             yield
         finally:
-            self.task = None
+            self.head_fn = None
 
 
 def equip(model: PreTrainedModel) -> None:
-    """Make the output layer a `TaskHead` where logits are its product and nothing more; before the
+    """Make the output layer a `FusedLMHead` where logits are just its product; before the
     model is sharded.
 
     A model that does something to its logits afterwards (caps or scales them) keeps its layer, and
-    `task_head` gives None for it: a loss taken within would go through that as well.
+    `fused_head` gives None for it: a loss taken within would go through that as well.
     """
     if type(model.get_output_embeddings()) is not nn.Linear:
         return
     model.get_output_embeddings().__class__ = (
-        TaskHead  # in place: a tied weight stays tied, and names stay the same
+        FusedLMHead  # in place: a tied weight stays tied, and names stay the same
     )
-    head = task_head(model)
+    head = fused_head(model)
     assert head is not None
     with torch.no_grad():
         given = run_head(
@@ -67,19 +67,19 @@ def equip(model: PreTrainedModel) -> None:
         model.get_output_embeddings().__class__ = nn.Linear
 
 
-def task_head(model: PreTrainedModel) -> TaskHead | None:
+def fused_head(model: PreTrainedModel) -> FusedLMHead | None:
     head = model.get_output_embeddings()
-    return head if isinstance(head, TaskHead) else None
+    return head if isinstance(head, FusedLMHead) else None
 
 
-def run_head(model: PreTrainedModel, head: TaskHead, row: PackedRow, task: Task) -> Tensor:
-    """What the task makes of the hidden states of the row's targets."""
-    with head.running(task):
+def run_head(model: PreTrainedModel, head: FusedLMHead, row: PackedRow, head_fn: HeadFn) -> Tensor:
+    """Call the function on the hidden states of the row's targets."""
+    with head.running(head_fn):
         return forward(model, row)
 
 
 def forward(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """The model's output for the row's targets: logits [1, T, V], or what the head's task returns."""
+    """The model's output for the row's targets: logits [1, T, V], or the head function's result."""
     assert model.config._attn_implementation == attention.NAME, (
         "any other attention would build an N x N mask"
     )

@@ -150,7 +150,7 @@ class ShardSpec:
     """How the ranks hold a model and compute with it."""
 
     dtype: torch.dtype
-    """Of the forward and backward pass; master weights are fp32."""
+    """The dtype of the forward and backward pass; master weights are fp32."""
     recompute: bool = False
     """Keep the inputs of layers alone for the backward pass."""
     compile: bool = False

@@ -1,4 +1,4 @@
-"""What a batch's optimizer steps tell about themselves."""
+"""Statistics of the optimizer steps of a batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class StepMetrics:
         self._num_rows += 1
 
     def close_step(self, grad_norm: float | None) -> None:
-        """What was added since the last one is an optimizer step, or one that was skipped and tells
-        nothing.
-        """
+        """End an optimizer step; without a norm it was skipped, and its statistics are dropped."""
         if grad_norm is None:
             self.num_skipped += 1
         else:

@@ -54,12 +54,12 @@ class TokenScores:
 
 
 Scored = tuple[tuple[float, ...], tuple[float, ...]]
-"""Log-probs of a sample under the policy and under the reference, as `Sample` has them; () for what
-is not known."""
+"""Log-probs of a sample under the policy and under the reference, as `Sample` has them; () where
+they are not known."""
 
 
 def attach_logprobs(samples: Sequence[Sample], scored: Mapping[SampleId, Scored]) -> list[Sample]:
-    """The samples with what is known of them already."""
+    """Return the samples with the log-probs that are known already."""
     if not scored:
         return list(samples)
     nothing: Scored = ((), ())
@@ -79,7 +79,7 @@ def with_training_stats(
     logprobs: Mapping[SampleId, tuple[float, ...]],
     policy: PolicyName = "planner",
 ) -> list[Group]:
-    """The groups with `Call.training` of every turn in which `policy` was trained."""
+    """Return the groups with `Call.training` of every turn in which `policy` was trained."""
     trained = {
         sample.sample_id: TurnTraining(
             fmean(sample.advantages), sample.minibatch, logprobs[sample.sample_id]

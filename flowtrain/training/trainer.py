@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.lm_head import forward, run_head, task_head
+from flowtrain.training.lm_head import forward, fused_head, run_head
 from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
@@ -47,7 +47,7 @@ MOST_SKIPPED = 3
 """Optimizer steps in a row that are skipped before the run ends."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
     """AdamW and how often it steps."""
 
@@ -78,6 +78,7 @@ class Trainer:
         world: World,
         loss: LossSpec,
         optim: OptimSpec,
+        *,
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
@@ -232,8 +233,8 @@ class Trainer:
         return scores[: len(rows)]
 
     def _within_region(self, rows: Sequence[PackedRow], threshold: float) -> LossSpec:
-        """The loss with M2PO's clip, which hangs on all tokens of the mini-batch under the weights
-        of now; collective.
+        """The loss with M2PO's clip, which depends on all tokens of the mini-batch under the
+        current weights; collective.
         """
         scores = self.score(self.model, rows)
         found = [
@@ -247,8 +248,8 @@ class Trainer:
         return m2po_clip(self._loss, torch.from_numpy(every.copy()), threshold)
 
     def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
-        """Of forward and backward pass and of the scores that the loss asks for; what is computed
-        anew to spare memory is not needed.
+        """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
+        what is recomputed to spare memory.
         """
         num_passes = (
             3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
@@ -280,14 +281,13 @@ class Trainer:
 
 def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
-    return forward(model, row).squeeze(
-        0
-    )  # a view whose backward pass, unlike that of [0], copies nothing
+    # A view whose backward pass, unlike that of [0], copies nothing.
+    return forward(model, row).squeeze(0)
 
 
 def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
     """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
-    head = task_head(model)
+    head = fused_head(model)
     if head is None:
         return logprobs(
             forward_rows(model, row),
@@ -336,7 +336,7 @@ def row_loss(
         "temperature": temperature,
         "sampling_mask": row.sampling_mask,
     }
-    head = task_head(model)
+    head = fused_head(model)
     if head is None:
         return policy_loss(forward_rows(model, row), row.target_ids_T, inplace=True, **tokens)
     found: list[PolicyLoss] = []

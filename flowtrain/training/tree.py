@@ -54,7 +54,7 @@ class PackedRow:
     """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to
     cu_targets[s + 1] - 1."""
     num_unshared_tokens: int
-    """What the samples would take without sharing."""
+    """Tokens that the samples would take without sharing."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
     term."""

@@ -71,7 +71,7 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """For FSDP; None: all ranks."""
+        """The mesh that FSDP shards over; None: all ranks."""
         return None if self.group is None else DeviceMesh.from_group(self.group, self.device.type)
 
     def leave(self) -> None:

@@ -237,7 +237,11 @@ class TestVllm:
             for (p, _), c in zip(requests, completions, strict=True)
         ]
         stats = Trainer(
-            policy, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(1e-3), temperature
+            policy,
+            World(0, 1, torch.device("cpu")),
+            LossSpec(),
+            OptimSpec(lr=1e-3),
+            temperature=temperature,
         ).step([pack_rows(samples, 300)])
         assert (
             abs(stats["ratio_max"] - 1) <= 2e-5

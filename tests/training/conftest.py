@@ -68,8 +68,8 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
             alone,
             loss or LossSpec(),
             OptimSpec(**{"lr": 1e-2, **optim}),
-            temperature,
-            reference,
+            temperature=temperature,
+            reference=reference,
         )
 
     return make

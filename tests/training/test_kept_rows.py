@@ -18,7 +18,7 @@ from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, refere
 
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import model as models
-from flowtrain.training.lm_head import task_head
+from flowtrain.training.lm_head import fused_head
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import empty_row, pack_row, pack_rows
 from flowtrain.types import Completion, Sample, Sampling, SamplingMask
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_dense_masks(
     trainer = make_trainer(spec, temperature, reference, grad_clip=0.0)
     if not has_head:
         trainer.model.get_output_embeddings().__class__ = torch.nn.Linear
-    assert (task_head(trainer.model) is not None) == has_head
+    assert (fused_head(trainer.model) is not None) == has_head
     for token_budget in (1000, 25):
         assert distance(gradient_of(trainer, pack_rows(samples, token_budget)), truth) < TOLERANCE
     whole = [replace(sample, sampling_mask=None) for sample in samples]

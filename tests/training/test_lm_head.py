@@ -43,10 +43,10 @@ def test_the_loss_within_the_model_is_the_loss_of_its_logits(
         model.zero_grad()
         return out.loss.detach(), out.stats, gradients
 
-    assert lm_head.task_head(model) is None
+    assert lm_head.fused_head(model) is None
     logits_loss, logits_stats, logits_gradients = take()
     lm_head.equip(model)
-    assert lm_head.task_head(model) is not None
+    assert lm_head.fused_head(model) is not None
     loss, stats, gradients = take()
     torch.testing.assert_close(loss, logits_loss, rtol=1e-6, atol=1e-7)
     assert {k: v.tolist() for k, v in stats.items()} == {
@@ -84,7 +84,7 @@ def test_a_task_that_fails_leaves_the_layer_as_it_was(
     model: PreTrainedModel, random_samples: MakeSamples
 ) -> None:
     lm_head.equip(model)
-    layer, row = lm_head.task_head(model), pack_row(random_samples(2))
+    layer, row = lm_head.fused_head(model), pack_row(random_samples(2))
     assert layer is not None
 
     def fail(*_: object) -> torch.Tensor:
@@ -103,8 +103,8 @@ def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
     config._attn_implementation = attention.NAME
     capped = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
     lm_head.equip(capped)
-    assert lm_head.task_head(capped) is None and type(capped.get_output_embeddings()) is nn.Linear
+    assert lm_head.fused_head(capped) is None and type(capped.get_output_embeddings()) is nn.Linear
     config.final_logit_softcapping = None
     plain = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
     lm_head.equip(plain)
-    assert lm_head.task_head(plain) is not None
+    assert lm_head.fused_head(plain) is not None

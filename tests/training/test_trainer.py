@@ -127,7 +127,9 @@ def test_learning_rate_0_moves_no_bit(
 ) -> None:
     model = models.load_model(tiny_path, torch.float32)
     reference = models.load_model(tiny_path, torch.float32).requires_grad_(False)
-    trainer = Trainer(model, alone, FULL_LOSS, OptimSpec(lr=0.0, weight_decay=0), 1.0, reference)
+    trainer = Trainer(
+        model, alone, FULL_LOSS, OptimSpec(lr=0.0, weight_decay=0), reference=reference
+    )
     before = weights_of(trainer)
     for step in range(5):
         stats = trainer.step(

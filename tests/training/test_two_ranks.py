@@ -115,7 +115,14 @@ def make_trainer(
     model = models.shard(
         models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how)
     )
-    trainer = Trainer(model, world, loss, OptimSpec(lr=1e-2, **options), 0.9, reference)
+    trainer = Trainer(
+        model,
+        world,
+        loss,
+        OptimSpec(lr=1e-2, **options),
+        temperature=0.9,
+        reference=reference,
+    )
     for group in trainer.optimizer.param_groups:
         group["eps"] = (
             # Adam's own 1e-8 would blow the rounding of gradients that are 0 up to whole steps

@@ -369,7 +369,11 @@ def trained(
 
 def trainer_of(policy: PreTrainedModel, lr: float, temperature: float = 1.0) -> Trainer:
     return Trainer(
-        policy, World(0, 1, torch.device("cpu")), LossSpec("nll"), OptimSpec(lr=lr), temperature
+        policy,
+        World(0, 1, torch.device("cpu")),
+        LossSpec("nll"),
+        OptimSpec(lr=lr),
+        temperature=temperature,
     )
 
 
