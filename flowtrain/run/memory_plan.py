@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config
-from flowtrain.run import recipe
 from flowtrain.training import attention
 from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
@@ -30,7 +29,7 @@ _CPU_CHUNK = 2**25
 """Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
 _GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
-"""Of a row's tokens, those whose hidden states go to the head: a guess, and a small part of the
+"""Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
@@ -41,9 +40,9 @@ class MemoryPlan:
     """Bytes at the peak of a step, by what they are for."""
 
     parts: dict[str, int]
-    """Of this process on the device that trains."""
+    """Bytes of this process on the device that trains."""
     vllm: int = 0
-    """What vLLM beside it takes of the same GPU."""
+    """Bytes that vLLM takes of the same GPU."""
     gpu_bytes: int = 0
     """0: there is no GPU."""
 
@@ -58,8 +57,8 @@ class MemoryPlan:
         )
 
     def check(self, config: Config) -> None:
-        """Raises UserError, with the numbers and the keys, where even a step on the shortest rows
-        is sure not to fit on the GPU.
+        """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
+        sure not to fit on the GPU.
         """
         sure = {**{name: self.parts[name] for name in _SURE}, "vLLM": self.vllm}
         # A vLLM that sleeps and the gradients are never there at the same time.
@@ -78,24 +77,29 @@ def plan_memory(
     config: Config,
     model: PreTrainedModel,
     sampled: Sequence[int],
+    *,
     num_ranks: int,
+    has_reference: bool,
     gpu_bytes: int = 0,
 ) -> MemoryPlan:
-    """Of one of `num_ranks` that train, for a model that is not sharded yet and full rows; a sample
-    above the token budget takes more.
+    """Predict the peak of a rank that trains, for a model that is not sharded yet and full rows.
 
-    What a GPU's rank has in the memory of the CPU is not in it. `sampled`: the parameters of each
-    policy that has an engine. `gpu_bytes`: all that the rank's GPU has; 0 on a CPU.
+    A sample above the token budget takes more. What a GPU's rank keeps in the memory of the CPU is
+    left out.
+
+    Args:
+        sampled: the number of parameters of each policy that has an engine.
+        num_ranks: how many ranks train.
+        has_reference: a frozen copy of the policy stays beside it.
+        gpu_bytes: all memory of the rank's GPU; 0 on a CPU.
     """
-    train, on_gpu = config.train, gpu_bytes > 0
+    train = config.train
+    on_gpu = gpu_bytes > 0
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     num_parameters, size = model.num_parameters(), dtype.itemsize
-    is_away, is_sharded = (
-        train.offload and on_gpu,
-        num_ranks > 1 or dtype != torch.float32 or train.offload,
-    )
+    is_away = train.offload and on_gpu
+    is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload
     own = 0 if is_away else 4 * num_parameters // num_ranks
-    has_reference = config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config)
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)
@@ -149,7 +153,9 @@ def _listed(parts: Mapping[str, int]) -> str:
 def activations(
     config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool
 ) -> tuple[int, int]:
-    """What all layers hold when the head is reached, and at most (early in the backward pass)."""
+    """Count what all layers hold when the head is reached, and their peak (early in the backward
+    pass).
+    """
     two, three = (
         _simulate(config, dtype, num_tokens, recompute, num_layers) for num_layers in (2, 3)
     )

@@ -1,4 +1,4 @@
-"""Turn what a library raises over a person's mistake into one line that names the key."""
+"""Turn an error that a user's mistake causes in a library into one line that names the key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def user_error(
 
     Args:
         problem: names the key or file, and its value: "model.path='runs/warm' is no model".
-        kinds: what the block may raise over a mistake of the user's; other errors pass through.
+        kinds: errors that a user's mistake causes in the block; others pass through.
         raises: the subclass of `UserError` to raise.
     """
     try:
