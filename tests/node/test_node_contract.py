@@ -1,5 +1,5 @@
-"""What every node must do, whoever wrote it: the same tests for our node and for the one of the
-examples, each as a real process.
+"""The contract of a node: the same tests for our node and for that of the examples, each as a real
+process.
 """
 
 from __future__ import annotations
