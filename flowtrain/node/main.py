@@ -17,7 +17,7 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import Membership
-from flowtrain.node.node import Limits, Node
+from flowtrain.node.node import Node
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.types import UserError
@@ -71,8 +71,14 @@ def _serve(
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
-        limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, num_groups)
-        node = Node(member, sampler.rollout, syncer, limits)
+        node = Node(
+            member,
+            sampler.rollout,
+            syncer,
+            max_in_flight=config.rollout.max_in_flight,
+            max_staleness=config.dataflow.max_staleness,
+            num_groups=num_groups,
+        )
         try:
             num_pushed = asyncio.run(_until_signalled(node))
         finally:

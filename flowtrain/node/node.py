@@ -44,16 +44,6 @@ Rollout = Callable[[Task, int], Awaitable[Trajectory]]
 """(task, seed) -> a scored trajectory, or one that failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_in_flight: int
-    """Rollouts under way at a time."""
-    max_staleness: int
-    """Versions that the weights may be behind the trainer's."""
-    num_groups: int = 0
-    """Groups to push until the node ends; 0: no end."""
-
-
 @dataclass(slots=True, eq=False)
 class _WorkItem:
     """A work item that this node has leased."""
@@ -74,17 +64,28 @@ class Node:
         member: Membership,
         rollout: Rollout,
         syncer: WeightSyncer,
-        limits: Limits,
+        *,
+        max_in_flight: int,
+        max_staleness: int,
+        num_groups: int = 0,
     ) -> None:
+        """
+        Args:
+            max_in_flight: rollouts under way at a time.
+            max_staleness: versions that the weights may be behind the trainer's.
+            num_groups: groups to push until the node ends; 0: no end.
+        """
         self._member = member
         self._rollout = rollout
         self._syncer = syncer
-        self._limits = limits
-        self._progress = NodeProgress(limits.num_groups)
+        self._max_in_flight = max_in_flight
+        self._max_staleness = max_staleness
+        self._num_groups = num_groups
+        self._progress = NodeProgress(num_groups)
         self._items: dict[LeaseKey, _WorkItem] = {}
         """Work items under way, or made and not pushed yet."""
         self._to_push: asyncio.Queue[_WorkItem] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(limits.max_in_flight)
+        self._slots = asyncio.Semaphore(max_in_flight)
         self._num_pushed = 0
         self._num_failures = 0
         self._pending_leases: asyncio.Future[Leases] | None = None
@@ -126,7 +127,7 @@ class Node:
         async with asyncio.TaskGroup() as rollouts:
             while True:
                 num = self._num_wanted()
-                self.waiting = self._syncer.obstacle(self._limits.max_staleness)
+                self.waiting = self._syncer.obstacle(self._max_staleness)
                 if self.waiting:
                     self._clock.discard_idle()
                 if num < 1 or self.waiting:
@@ -159,14 +160,14 @@ class Node:
         as can be under way are held at a time.
         """
         size = self._member.joined.group_size
-        most = max(1, self._limits.max_in_flight // size)
+        most = max(1, self._max_in_flight // size)
         free = most
         if self._num_rollouts:
-            free = (self._limits.max_in_flight - self._num_rollouts) // size
+            free = (self._max_in_flight - self._num_rollouts) // size
         num_held = len(self._items)
         wanted = min(free, min(2 * most, _MAX_LEASES) - num_held)
-        if self._limits.num_groups:
-            wanted = min(wanted, self._limits.num_groups - self._num_pushed - num_held)
+        if self._num_groups:
+            wanted = min(wanted, self._num_groups - self._num_pushed - num_held)
         return wanted
 
     async def _wait_for_room(self) -> None:
@@ -220,7 +221,7 @@ class Node:
                 self._num_failures = 0
                 self._num_pushed += 1
                 self._progress.pushed()
-            if self._num_pushed == self._limits.num_groups:
+            if self._num_pushed == self._num_groups:
                 self.stop()
 
     async def _give_up(self, item: _WorkItem, reason: str) -> None:

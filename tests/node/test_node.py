@@ -32,7 +32,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import Membership
-from flowtrain.node.node import Limits, Node
+from flowtrain.node.node import Node
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
@@ -161,7 +161,14 @@ class Nodes:
         )  # type: ignore[dict-item]
         member = self.join(name)
         syncer.on_policy_state(member.joined.policies)
-        return Node(member, rollout, syncer, Limits(max_in_flight, 8, num_units))
+        return Node(
+            member,
+            rollout,
+            syncer,
+            max_in_flight=max_in_flight,
+            max_staleness=8,
+            num_groups=num_units,
+        )
 
 
 @pytest.fixture
