@@ -515,7 +515,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
 
         def node(name: str) -> Process:
             return server.start(
-                "rollout",
+                "node",
                 "--dataflow",
                 url,
                 "--name",
