@@ -213,7 +213,13 @@ ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
     "flowtrain.types": (),
     "flowtrain.utils.seeds": (),
-    "flowtrain.config": ("pydantic", "flowtrain.types", "flowtrain.utils", "flowtrain.config"),
+    "flowtrain.config": (
+        "pydantic",
+        "tomli_w",
+        "flowtrain.types",
+        "flowtrain.utils",
+        "flowtrain.config",
+    ),
 }
 """What a package may import besides the standard library."""
 
@@ -245,7 +251,7 @@ FORBIDDEN = {
     "flowtrain.dataflow": (*_HEAVY, *_MODELS, "flowtrain.agents"),
     "flowtrain.weights": ("flowtrain.config",),
     "flowtrain.report": _MODELS,
-    "flowtrain.algorithms": ("transformers", "flowtrain.weights"),
+    "flowtrain.algorithms": ("flowtrain.weights",),
 }
 """Imports that the order would allow and a package still does without."""
 VLLM_FILES = ("flowtrain.engines.vllm_runner", "flowtrain.weights.vllm_plugin")
@@ -376,7 +382,7 @@ def test_the_walk_sees_the_house() -> None:
         "flowkernels.policy_loss",
     } <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
-    assert ("flowtrain.run.run", "flowtrain.report.curves") in found
+    assert ("flowtrain.run.run_logger", "flowtrain.report.curves") in found
     assert ("flowtrain.agents.build", "flowtrain.tasks.sets") in found, (
         "under TYPE_CHECKING, but there"
     )

@@ -19,10 +19,10 @@ from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engine
 from flowtrain.evals.chat_planner import ChatPlanner, PlainText
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
-from flowtrain.run.components import RunComponents, make_judge, saving
+from flowtrain.run.components import RunComponents, make_judge
+from flowtrain.run.policy_trainer import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool
-from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Task, UserError
 from flowtrain.weights import WeightStore
@@ -77,8 +77,7 @@ def _with_policy(
     engines = components.make_policy_engines({config.train.policy: store})
     for engine in engines.values():
         cleanup.callback(engine.close)
-    with saving(scratch):
-        components.make_publisher(store, world).publish(named_weights(components.model), 0)
+    publish_start(components, store)
     engines[config.train.policy].load(0)
     policy = (
         f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, "

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import uuid
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 import flowtrain
 from flowtrain.types import UserError
@@ -46,6 +49,19 @@ def writing(path: Path) -> Iterator[None]:
             else "check that its folder exists and is writable"
         )
         raise UserError(f"cannot write {path}: {error.strerror or error}; {cure}") from error
+
+
+@contextlib.contextmanager
+def writing_tensors(path: Path) -> Iterator[None]:
+    """`writing` for safetensors, whose own error names the system's error number in its text."""
+    with writing(path):
+        try:
+            yield
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise OSError(str(error)) from error
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:

@@ -28,6 +28,7 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.run.heartbeat import Heartbeat
+from flowtrain.run.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
@@ -69,8 +70,6 @@ class BatchSource:
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
         self._heartbeat = Heartbeat(dataflow, config.dataflow.trainer_timeout_s / 4)
-        self.metrics: dict[str, float] = {}
-        """Of the batch that was received last; the same on every rank."""
 
     @property
     def run(self) -> str:
@@ -103,12 +102,11 @@ class BatchSource:
         if self._world.is_main:
             self._heartbeat.start(Progress(self._policy, step, step))
 
-    def next_batch(self, step: int) -> list[Group] | None:
-        """This rank's groups of the batch of `step`, numbered by their places in it; None when the
-        run is asked to end first. Collective.
+    def next_batch(self, step: int) -> Rollouts | None:
+        """Wait for the batch of `step` and return this rank's groups, numbered by their index in it.
 
-        Raises UserError when none comes within dataflow.wait_s, RuntimeError for a batch that is
-        not what was asked for.
+        None when the run is asked to end first. Collective. Raises UserError when none comes within
+        dataflow.wait_s, RuntimeError for a batch that is not what was asked for.
         """
         started = time.monotonic()
         self._seen, self._heard = f"no answer about step {step} yet", started
@@ -120,8 +118,7 @@ class BatchSource:
         groups = [
             _placed(served, place) for served, place in zip(batch.groups, self._places, strict=True)
         ]
-        self._measure(step, batch, groups, waited_s)
-        return groups
+        return Rollouts(groups, {}, self._metrics(step, batch, groups, waited_s))
 
     def report_progress(self, version: int, checkpoint: int, is_done: bool = False) -> None:
         """`version` can be pulled, and a run that breaks off goes on from `checkpoint`. Returns at
@@ -199,8 +196,10 @@ class BatchSource:
                 self._note(f"{why()} ({waited_s:.0f} s)")
                 next_note_s *= 2
 
-    def _measure(self, step: int, batch: Batch, groups: list[Group], waited_s: float) -> None:
-        """What the log tells of a batch; collective."""
+    def _metrics(
+        self, step: int, batch: Batch, groups: list[Group], waited_s: float
+    ) -> dict[str, float]:
+        """Compute the metrics of a batch, the same on every rank; collective."""
         ages = [
             age
             for served, group in zip(batch.groups, groups, strict=True)
@@ -215,7 +214,7 @@ class BatchSource:
         (total, num_tokens, num_replays), (oldest, longest_s) = self._world.reduce(
             mine, [own_oldest, waited_s]
         )
-        self.metrics = {f"dataflow/{name}": value for name, value in batch.stats.items()} | {
+        return {f"dataflow/{name}": value for name, value in batch.stats.items()} | {
             "dataflow/staleness_mean": total / max(num_tokens, 1),
             "dataflow/staleness_max": oldest,
             "dataflow/replay_share": num_replays / self._num_groups,

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config
-from flowtrain.run import recipe
 from flowtrain.training import attention
 from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
@@ -78,24 +77,29 @@ def plan_memory(
     config: Config,
     model: PreTrainedModel,
     sampled: Sequence[int],
+    *,
     num_ranks: int,
+    has_reference: bool,
     gpu_bytes: int = 0,
 ) -> MemoryPlan:
-    """Of one of `num_ranks` that train, for a model that is not sharded yet and full rows; a sample
-    above the token budget takes more.
+    """Predict the peak of a rank that trains, for a model that is not sharded yet and full rows.
 
-    What a GPU's rank has in the memory of the CPU is not in it. `sampled`: the parameters of each
-    policy that has an engine. `gpu_bytes`: all that the rank's GPU has; 0 on a CPU.
+    A sample above the token budget takes more. What a GPU's rank keeps in the memory of the CPU is
+    left out.
+
+    Args:
+        sampled: the number of parameters of each policy that has an engine.
+        num_ranks: how many ranks train.
+        has_reference: a frozen copy of the policy stays beside it.
+        gpu_bytes: all memory of the rank's GPU; 0 on a CPU.
     """
-    train, on_gpu = config.train, gpu_bytes > 0
+    train = config.train
+    on_gpu = gpu_bytes > 0
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     num_parameters, size = model.num_parameters(), dtype.itemsize
-    is_away, is_sharded = (
-        train.offload and on_gpu,
-        num_ranks > 1 or dtype != torch.float32 or train.offload,
-    )
+    is_away = train.offload and on_gpu
+    is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload
     own = 0 if is_away else 4 * num_parameters // num_ranks
-    has_reference = config.algorithm.kl_coef > 0 or recipe.branches_against_reference(config)
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)

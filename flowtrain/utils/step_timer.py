@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The time of a step by stage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STAGES = ("collect", "branch", "train", "publish", "load", "eval")
+STAGES = ("checkpoint", "collect", "branch", "train", "publish", "load", "eval")
+"""In order; the checkpoint is that of the step before, which is written after its line of the log."""
 
 
 class StepTimer:
-    """Seconds of a step by stage; what no stage claims is "other"."""
+    """Measures the seconds of a step by stage; the rest is "other"."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -81,21 +81,20 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
     batch_source.register(LAYOUT, "weights", 0, "")
     assert batch_source.run == place.ledger.run
     place.fill(5)
-    groups = batch_source.next_batch(1)
-    assert groups is not None and [each.index for each in groups] == [0, 1, 2, 3]
+    rollouts = batch_source.next_batch(1)
+    assert rollouts is not None
+    groups, _, metrics = rollouts
+    assert [each.index for each in groups] == [0, 1, 2, 3]
     assert all(
         each.trajectories == group(each.trajectories[0].task).trajectories for each in groups
     )
     assert (
-        batch_source.metrics["dataflow/staleness_mean"]
-        == batch_source.metrics["dataflow/staleness_max"]
-        == batch_source.metrics["dataflow/replay_share"]
+        metrics["dataflow/staleness_mean"]
+        == metrics["dataflow/staleness_max"]
+        == metrics["dataflow/replay_share"]
         == 0
     )
-    assert (
-        batch_source.metrics["dataflow/num_buffered"] == 1
-        and batch_source.metrics["dataflow/waited_s"] >= 0
-    )
+    assert metrics["dataflow/num_buffered"] == 1 and metrics["dataflow/waited_s"] >= 0
 
 
 def test_a_rank_gets_its_share(place: Place) -> None:
@@ -130,10 +129,11 @@ def test_staleness_is_counted_in_tokens(place: Place) -> None:
     batch_source.report_progress(1, 0)
     place.fill(2, version=0)
     place.fill(2, version=1)
-    batch_source.next_batch(2)
+    rollouts = batch_source.next_batch(2)
+    assert rollouts is not None
     assert (
-        batch_source.metrics["dataflow/staleness_mean"],
-        batch_source.metrics["dataflow/staleness_max"],
+        rollouts.metrics["dataflow/staleness_mean"],
+        rollouts.metrics["dataflow/staleness_max"],
     ) == (0.5, 1)
 
 
@@ -240,10 +240,10 @@ def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> Non
     batch_source._answer(lambda: batch_source._full(1), batch_source._missing)
     place.interrupt.requested = True
     while (
-        groups := batch_source.next_batch(1)
+        rollouts := batch_source.next_batch(1)
     ) is None:  # asked for before it was there, if the machine is slow
         pass
-    assert len(groups) == 4
+    assert len(rollouts.groups) == 4
 
 
 # ---- a service that is wrong
@@ -285,10 +285,11 @@ def test_a_token_that_is_too_old_is_an_error_that_names_it(place: Place, step: i
         client=Serving(*served(spans(6), spans(6, 4, 6), spans(6), spans(6)))
     )
     if step == 6:
-        batch_source.next_batch(step)
+        rollouts = batch_source.next_batch(step)
+        assert rollouts is not None
         assert (
-            batch_source.metrics["dataflow/staleness_max"],
-            batch_source.metrics["dataflow/staleness_mean"],
+            rollouts.metrics["dataflow/staleness_max"],
+            rollouts.metrics["dataflow/staleness_mean"],
         ) == (1, pytest.approx(-4 / 6))
         return
     with pytest.raises(

@@ -1,7 +1,8 @@
-"""What a session does around the training step."""
+"""The verbs of a run around the training step."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,28 +25,45 @@ class Trainer:
     def __init__(self, called: list[str]) -> None:
         self.called = called
 
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
+
     def step(self, minibatches: Any, number: int) -> dict[str, float]:
         self.called.append("trainer steps")
         return {"num_minibatches": len(minibatches)}
 
+    def own_scores(self) -> dict[Any, Any]:
+        return {}
+
+
+def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
+    """A run with those of its parts that training touches."""
+    components: Any = SimpleNamespace(config=config)
+    fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
+    fields |= {
+        "config": config,
+        "engines": {"planner": engine},
+        "placement": SimpleNamespace(gather_scores=lambda logprobs: logprobs),
+    }
+    if trainer is not None:
+        parts: list[Any] = [components, None, None, trainer, None]
+        fields["policy_trainer"] = PolicyTrainer(*parts)
+    return Run(**fields)
+
 
 @pytest.mark.parametrize("sleep", [False, True])
-def test_the_engine_sleeps_while_the_rank_trains_and_finds_its_memory_free(
+def test_engine_sleeps_during_training_and_torch_returns_its_memory(
     monkeypatch: pytest.MonkeyPatch, sleep: bool
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("torch gives back"))
     config = Config.model_validate({"vllm": {"sleep": sleep}})
-    components: Any = type("RunComponents", (), {"config": config})
-    session, trainer = Run(config), Trainer(called)
-    session._engine = Engine(called)  # type: ignore[assignment]
-    session._policy_trainer = PolicyTrainer(components, None, None, trainer, None)  # type: ignore[arg-type]
-    assert session.train(1, [[], []]) == {"num_minibatches": 2}
+    run = a_run(config, Engine(called), Trainer(called))
+    assert run.train(1, [[], []]).metrics == {"num_minibatches": 2}
     assert called == ["engine sleeps", "trainer steps", *(["torch gives back"] if sleep else [])]
 
 
-def test_a_rank_that_only_samples_does_not_put_its_engine_to_sleep() -> None:
+def test_sampling_rank_keeps_its_engine_awake() -> None:
     called: list[str] = []
-    session = Run(Config())
-    session._engine, session._policy_trainer = Engine(called), None  # type: ignore[assignment]
-    assert session.train(1, [[]]) == {} and called == []
+    run = a_run(Config(), Engine(called), None)
+    assert run.train(1, [[]]).metrics == {} and called == []

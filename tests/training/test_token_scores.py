@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowtrain.algorithms import flow_grpo
+from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.training.token_scores import with_training_stats
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack, pack_rows

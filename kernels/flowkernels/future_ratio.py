@@ -23,7 +23,6 @@ from flowkernels.token_loss import (
     TokenLoss,
     TokenLossFn,
     Tokens,
-    correct_for_sampler,
     sequence_ids,
     token_loss,
 )
@@ -66,45 +65,6 @@ class FutureRatio:
         return float(2 ** (-1 / self.half_life))
 
 
-def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> TokenLossFn:
-    """The loss of `spec` with future-aware advantages, for `policy_loss` and `linear_policy_loss`.
-
-    They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
-    in `policy_loss`; MIS is a matter of the weights, which the caller takes from
-    `correct_for_sampler` beforehand.
-
-    Raises:
-        ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
-            missing.
-    """
-    if spec.loss_type not in ("clip", "cispo"):
-        raise ValueError(
-            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware advantages "
-            "need"
-        )
-
-    def loss(tokens: Tokens) -> TokenLoss:
-        if tokens.old_logprob_T is None or tokens.cu_seqlens_S1 is None:
-            raise ValueError("future-aware advantages need old_logprob_T and cu_seqlens_S1")
-        base_T = correct_for_sampler(
-            spec,
-            tokens.advantage_T,
-            tokens.weight_T,
-            tokens.old_logprob_T,
-            tokens.sampler_logprob_T,
-        )[0]
-        factor_T = 1 + future.coef * future_ratio(tokens, base_T, future, spec.dual_clip, impl)
-        return token_loss(
-            spec,
-            replace(
-                tokens,
-                advantage_T=base_T * factor_T * _takes_part(tokens, base_T, future, spec.dual_clip),
-            ),
-        )
-
-    return loss
-
-
 def future_ratio(
     tokens: Tokens,
     advantage_T: Tensor,
@@ -141,3 +101,36 @@ def _takes_part(
         0, sequence_T, is_bounded_T.to(advantage_T.dtype)
     )
     return (count_S <= future.max_dual_clipped).to(advantage_T.dtype)[sequence_T]
+
+
+def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> TokenLossFn:
+    """The loss of `spec` with future-aware advantages, for `policy_loss` and `linear_policy_loss`.
+
+    They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
+    in `policy_loss`; MIS is a matter of the weights, which the caller takes from
+    `correct_for_sampler` beforehand.
+
+    Raises:
+        ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
+            missing.
+    """
+    if spec.loss_type not in ("clip", "cispo"):
+        raise ValueError(
+            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware "
+            "advantages need"
+        )
+
+    def loss(tokens: Tokens) -> TokenLoss:
+        if tokens.old_logprob_T is None or tokens.cu_seqlens_S1 is None:
+            raise ValueError("future-aware advantages need old_logprob_T and cu_seqlens_S1")
+        base_T = tokens.corrected(spec).advantage_T
+        factor_T = 1 + future.coef * future_ratio(tokens, base_T, future, spec.dual_clip, impl)
+        return token_loss(
+            spec,
+            replace(
+                tokens,
+                advantage_T=base_T * factor_T * _takes_part(tokens, base_T, future, spec.dual_clip),
+            ),
+        )
+
+    return loss

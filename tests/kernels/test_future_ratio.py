@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import FutureRatio, LossSpec, future_aware, linear_policy_loss, policy_loss
-from flowkernels.future import future_ratio
-from flowkernels.token_loss import Tokens
+from flowkernels.future_ratio import future_ratio
+from flowkernels.token_loss import TokenInputs, Tokens
 from kernel_truth import IMPLS, Batch, on_device, random_batch
 from torch import Tensor
 
@@ -50,14 +50,13 @@ def advantages_by_hand(tokens: Tokens, spec: LossSpec, future: FutureRatio) -> T
 
 def tokens_of(batch: Batch, logprob_T: Tensor) -> Tokens:
     weight_T = torch.where(batch["target_ids_T"] >= 0, batch["weight_T"], 0.0)
-    return Tokens(
-        logprob_T,
-        logprob_T,
-        batch["advantage_T"],
-        weight_T,
-        batch["old_logprob_T"],
+    inputs = TokenInputs(
+        advantage_T=batch["advantage_T"],
+        weight_T=weight_T,
+        old_logprob_T=batch["old_logprob_T"],
         cu_seqlens_S1=batch["cu_seqlens_S1"],
     )
+    return inputs.scored(logprob_T, entropy_T=logprob_T)
 
 
 def logprobs_of(logits_TV: Tensor, batch: Batch) -> Tensor:
@@ -126,20 +125,21 @@ def test_a_ratio_of_the_past_changes_nothing() -> None:
     old, logprob = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.2, -1.3, -0.95])
     ones, bounds = torch.ones(3), torch.tensor([0, 3])
     future = FutureRatio(half_life=1.0, low=0.0, high=9.0)
-    got = future_ratio(
-        Tokens(logprob, ones, ones, ones, old, cu_seqlens_S1=bounds), ones, future, None
-    ).tolist()
+
+    def first_ratios(weight: Tensor, bounds: Tensor) -> list[float]:
+        inputs = TokenInputs(
+            advantage_T=ones, weight_T=weight, old_logprob_T=old, cu_seqlens_S1=bounds
+        )
+        return future_ratio(inputs.scored(logprob, ones), ones, future, None).tolist()
+
+    got = first_ratios(ones, bounds)
     d = [0.8, -0.3, 0.05]
     wanted = [math.exp(d[0] + d[1] / 2 + d[2] / 4), math.exp(d[1] + d[2] / 2), math.exp(d[2])]
     assert got == pytest.approx(wanted, rel=1e-5)
-    masked = Tokens(logprob, ones, ones, torch.tensor([1.0, 0.0, 1.0]), old, cu_seqlens_S1=bounds)
-    assert future_ratio(masked, ones, future, None)[0].item() == pytest.approx(
-        math.exp(d[0] + d[2] / 4), rel=1e-5
-    ), "positions count"
-    split = Tokens(logprob, ones, ones, ones, old, cu_seqlens_S1=torch.tensor([0, 1, 3]))
-    assert future_ratio(split, ones, future, None)[0].item() == pytest.approx(
-        math.exp(d[0]), rel=1e-5
-    )
+    masked = first_ratios(torch.tensor([1.0, 0.0, 1.0]), bounds)[0]
+    assert masked == pytest.approx(math.exp(d[0] + d[2] / 4), rel=1e-5), "positions count"
+    split = first_ratios(ones, torch.tensor([0, 1, 3]))[0]
+    assert split == pytest.approx(math.exp(d[0]), rel=1e-5)
 
 
 def test_the_head_takes_it_too() -> None:

@@ -1,5 +1,5 @@
-"""How the walk over a head's chunks goes: what it computes, how often, what it holds, and that
-nobody can tell from the results.
+"""The walk over a head's chunks: what it computes, how often, what it holds, and that the results
+are the same for any size of a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowkernels import (
     linear_policy_loss,
     token_loss,
 )
-from flowkernels.head import Gradients, Head
+from flowkernels.lm_head import Gradients, LMHead
 from kernel_truth import Batch, counted, device_of, mask_of, on_device, plain_rows
 from test_linear_loss import (
     HEAD,
@@ -49,9 +49,9 @@ class Seen:
         self.gradients: list[int] = []
         """Rows in each chunk that took part in the products for the gradients."""
         chunks: list[StorageWeakRef] = []
-        of_head, of_gradients = Head.logits, Gradients.add
+        of_head, of_gradients = LMHead.logits, Gradients.add
 
-        def logits(head: Head, hidden_CD: Tensor) -> Tensor:
+        def logits(head: LMHead, hidden_CD: Tensor) -> Tensor:
             logits_CV = of_head(head, hidden_CD)
             chunks.append(StorageWeakRef(logits_CV.untyped_storage()))
             self.logits.append(len(logits_CV))
@@ -63,7 +63,7 @@ class Seen:
             of_gradients(gradients, *arguments)
             self.gradients.append(gradients.num_rows - before)
 
-        monkeypatch.setattr(Head, "logits", logits)
+        monkeypatch.setattr(LMHead, "logits", logits)
         monkeypatch.setattr(Gradients, "add", add)
 
 
@@ -97,7 +97,7 @@ def same(first: tuple[Any, dict[str, Tensor]], second: tuple[Any, dict[str, Tens
 def test_the_size_of_a_chunk_changes_nothing(
     name: str, has_holes: bool, compact: bool, impl: str
 ) -> None:
-    """Whether rows without gradient are left out or not."""
+    """Holds whether rows without gradient are left out or not."""
     batch = head_batch(temperature=temperatures()) if has_holes else whole_batch()
     options = {"temperature": temperatures(), "softcap": 8.0}
     once = ours(SPECS[name], batch, impl, **options)
@@ -114,7 +114,7 @@ def test_the_size_of_a_chunk_changes_nothing(
 def test_gspo_of_sequences_shorter_and_longer_than_a_chunk(
     has_holes: bool, num_rows: int, impl: str
 ) -> None:
-    """And of none at all, at the beginning, in the middle and at the end."""
+    """Sequences of no tokens too, at the beginning, in the middle and at the end."""
     batch = head_batch() if has_holes else whole_batch()
     batch["cu_seqlens_S1"] = torch.tensor([0, 0, 2, 4, 13, 13, 14, 16, 19, 19])
     for compact in (True, False):
@@ -178,8 +178,8 @@ def test_logits_of_a_loss_of_ones_own_are_computed_twice(impl: str, seen: Seen) 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "own", "scores"])
 def test_no_two_chunks_of_logits_are_there_at_one_time(name: str, seen: Seen) -> None:
-    """Forward and backward; of GSPO, a sequence of three chunks. (Triton's interpreter holds on to
-    what it was given.)
+    """Checked forward and backward; for GSPO, a sequence of three chunks. (Triton's interpreter
+    holds on to what it was given.)
     """
     batch = whole_batch() | {"cu_seqlens_S1": torch.tensor([0, 3, 18, 19])}
     if name == "scores":
@@ -265,7 +265,7 @@ def test_a_chunk_with_few_idle_rows_is_taken_as_it_is(impl: str, seen: Seen) -> 
 
 @pytest.mark.parametrize("name", ["k3-entropy", "gspo-all"])
 def test_the_weights_gradient_is_added_to_a_buffer(name: str, impl: str) -> None:
-    """Over two calls, with a buffer that held something before; hidden and bias have theirs as
+    """Two calls add up in a buffer that held something before; hidden and bias have theirs as
     ever.
     """
     start = torch.linspace(-1, 1, VOCAB * 24).view(VOCAB, 24)
@@ -398,9 +398,9 @@ def test_log_probs_of_a_shard_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("which", ["both", "logprob", "entropy"])
-@pytest.mark.parametrize("is_kept", [False, True], ids=["all-ids", "sampling_mask"])
+@pytest.mark.parametrize("has_mask", [False, True], ids=["all-ids", "mask"])
 def test_log_probs_are_differentiable_by_any_upstream_gradient(
-    which: str, is_kept: bool, impl: str
+    which: str, has_mask: bool, impl: str
 ) -> None:
     """Some upstream gradients are 0, some targets negative."""
     batch = head_batch(temperature=temperatures())
@@ -417,16 +417,16 @@ def test_log_probs_are_differentiable_by_any_upstream_gradient(
     true = {name: batch[name].double().requires_grad_() for name in HEAD}
     logits = (true["hidden_TD"] @ true["weight_VD"].T + true["bias_V"])[rows]
     of_rows = (
-        [ids for ids, row in zip(subsets, rows.tolist(), strict=True) if row] if is_kept else None
+        [ids for ids, row in zip(subsets, rows.tolist(), strict=True) if row] if has_mask else None
     )
     scores = plain_rows(logits, batch["target_ids_T"][rows], temperatures()[rows], 6.0, of_rows)
     (upstream[0, rows] * scores[0] + upstream[1, rows] * scores[1]).sum().backward()
-    kept = mask_of(subsets) if is_kept else None
+    mask = mask_of(subsets) if has_mask else None
     moved = on_device(
         {
             **{name: batch[name] for name in (*HEAD, "target_ids_T")},
             "temperature": temperatures(),
-            "sampling_mask": kept,
+            "sampling_mask": mask,
         },
         impl,
     )

@@ -5,6 +5,7 @@ softmaxes over these subsets in fp64.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ SPECS = {
 
 
 def some_sets(batch: Batch, vocab: int = VOCAB, seed: int = 7) -> list[list[int]]:
-    """Of every kind: none, the target alone, one other id, few, all; with the target and without.
-    Ids come in any order.
+    """Masks of every kind: none, the target alone, one other id, few, all; with the target and
+    without. Ids come in any order.
     """
     rng = torch.Generator().manual_seed(seed)
     subsets: list[list[int]] = []
@@ -48,7 +49,7 @@ def some_sets(batch: Batch, vocab: int = VOCAB, seed: int = 7) -> list[list[int]
 
 
 def a_batch(subsets_seed: int = 7) -> tuple[Batch, list[list[int]]]:
-    """Old log-probs near those over the kept set, so that ratios lie on both sides of the clip."""
+    """Old log-probs near those over the mask, so that ratios lie on both sides of the clip."""
     batch = random_batch(NUM_TOKENS, VOCAB)
     subsets = some_sets(batch, seed=subsets_seed)
     logp, _, _ = plain_rows(batch["logits_TV"], batch["target_ids_T"].clamp(min=0), subsets=subsets)
@@ -56,7 +57,7 @@ def a_batch(subsets_seed: int = 7) -> tuple[Batch, list[list[int]]]:
     return batch | {"old_logprob_T": logp + noise, "ref_logprob_T": logp - noise}, subsets
 
 
-def is_kept(subsets: list[list[int]], targets: Tensor, vocab: int = VOCAB) -> Tensor:
+def is_in_mask(subsets: list[list[int]], targets: Tensor, vocab: int = VOCAB) -> Tensor:
     """bool [T, V]: the ids that a row's log-probability looks at."""
     mask = torch.zeros(len(subsets), vocab, dtype=torch.bool)
     for row, (ids, target) in enumerate(zip(subsets, targets.tolist(), strict=True)):
@@ -89,9 +90,9 @@ def check_scores(
 def test_a_worked_example(impl: str) -> None:
     """p = (1, 2, 3, 4) / 10: of {1, 3}, then 3 (which joins {0}), then all."""
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().expand(3, 4).contiguous()
-    kept = SamplingMask(torch.tensor([3, 1, 0]), torch.tensor([0, 2, 3, 3]))
+    mask = SamplingMask(torch.tensor([3, 1, 0]), torch.tensor([0, 2, 3, 3]))
     arguments = on_device(
-        {"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "sampling_mask": kept}, impl
+        {"logits_TV": logits, "target_ids_T": torch.tensor([1, 3, 2]), "sampling_mask": mask}, impl
     )
     out = logprobs(**arguments, impl=impl)
     torch.testing.assert_close(out.logprob_T.cpu().exp(), torch.tensor([2 / 6, 4 / 5, 3 / 10]))
@@ -145,7 +146,7 @@ def test_the_gradient_stays_on_the_set_unless_the_entropy_is_trained(
     batch, subsets = a_batch()
     _, gradient = ours(SPECS[name], batch, impl, inplace=inplace, sampling_mask=mask_of(subsets))
     rows = counted(batch)
-    outside = ~is_kept(subsets, batch["target_ids_T"])[rows]
+    outside = ~is_in_mask(subsets, batch["target_ids_T"])[rows]
     assert (gradient[~rows] == 0).all() and outside.sum() > 100
     if SPECS[name].entropy_coef:
         assert (gradient[rows] != 0).all()
@@ -193,7 +194,7 @@ def test_the_target_alone_leaves_nothing_to_learn(impl: str, inplace: bool) -> N
 
 
 def test_rows_left_out_may_hold_nan(impl: str, inplace: bool) -> None:
-    """Though they have kept ids."""
+    """Rows without weight give none, though the mask has ids for them."""
     batch, subsets = a_batch()
     rows = counted(batch)
     _, expected = ours(SPECS["nll-entropy"], batch, impl, sampling_mask=mask_of(subsets))
@@ -233,8 +234,8 @@ def test_differentiable_log_probs(impl: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["clip", "nll-entropy", "gspo-entropy"])
-def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
-    """Up to 2048 ids are taken at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
+def test_masks_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
+    """Kernels take up to 2048 ids at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
     beginning and the end of the CSR.
     """
     vocab, batch = 5000, random_batch(6, 5000)
@@ -258,7 +259,7 @@ def test_sets_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, imp
 
 
 def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
-    """Of the kernels."""
+    """Checked for the kernels."""
     batch, subsets = a_batch()
     together, gradient = ours(
         SPECS["nll-entropy"], batch, "triton", inplace=inplace, sampling_mask=mask_of(subsets)
@@ -280,15 +281,16 @@ def test_bits_do_not_depend_on_the_other_rows(inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_chunks_of_rows_have_their_own_sets(
+def test_chunks_of_rows_have_their_own_masks(
     name: str, inplace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the reference, which takes a few rows at a time: three here, all 16 otherwise."""
+    """The reference takes a few rows at a time: three here, all 16 otherwise."""
     batch, subsets = a_batch()
     whole, gradient = ours(
         SPECS[name], batch, "torch", inplace=inplace, sampling_mask=mask_of(subsets)
     )
-    monkeypatch.setattr("flowkernels.rows.CHUNK_ELEMENTS", 3 * VOCAB + 1)
+    module = sys.modules["flowkernels.logprobs"]  # the package has a function of this name
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * VOCAB + 1)
     parts, same_gradient = ours(
         SPECS[name], batch, "torch", inplace=inplace, sampling_mask=mask_of(subsets)
     )

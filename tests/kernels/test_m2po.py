@@ -39,12 +39,12 @@ def test_nothing_to_bound() -> None:
 
 
 def test_equal_ones_go_together() -> None:
-    """One of the two would be within (0.05, with the other 0.063), but no clip can tell them apart."""
+    """One of the two would fit (0.05, with the other 0.063), but no clip can tell them apart."""
     assert second_moment_bound(torch.tensor([0.1, 0.3, 0.3]), 0.055) == pytest.approx(0.2)
 
 
 def masked(size: list[float], threshold: float) -> list[float]:
-    """What is left once the largest have gone, one after the other."""
+    """The tokens left once the largest have gone, one after the other."""
     left = sorted(size)
     while left and sum(s * s for s in left) / len(left) > threshold:
         left.pop()
@@ -86,7 +86,9 @@ def test_only_tokens_that_count_and_move_away_are_looked_at() -> None:
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.02, 0.08, 100.0])
 def test_the_gradient_is_that_of_the_ratio_without_the_tokens_that_go(threshold: float) -> None:
-    """In fp64, with the mask found one token at a time: sum weight mask r A, and nothing else."""
+    """Reference in fp64, with the mask found one token at a time: sum weight mask r A, and nothing
+    else.
+    """
     rng = torch.Generator().manual_seed(7)
     logits_TV = torch.randn(40, 11, generator=rng, dtype=torch.float64, requires_grad=True)
     ids_T = torch.randint(11, (40,), generator=rng)

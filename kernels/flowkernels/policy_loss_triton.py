@@ -1,5 +1,5 @@
-"""The fused loss in Triton: statistics, token loss and gradient of a row by one program, while the
-row is still in L2.
+"""The kernels of `policy_loss.py` in Triton: statistics, token loss and gradient of a row by one
+program, while the row is still in L2.
 """
 
 from __future__ import annotations
@@ -9,43 +9,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowkernels.row_loss import NUM_COLUMNS
-from flowkernels.rows import Rows
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
     backward_row,
     grid,
-    kept_arguments,
-    kept_statistics,
     loss_config,
+    mask_statistics,
+    row_arguments,
     row_statistics,
     target_logit,
     write_zeros,
 )
-from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS
-from flowkernels.token_loss import KLS, LossSpec
+from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS, Column
+from flowkernels.targets import Targets
+from flowkernels.token_loss import KLS, LossSpec, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
-_POLICIES = {"clip": 0, "cispo": 1, "nll": 2}
+_LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
-CLIP, CISPO, NLL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-K1, K2 = tl.constexpr(0), tl.constexpr(1)
+CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
+K1, K2, K3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in `token_loss.KLS`
+LOSS = tl.constexpr(Column.LOSS)
+LOGPROB = tl.constexpr(Column.LOGPROB)
+ENTROPY = tl.constexpr(Column.ENTROPY)
+LOG_RATIO = tl.constexpr(Column.LOG_RATIO)
+KL_ESTIMATE = tl.constexpr(Column.KL)
+IS_CLIPPED = tl.constexpr(Column.IS_CLIPPED)
+HAS_GRADIENT = tl.constexpr(Column.HAS_GRADIENT)
+NUM_COLUMNS = tl.constexpr(Column.NUM)
 
 
 @triton.jit
-def _clamp(x, limit):
+def _clamp(x, limit) -> tl.tensor:
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _expm1(x):
+def _expm1(x) -> tl.tensor:
     small = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5))))
     return tl.where(tl.abs(x) < 0.1, small, tl.exp(x) - 1.0)
 
 
 @triton.jit
-def _kl(raw, limit, KL: tl.constexpr):
+def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
     u = _clamp(raw, limit)
     if KL == K1:
@@ -58,24 +65,16 @@ def _kl(raw, limit, KL: tl.constexpr):
 
 
 @triton.jit
-def _policy(
-    logp,
-    log_ratio,
-    advantage,
-    clip_low,
-    clip_high,
-    dual_clip,
-    limit,
-    POLICY: tl.constexpr,
-    HAS_DUAL: tl.constexpr,
-):
+def _policy_term(
+    logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, LOSS_TYPE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(loss, derivative by logp, clipped), as in `token_loss`."""
     ratio = tl.exp(_clamp(log_ratio, limit))
-    if POLICY == NLL:
+    if LOSS_TYPE == NLL:
         slope = -advantage
         loss = slope * logp
         is_clipped = advantage != advantage
-    elif POLICY == CISPO:
+    elif LOSS_TYPE == CISPO:
         slope = -tl.minimum(ratio, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL) * advantage
         loss = slope * logp
         is_clipped = ratio > 1.0 + clip_high
@@ -87,7 +86,7 @@ def _policy(
         )
         is_clipped = unclipped > clipped
         loss = tl.where(is_clipped, -clipped, -unclipped)
-        if HAS_DUAL:
+        if dual_clip is not None:
             is_dual = (advantage < 0) & (loss > -dual_clip * advantage)
             loss = tl.where(is_dual, -dual_clip * advantage, loss)
             is_clipped = is_clipped | is_dual
@@ -97,19 +96,20 @@ def _policy(
 
 @triton.jit
 def loss_kernel(
-    logits_ptr, out_ptr, targets_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, temperature_ptr,
-    kept_ids_ptr, kept_offsets_ptr, kept_copy_ptr, column_ptr,
-    num_rows, num_vocab, row_stride, out_stride, temperature_stride, softcap,
-    clip_low, clip_high, dual_clip, kl_coef, entropy_coef, limit,
-    POLICY: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_DUAL: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_GRADIENT: tl.constexpr,
+    logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
+    mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,
+    row_stride, out_stride, temperature_stride, softcap, clip_low, clip_high, dual_clip, kl_coef,
+    entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The columns [7, T] of `row_loss`. `out` may be the logits. Rows of weight 0 are not read."""
+) -> None:  # fmt: skip
+    """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
+    Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
+    weight 0 are not read.
+    """
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
         row_out_ptr = row_ptr
-        if HAS_GRADIENT:
+        if out_ptr is not None:
             row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
         target = tl.load(targets_ptr + row)
         weight = tl.load(weight_ptr + row)
@@ -117,88 +117,77 @@ def loss_kernel(
             temperature = tl.load(temperature_ptr + row * temperature_stride)
             scale = 1.0 / temperature * LOG2E
             advantage = tl.load(advantage_ptr + row)
-            x_target = target_logit(row_ptr, target, num_vocab, softcap, HAS_SOFTCAP)
+            x_target = target_logit(row_ptr, target, num_vocab, softcap)
             top, log2_total, entropy = row_statistics(
-                row_ptr, num_vocab, scale, softcap, HAS_SOFTCAP, LANES, WIDTH
+                row_ptr, num_vocab, scale, softcap=softcap, LANES=LANES, WIDTH=WIDTH
             )
-            kept_top, kept_log2_total = top, log2_total
+            masked_top, masked_log2_total = top, log2_total
             begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
-            if HAS_KEPT:
-                begin, end = tl.load(kept_offsets_ptr + row), tl.load(kept_offsets_ptr + row + 1)
+            if mask_ids_ptr is not None:
+                begin = tl.load(mask_offsets_ptr + row)
+                end = tl.load(mask_offsets_ptr + row + 1)
                 if end > begin:
-                    kept_top, kept_log2_total = kept_statistics(
-                        row_ptr,
-                        kept_ids_ptr,
-                        kept_copy_ptr,
-                        begin,
-                        end,
-                        target,
-                        x_target,
-                        num_vocab,
-                        scale,
-                        softcap,
-                        HAS_SOFTCAP,
-                        LANES,
-                    )
-            logp = ((x_target - kept_top) * scale - kept_log2_total) * LN2
+                    mask = (mask_ids_ptr, mask_copy_ptr, begin, end)
+                    masked_top, masked_log2_total = mask_statistics(
+                        row_ptr, mask, target, x_target=x_target, num_vocab=num_vocab, scale=scale,
+                        softcap=softcap, BLOCK=LANES,
+                    )  # fmt: skip
+            logp = ((x_target - masked_top) * scale - masked_log2_total) * LN2
             old = logp
-            if HAS_OLD:
+            if old_ptr is not None:
                 old = tl.load(old_ptr + row)
             log_ratio = logp - old
-            loss, dlogp, is_clipped = _policy(
-                logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, POLICY, HAS_DUAL
-            )
-            if HAS_REF:
+            loss, dlogp, is_clipped = _policy_term(
+                logp, log_ratio, advantage, clip_low=clip_low, clip_high=clip_high,
+                dual_clip=dual_clip, limit=limit, LOSS_TYPE=LOSS_TYPE,
+            )  # fmt: skip
+            if ref_ptr is not None:
                 kl, dkl = _kl(tl.load(ref_ptr + row) - logp, limit, KL)
                 if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
                     loss += kl_coef * kl
                     dlogp += kl_coef * dkl
             else:
-                kl, dkl = _kl(old - logp, limit, 2)
+                kl, dkl = _kl(old - logp, limit, K3)
             c = 0.0
-            if HAS_ENTROPY:
+            if entropy_coef is not None:
                 loss -= entropy_coef * entropy
                 c = weight * entropy_coef / temperature
-            tl.store(column_ptr + row, weight * loss)
-            tl.store(column_ptr + num_rows + row, logp)
-            tl.store(column_ptr + 2 * num_rows + row, entropy)
-            tl.store(column_ptr + 3 * num_rows + row, log_ratio)
-            tl.store(column_ptr + 4 * num_rows + row, kl)
-            tl.store(column_ptr + 5 * num_rows + row, is_clipped.to(tl.float32))
             a = -weight * dlogp / temperature
-            tl.store(column_ptr + 6 * num_rows + row, ((a != 0.0) | (c != 0.0)).to(tl.float32))
-            if HAS_GRADIENT:
+            has_gradient = (a != 0.0) | (c != 0.0)
+            tl.store(column_ptr + LOSS * num_rows + row, weight * loss)
+            tl.store(column_ptr + LOGPROB * num_rows + row, logp)
+            tl.store(column_ptr + ENTROPY * num_rows + row, entropy)
+            tl.store(column_ptr + LOG_RATIO * num_rows + row, log_ratio)
+            tl.store(column_ptr + KL_ESTIMATE * num_rows + row, kl)
+            tl.store(column_ptr + IS_CLIPPED * num_rows + row, is_clipped.to(tl.float32))
+            tl.store(column_ptr + HAS_GRADIENT * num_rows + row, has_gradient.to(tl.float32))
+            if out_ptr is not None:
                 backward_row(
-                    row_ptr, row_out_ptr, kept_ids_ptr, kept_copy_ptr, begin, end, target, x_target, num_vocab, top, log2_total, kept_top,
-                    kept_log2_total, entropy, a, c, scale, softcap,
-                    HAS_ENTROPY, HAS_SOFTCAP, HAS_KEPT, LANES, WIDTH,
+                    row_ptr, row_out_ptr, num_vocab,
+                    mask=(mask_ids_ptr, mask_copy_ptr, begin, end), target=target,
+                    x_target=x_target, full=(top, log2_total, entropy),
+                    masked=(masked_top, masked_log2_total), a=a, c=c, scale=scale, softcap=softcap,
+                    HAS_ENTROPY=entropy_coef is not None, LANES=LANES, WIDTH=WIDTH,
                 )  # fmt: skip
         else:
-            for i in tl.static_range(7):
+            for i in tl.static_range(NUM_COLUMNS):
                 tl.store(column_ptr + i * num_rows + row, 0.0)
-            if HAS_GRADIENT:
+            if out_ptr is not None:
                 write_zeros(row_out_ptr, num_vocab, LANES, WIDTH)
 
 
 @triton.jit
 def statistics_kernel(
-    column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows,
+    BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One
     program: no order is left to chance.
     """
     offsets = tl.arange(0, BLOCK)
-    loss = tl.zeros([BLOCK], tl.float32)
-    num, weights, entropies, kls, ratios, low, high, mismatch = (
-        loss,
-        loss,
-        loss,
-        loss,
-        loss,
-        loss,
-        loss,
-        loss,
-    )
+    zeros = tl.zeros([BLOCK], tl.float32)
+    loss, num, weights, entropies, kls = zeros, zeros, zeros, zeros, zeros
+    ratios, low, high, mismatch = zeros, zeros, zeros, zeros
     ratio_max = tl.full([BLOCK], -float("inf"), tl.float32)
     ratio_min = tl.full([BLOCK], float("inf"), tl.float32)
     histogram = tl.zeros([NUM_BINS], tl.float32)
@@ -207,12 +196,12 @@ def statistics_kernel(
         is_in = rows < num_rows
         weight = tl.load(weight_ptr + rows, mask=is_in, other=0.0)
         counts = is_in & (weight != 0.0) & (tl.load(targets_ptr + rows, mask=is_in, other=-1) >= 0)
-        log_ratio = tl.load(column_ptr + 3 * num_rows + rows, mask=counts, other=0.0)
+        log_ratio = tl.load(column_ptr + LOG_RATIO * num_rows + rows, mask=counts, other=0.0)
         ratio = tl.exp(log_ratio)
-        is_clipped = tl.load(column_ptr + 5 * num_rows + rows, mask=counts, other=0.0)
-        loss += tl.load(column_ptr + rows, mask=counts, other=0.0)
-        entropies += tl.load(column_ptr + 2 * num_rows + rows, mask=counts, other=0.0)
-        kls += tl.load(column_ptr + 4 * num_rows + rows, mask=counts, other=0.0)
+        is_clipped = tl.load(column_ptr + IS_CLIPPED * num_rows + rows, mask=counts, other=0.0)
+        loss += tl.load(column_ptr + LOSS * num_rows + rows, mask=counts, other=0.0)
+        entropies += tl.load(column_ptr + ENTROPY * num_rows + rows, mask=counts, other=0.0)
+        kls += tl.load(column_ptr + KL_ESTIMATE * num_rows + rows, mask=counts, other=0.0)
         num += counts.to(tl.float32)
         weights += tl.where(counts, weight, 0.0)
         ratios += tl.where(counts, ratio, 0.0)
@@ -226,17 +215,15 @@ def statistics_kernel(
         high += tl.where(log_ratio < 0, 0.0, is_clipped)
         mismatch += tl.abs(log_ratio)
         # A NaN fails both comparisons and lands in no bin.
-        bins = (
-            tl.floor(
-                tl.clamp(
-                    log_ratio / BIN_WIDTH,
-                    -NUM_BINS / 2,
-                    NUM_BINS / 2 - 1,
-                    propagate_nan=tl.PropagateNan.ALL,
-                )
+        bins = tl.floor(
+            tl.clamp(
+                log_ratio / BIN_WIDTH,
+                -NUM_BINS / 2,
+                NUM_BINS / 2 - 1,
+                propagate_nan=tl.PropagateNan.ALL,
             )
-            + NUM_BINS // 2
         )
+        bins += NUM_BINS // 2
         is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
         histogram += tl.sum(is_bin.to(tl.float32), axis=0)
     tl.store(loss_ptr, tl.sum(loss, axis=0))
@@ -256,7 +243,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr) -> None:
     """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()`
     sends.
     """
@@ -276,31 +263,33 @@ def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
 
 
 def loss(
-    rows: Rows,
-    spec: LossSpec,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_T: Tensor | None,
-    ref_T: Tensor | None,
-    out_TV: Tensor | None,
+    logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
 ) -> Tensor:
-    """Launcher: columns [7, T], and the gradient into `out_TV` (which may be the logits) unless
-    that is None.
+    """Launcher: `column_7T`, and the gradient into `out_TV` (which may be the logits) unless that
+    is None.
     """
-    logits_TV, num_rows = rows.logits_TV, len(rows.target_ids_T)
-    column_7T = torch.empty(NUM_COLUMNS, num_rows, device=logits_TV.device)
-    if num_rows:
+    column_7T = torch.empty(Column.NUM, len(targets), device=logits_TV.device)
+    if len(targets):
         config = loss_config(logits_TV)
         loss_kernel[grid(config, logits_TV)](
-            logits_TV, out_TV, rows.target_ids_T, advantage_T, weight_T, old_T, ref_T, rows.temperature_T,
-            *kept_arguments(rows), column_7T,
-            num_rows, logits_TV.shape[1], logits_TV.stride(0), 0 if out_TV is None else out_TV.stride(0), rows.temperature_T.stride(0),
-            rows.softcap, spec.clip_low, spec.clip_high, spec.dual_clip or 0.0, spec.kl_coef, spec.entropy_coef, spec.log_ratio_limit,
-            POLICY=_POLICIES[spec.loss_type], KL=KLS.index(spec.kl), HAS_OLD=old_T is not None, HAS_REF=ref_T is not None,
-            HAS_DUAL=spec.dual_clip is not None, HAS_ENTROPY=spec.entropy_coef != 0, HAS_SOFTCAP=rows.softcap > 0,
-            HAS_KEPT=rows.sampling_mask is not None, HAS_GRADIENT=out_TV is not None,
+            **row_arguments(logits_TV, targets),
+            out_ptr=out_TV,
+            out_stride=0 if out_TV is None else out_TV.stride(0),
+            advantage_ptr=inputs.advantage_T,
+            weight_ptr=inputs.weight_T,
+            old_ptr=inputs.old_logprob_T,
+            ref_ptr=inputs.ref_logprob_T,
+            column_ptr=column_7T,
+            clip_low=spec.clip_low,
+            clip_high=spec.clip_high,
+            dual_clip=spec.dual_clip,
+            kl_coef=spec.kl_coef,
+            entropy_coef=spec.entropy_coef or None,
+            limit=spec.log_ratio_limit,
+            LOSS_TYPE=_LOSS_TYPES[spec.loss_type],
+            KL=KLS.index(spec.kl),
             **config.arguments(),
-        )  # fmt: skip
+        )
     return column_7T
 
 
@@ -309,12 +298,12 @@ def statistics(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tup
     result = torch.empty((), device=column_7T.device)
     out = torch.empty(NUM_STATISTICS, device=column_7T.device)
     statistics_kernel[(1,)](
-        column_7T,
-        weight_T,
-        target_ids_T,
-        result,
-        out,
-        len(weight_T),
+        column_ptr=column_7T,
+        weight_ptr=weight_T,
+        targets_ptr=target_ids_T,
+        loss_ptr=result,
+        out_ptr=out,
+        num_rows=len(weight_T),
         BIN_WIDTH=BIN_WIDTH,
         NUM_BINS=NUM_BINS,
         **STATISTICS,

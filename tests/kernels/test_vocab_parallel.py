@@ -26,7 +26,7 @@ VOCAB, DIM, NUM_TOKENS = 101, 12, 23
 PARTS = [slice(0, 60), slice(60, VOCAB)]
 """Ids of each rank."""
 HALVES = [slice(0, 50), slice(50, VOCAB)]
-"""The same where there are several chunks, so that one budget holds as many rows on either rank."""
+"""The parts for several chunks, so that one budget holds as many rows on either rank."""
 Results = dict[str, Tensor]
 
 
@@ -41,7 +41,7 @@ class Case:
     needs: tuple[str, ...] = HEAD
     scale: float = 1.0
     kind: str = ""
-    """What is special about the batch."""
+    """Keys of the batch that differ from the default."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -203,7 +203,7 @@ def take_equal_budgets(part: slice, group: Any) -> Results:
 
 
 def run(rank: int, folder: Path) -> None:
-    """What every rank does."""
+    """Run every case on a rank."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -230,7 +230,7 @@ def run(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has of every case."""
+    """Results of every case, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, __file__, str(rank), str(folder)] for rank in range(2)]
@@ -323,7 +323,7 @@ def test_bf16_parts_lose_no_more_than_the_whole(ranks: list[dict[str, Any]], nam
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_target_beyond_the_vocabulary_gives_nan(ranks: list[dict[str, Any]], name: str) -> None:
-    """Where values are not checked; the other rows keep their log-probs."""
+    """Values are not checked here; the other rows keep their log-probs."""
     ours = joined(ranks, name)
     is_beyond = BEYOND[name].batch()["target_ids_T"] >= VOCAB
     assert is_beyond.sum() == 3 and ours["loss"].isnan()
