@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = os.environ.get(TOKEN_VARIABLE, "")
         stores = dict(map(_store, options.store))
         with logging_redirect_tqdm():
-            run(options.dataflow, options.name, stores, options.units, args=args, token=token)
+            run(options.dataflow, options.name, stores, options.num_groups, args=args, token=token)
     except (UserError, Refused, Unavailable, EngineError) as error:
         print(f"{_COMMAND}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         help="name of this node, unique among nodes (default: %(default)s)",
     )
     parser.add_argument(
-        "--units",
+        "--num_groups",
         type=int,
         default=0,
         metavar="N",

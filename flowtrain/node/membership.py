@@ -35,7 +35,7 @@ LeaseKey = tuple[int, int]
 
 
 def key_of(lease: Lease) -> LeaseKey:
-    return lease.unit, lease.attempt
+    return lease.work_item, lease.attempt
 
 
 class Membership:

@@ -192,7 +192,9 @@ class Node:
         except ExceptionGroup as failures:
             if failures.subgroup((EngineError, UserError)) is not None:
                 raise
-            _log.exception("work item %d (task %s) failed and goes back", lease.unit, lease.task.id)
+            _log.exception(
+                "work item %d (task %s) failed and goes back", lease.work_item, lease.task.id
+            )
             first = failures.exceptions[0]
             await self._give_up(item, f"{type(first).__name__}: {first}")
         finally:
@@ -214,7 +216,9 @@ class Node:
             try:
                 await self._member.push(item.lease, item.payload)
             except Refused as refusal:
-                _log.error("the group of work item %d is refused: %s", item.lease.unit, refusal)
+                _log.error(
+                    "the group of work item %d is refused: %s", item.lease.work_item, refusal
+                )
                 await self._give_up(item, f"its group was refused: {refusal}")
             else:
                 self._forget(item)

@@ -148,7 +148,7 @@ class Nodes:
         name: str = "a",
         *,
         max_in_flight: int = 2 * G,
-        num_units: int = 0,
+        num_groups: int = 0,
         engine: Engine | None = None,
     ) -> Node:
         syncer = WeightSyncer(
@@ -162,7 +162,7 @@ class Nodes:
             syncer,
             max_in_flight=max_in_flight,
             max_staleness=8,
-            num_groups=num_units,
+            num_groups=num_groups,
         )
 
 
@@ -189,8 +189,8 @@ def run(*nodes: Node) -> list[int]:
     return asyncio.run(together())
 
 
-def units(ledger: Ledger) -> dict[str, int]:
-    return dict(ledger.status()["units"])
+def work_items(ledger: Ledger) -> dict[str, int]:
+    return dict(ledger.status()["work_items"])
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -199,7 +199,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
-    """Units and groups of the first batches."""
+    """Work items and groups of the first batches."""
     from flowtrain.dataflow.contract import BatchRequest
 
     served = [
@@ -207,16 +207,16 @@ def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
         for step in range(1, num // 4 + 1)
         for each in ledger.batch(BatchRequest("planner", step)).groups
     ]
-    return [(each.unit, unpack_group(each.payload)) for each in served]
+    return [(each.work_item, unpack_group(each.payload)) for each in served]
 
 
 def test_a_node_ends_after_num_groups(ledger: Ledger, nodes: Nodes) -> None:
-    assert run(nodes.make(soon, num_units=8)) == [8]
-    assert units(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    assert run(nodes.make(soon, num_groups=8)) == [8]
+    assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     made = dict(groups(ledger, 8))
     assert sorted(made) == list(range(1, 9))
-    for unit, group in made.items():
-        seed = derive_seed(derive_seed(ledger._config.run.seed, "unit", unit), 0)
+    for work_item, group in made.items():
+        seed = derive_seed(derive_seed(ledger.config.run.seed, "unit", work_item), 0)
         assert len(group.trajectories) == G and group.trajectories[0].seed == seed
         assert (
             len({t.seed for t in group.trajectories}) == G
@@ -239,14 +239,14 @@ def test_rollouts_in_flight_are_bounded(
         now -= 1
         return trajectory(task, seed)
 
-    run(nodes.make(rollout, max_in_flight=most, num_units=6))
+    run(nodes.make(rollout, max_in_flight=most, num_groups=6))
     assert max(seen) == num_at_once
 
 
 def test_several_nodes_make_every_group_once(ledger: Ledger, nodes: Nodes) -> None:
-    pushed = run(*(nodes.make(soon, name, num_units=6) for name in "abc"))
+    pushed = run(*(nodes.make(soon, name, num_groups=6) for name in "abc"))
     assert pushed == [6, 6, 6]
-    assert units(ledger)["committed"] == 18
+    assert work_items(ledger)["committed"] == 18
 
 
 def test_a_node_ends_with_training(ledger: Ledger, nodes: Nodes) -> None:
@@ -272,14 +272,16 @@ def test_stop_pushes_finished_groups_and_releases_other_leases(
     async def stopped() -> int:
         async with asyncio.timeout(30):
             running = asyncio.create_task(node.run())
-            await until(lambda: units(ledger)["leased"] == 2 and units(ledger)["committed"] == 2)
+            await until(
+                lambda: work_items(ledger)["leased"] == 2 and work_items(ledger)["committed"] == 2
+            )
             node.stop()
             return await running
 
     assert asyncio.run(stopped()) == 2
-    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
-    assert run(nodes.make(soon, "b", num_units=2)) == [2]
-    assert units(ledger)["waiting"] == 0 and units(ledger)["committed"] == 4
+    assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
+    assert run(nodes.make(soon, "b", num_groups=2)) == [2]
+    assert work_items(ledger)["waiting"] == 0 and work_items(ledger)["committed"] == 4
 
 
 def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Nodes) -> None:
@@ -303,7 +305,7 @@ def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Node
             return await running
 
     assert asyncio.run(main()) == 0
-    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
+    assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
 
 
 def test_engine_error_ends_the_node_and_releases_its_leases(ledger: Ledger, nodes: Nodes) -> None:
@@ -315,22 +317,22 @@ def test_engine_error_ends_the_node_and_releases_its_leases(ledger: Ledger, node
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
     assert caught.group_contains(EngineError, match="died twice")
-    left = units(ledger)
+    left = work_items(ledger)
     assert left["leased"] == 0 and left["waiting"] >= 1
 
 
 def test_a_failing_rollout_costs_its_work_item_alone(
     ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The unit goes back, and counts as failed once it has gone back `max_attempts` times."""
+    """The work item goes back, and counts as failed once it has gone back `max_attempts` times."""
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         if task.id == TASKS[3].id:
             raise KeyError("a bug of ours")
         return await soon(task, seed)
 
-    run(nodes.make(rollout, num_units=9))
-    assert units(ledger)["failed"] == 1 and units(ledger)["committed"] == 9
+    run(nodes.make(rollout, num_groups=9))
+    assert work_items(ledger)["failed"] == 1 and work_items(ledger)["committed"] == 9
     assert (
         sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 3
     )
@@ -345,7 +347,7 @@ def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) 
     assert "work items in a row could not be done; the last: KeyError" in str(
         next(user_errors(caught.value))
     )
-    assert units(ledger)["leased"] == 0
+    assert work_items(ledger)["leased"] == 0
 
 
 @dataclass
@@ -356,7 +358,7 @@ class RefusingDataflow:
     refused: tuple[int, ...] = ()
 
     def push(self, request: Push) -> Pushed:
-        if request.unit in self.refused:
+        if request.work_item in self.refused:
             raise Refused("malformed group: it is too long")
         return self.inner.push(request)
 
@@ -368,9 +370,9 @@ def test_a_refused_group_is_released_and_the_node_goes_on(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = Nodes(RefusingDataflow(ledger, (2,)))  # type: ignore[arg-type]
-    assert run(nodes.make(soon, num_units=6)) == [6]
-    assert units(ledger)["committed"] == 6
-    assert units(ledger)["failed"] == 1, "after three attempts"
+    assert run(nodes.make(soon, num_groups=6)) == [6]
+    assert work_items(ledger)["committed"] == 6
+    assert work_items(ledger)["failed"] == 1, "after three attempts"
     assert "it is too long" in caplog.text
 
 
@@ -391,16 +393,16 @@ def test_a_lost_lease_ends_its_rollouts(ledger: Ledger, nodes: Nodes, clock: Clo
     async def main() -> None:
         async with asyncio.timeout(30):
             running = asyncio.create_task(slow.run())
-            await until(lambda: units(ledger)["leased"] == 1)
+            await until(lambda: work_items(ledger)["leased"] == 1)
             clock.now += 1.0
-            assert await nodes.make(soon, "b", num_units=2).run() == 2
+            assert await nodes.make(soon, "b", num_groups=2).run() == 2
             await until(lambda: cancelled == G)
             assert not running.done()
             slow.stop()
             await running
 
     asyncio.run(main())
-    assert units(ledger)["committed"] == 2
+    assert work_items(ledger)["committed"] == 2
 
 
 def test_leases_are_renewed_during_long_rollouts(
@@ -413,14 +415,14 @@ def test_leases_are_renewed_during_long_rollouts(
         await go_on.wait()
         return trajectory(task, seed)
 
-    node = nodes.make(rollout, max_in_flight=G, num_units=1)
+    node = nodes.make(rollout, max_in_flight=G, num_groups=1)
     renewals = []
     renew = ledger.renew
 
     def counted(request: Any) -> Any:
         answer = renew(request)
         clock.now += 0.2  # of 0.3
-        renewals.append(request.units)
+        renewals.append(request.work_items)
         if len(renewals) > 10:
             node._loop_of_the_test.call_soon_threadsafe(go_on.set)  # type: ignore[attr-defined]
         return answer
@@ -436,7 +438,7 @@ def test_leases_are_renewed_during_long_rollouts(
     assert set(renewals) == {((1, 1),)}
     nodes.join("b")
     (lease,) = ledger.lease(LeaseRequest("b", "life-of-b", 1)).leases
-    assert (lease.unit, lease.attempt) == (2, 1), "nobody else had to do unit 1"
+    assert (lease.work_item, lease.attempt) == (2, 1), "nobody else had to do work item 1"
 
 
 def test_a_node_ends_when_another_process_joins_by_its_name(ledger: Ledger, nodes: Nodes) -> None:
@@ -619,7 +621,7 @@ def test_a_node_reports_its_busy_and_idle_time(ledger: Ledger, nodes: Nodes) -> 
         await asyncio.sleep(0.2)
         return trajectory(task, seed)
 
-    run(nodes.make(rollout, max_in_flight=G, num_units=2))
+    run(nodes.make(rollout, max_in_flight=G, num_groups=2))
     assert len({request.key for request in asked}) == len(asked) == 2
     assert asked[1].busy_s == pytest.approx(0.2, abs=0.15) and asked[1].busy_s >= 0.19
     assert asked[1].waited_s < 0.15

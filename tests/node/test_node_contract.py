@@ -1,5 +1,5 @@
-"""The contract of a node: the same tests for our node and for that of the examples, each as a real
-process.
+"""What every node must do, whoever wrote it: the same tests for our node and for the one of the
+examples, each as a real process.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def start(
     ours: Server | None = request.getfixturevalue("server") if request.param == "ours" else None
     started: list[Process] = []
 
-    def begin(num_units: int) -> Process:
+    def begin(num_groups: int) -> Process:
         if ours is not None:
-            words = ("--dataflow", dataflow.url, "--name", "n1", "--units", num_units)
+            words = ("--dataflow", dataflow.url, "--name", "n1", "--num_groups", num_groups)
             started.append(
                 keep_exit_code(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN}))
             )
@@ -113,8 +113,8 @@ def start(
             dataflow.url,
             "--name",
             "n1",
-            "--units",
-            str(num_units),
+            "--num_groups",
+            str(num_groups),
         )
         process = subprocess.Popen(
             words,
@@ -132,8 +132,8 @@ def start(
             process.wait()
 
 
-def units(dataflow: DataflowServer) -> dict[str, int]:
-    return dict(dataflow.ledger.status()["units"])
+def work_items(dataflow: DataflowServer) -> dict[str, int]:
+    return dict(dataflow.ledger.status()["work_items"])
 
 
 def test_a_node_pushes_groups_that_can_be_trained(
@@ -142,7 +142,7 @@ def test_a_node_pushes_groups_that_can_be_trained(
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
     recorded: RecordingLedger = dataflow.answers
-    assert units(dataflow) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    assert work_items(dataflow) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     names = [name for name, _ in recorded.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(
@@ -171,21 +171,21 @@ def test_a_push_without_an_answer_is_repeated(
 
     def lose(push: Push) -> None:
         if len(lost) < 2:
-            lost.append(push.unit)
+            lost.append(push.work_item)
             raise Unavailable("the answer is lost")
 
     dataflow.answers.after_push = lose
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    again = [push.unit for push in dataflow.answers.asked("push")]
-    assert all(again.count(unit) == lost.count(unit) + 1 for unit in set(lost))
-    assert units(dataflow)["leased"] == 0 and 8 <= units(dataflow)["committed"] <= 10
+    again = [push.work_item for push in dataflow.answers.asked("push")]
+    assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
+    assert work_items(dataflow)["leased"] == 0 and 8 <= work_items(dataflow)["committed"] <= 10
 
 
 def test_a_node_survives_a_lease_that_ran_out(
     dataflow: DataflowServer, clock: list[float], start: Callable[[int], Process]
 ) -> None:
-    """Before its first push another node has got its units and was faster with one of them."""
+    """Before its first push another node has got its work items and was faster with one of them."""
     ledger = dataflow.ledger
 
     def overtake(push: Push) -> None:
@@ -199,15 +199,17 @@ def test_a_node_survives_a_lease_that_ran_out(
         mine = next(lease for lease in leases)
         task = [type(t)(**{**_fields(t), "task": mine.task}) for t in group.trajectories]
         assert (
-            ledger.push(Push("fast", mine.unit, 2, pack_group(type(group)(0, tuple(task))))).status
+            ledger.push(
+                Push("fast", mine.work_item, 2, pack_group(type(group)(0, tuple(task))))
+            ).status
             == "committed"
         )
 
     dataflow.answers.before_push = overtake
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    assert units(dataflow)["failed"] == 0
-    assert units(dataflow)["committed"] >= 8
+    assert work_items(dataflow)["failed"] == 0
+    assert work_items(dataflow)["committed"] >= 8
     assert dataflow.ledger.status()["nodes"]["fast"]["num_groups"] == 1
 
 
@@ -229,7 +231,7 @@ def test_a_node_releases_its_leases_on_sigterm(
     dataflow.answers.before_push = tell
     process.append(start(1000))
     assert process[0].wait() == 0, process[0].err.read_text()
-    left = units(dataflow)
+    left = work_items(dataflow)
     assert left["leased"] == 0, "nobody has to wait until they run out"
     assert (
         left["committed"] >= 1

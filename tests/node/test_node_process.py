@@ -85,7 +85,7 @@ def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def versions(groups: list[Group]) -> list[set[int]]:
-    """Return the weight versions of each rollout."""
+    """Of each rollout."""
     return [
         {span.version for turn in t.turns for span in turn.calls["planner"].spans}
         for group in groups
@@ -120,7 +120,7 @@ def test_groups_follow_the_weights_and_survive_a_node_that_dies(
         assert all(step - 1 - 8 <= version <= step - 1 for each in batch for version in each)
     wait_for(lambda: dataflow.ledger.status()["nodes"]["one"]["num_leased"] == 0)
     terminate(nodes["two"])
-    left = dataflow.ledger.status()["units"]
+    left = dataflow.ledger.status()["work_items"]
     assert left["leased"] == left["failed"] == 0
     assert dataflow.ledger.status()["lost_leases"].get("ran out", 0) >= 1
 
@@ -172,12 +172,12 @@ def test_groups_survive_a_service_that_is_away(
     trainer.step(1)
     wait_for(
         lambda: (
-            dataflow.ledger.status()["units"]["leased"] > 0
-            or dataflow.ledger.status()["units"]["committed"] > 8
+            dataflow.ledger.status()["work_items"]["leased"] > 0
+            or dataflow.ledger.status()["work_items"]["committed"] > 8
         )
     )
     dataflow.stop()
-    before = dataflow.ledger.status()["units"]
+    before = dataflow.ledger.status()["work_items"]
     wait_for(lambda: "is asked again" in node.err.read_text())
     dataflow.start()
     for step in (2, 3, 4, 5, 6):
@@ -185,8 +185,11 @@ def test_groups_survive_a_service_that_is_away(
     assert node.poll() is None
     terminate(node)
     after = dataflow.ledger.status()
-    assert after["units"]["committed"] >= before["committed"] and after["units"]["failed"] == 0
-    assert after["units"]["leased"] == 0
+    assert (
+        after["work_items"]["committed"] >= before["committed"]
+        and after["work_items"]["failed"] == 0
+    )
+    assert after["work_items"]["leased"] == 0
 
 
 def test_a_node_ends_with_training(
@@ -243,7 +246,7 @@ def test_a_node_without_a_trainer_waits_until_a_signal(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("--rollout.temperature", "2"), "--rollout.temperature is the same for the whole run"),
         (("--config", "x.toml"), "--config is the same for the whole run"),
@@ -253,9 +256,9 @@ def test_a_node_without_a_trainer_waits_until_a_signal(
     ],
 )
 def test_options_that_a_node_may_not_set(
-    dataflow: DataflowServer, start: Start, words: tuple[str, ...], message: str
+    dataflow: DataflowServer, start: Start, args: tuple[str, ...], message: str
 ) -> None:
-    node = start("odd", *words)
+    node = start("odd", *args)
     assert node.wait() == 2
     (line,) = node.err.read_text().strip().splitlines()
     assert line.startswith("python -m flowtrain.node: ") and message in line
