@@ -291,11 +291,10 @@ def test_the_policy_in_all_roles_runs_end_to_end(
             )
             assert trajectory.answer == trajectory.output.strip()
             for turn in trajectory.turns:
-                assert turn.spans[0].version == 3 and turn.finish_reason in (
-                    FinishReason.STOP,
-                    FinishReason.LENGTH,
-                )
-                assert len(turn.response_ids) == len(turn.response_logprobs) > 0
+                call = turn.calls["planner"]
+                assert call.spans[0].version == 3
+                assert call.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                assert len(call.response_ids) == len(call.logprobs) > 0
                 assert (turn.action, turn.verdict) == (None, Verdict.CONTINUE) and turn.verdict_text
     assert groups[0].trajectories[0].analysis != groups[1].trajectories[0].analysis
     assert chats.metrics()["engines/policy/requests"] == 2 + 2 * 3 * (2 + 1), (
