@@ -2,8 +2,9 @@
 --run.dir runs/warm
 
 Collect rollouts from a scripted expert or from the policy itself, keep those that scored, and
-imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are those of `train.py`;
-only the loss is -log p.
+imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The
+flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is
+-log p.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Train a policy in the flow:  torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
+"""Train a policy in the flow.
+
+    torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
 
 One step, top to bottom, is the system:
 

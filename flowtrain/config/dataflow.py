@@ -29,17 +29,17 @@ class Dataflow(Section):
     max_attempts: PositiveInt = 5
     """leases of a task after which it counts as one that no node can do"""
     prompt_filter: str = "all"
-    """which prompts are rolled out: all, greso, curriculum, or the name of an entry point in the
+    """choice of prompts to roll out: all, greso, curriculum, or the name of an entry point in the
     group flowtrain.prompt_filters"""
     prompt_filter_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the prompt filter"""
     group_filter: str = "all"
-    """which groups are kept: all, mixed (rewards differ: dynamic sampling), or an entry point in
+    """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or an entry point in
     flowtrain.group_filters"""
     group_filter_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the group filter"""
     selector: str = "deadline"
-    """which waiting groups come first: deadline, arrival, weighted (by kind), or an entry point in
+    """order of waiting groups: deadline, arrival, weighted (by kind), or an entry point in
     flowtrain.selectors"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""

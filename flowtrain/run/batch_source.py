@@ -49,7 +49,9 @@ _FIRST_NOTE_S = 10.0
 
 
 class BatchSource:
-    """A policy's trainer. What is collective says so."""
+    """The trainer's end of the dataflow: registers a policy, receives its batches, reports its
+    progress.
+    """
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class BatchSource:
             self._heartbeat.start(Progress(self._policy, step, step))
 
     def next_batch(self, step: int) -> Rollouts | None:
-        """Wait for the batch of `step` and return this rank's groups, numbered by their index in it.
+        """Wait for the batch of `step` and return this rank's groups, numbered by their index in
+        it.
 
         None when the run is asked to end first. Collective. Raises UserError when none comes within
         dataflow.wait_s, RuntimeError for a batch that is not what was asked for.
@@ -122,8 +125,8 @@ class BatchSource:
         return Rollouts(groups, {}, self._metrics(step, batch, groups, waited_s))
 
     def report_progress(self, version: int, checkpoint: int, is_done: bool = False) -> None:
-        """`version` can be pulled, and a run that breaks off goes on from `checkpoint`. Returns at
-        once.
+        """Report that nodes can pull `version`, and that a run that breaks off resumes from
+        `checkpoint`; returns at once.
         """
         if self._world.is_main:
             self._heartbeat.report_progress(
@@ -144,7 +147,7 @@ class BatchSource:
         return range(self._world.rank, self._num_groups, self._world.size)
 
     def _full(self, step: int) -> Batch:
-        """This rank's part of the batch, once there is one."""
+        """Ask until this rank's part of the batch is there."""
         request = BatchRequest(self._policy, step, self._world.rank, self._world.size)
         while (batch := self._dataflow.batch(request)).num_missing:
             status = self._dataflow.status()
@@ -170,7 +173,7 @@ class BatchSource:
         )
 
     def _answer(self, ask: Callable[[], T], why: Callable[[], str]) -> T | None:
-        """What `ask` answers on this rank, once all ranks have an answer; None when one of them is
+        """Return the answer of `ask` on this rank once all ranks have one; None when a rank is
         asked to end first. Collective.
         """
         started, next_note_s, answer = time.monotonic(), _FIRST_NOTE_S, self._thread.submit(ask)
@@ -248,7 +251,7 @@ def connect(config: Config) -> Client:
 
 
 def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
-    """(weight version, number of tokens) of what the policy sampled for the rollouts that finished."""
+    """Yield (weight version, number of tokens) of the policy in rollouts that finished."""
     for trajectory in group.finished:
         for turn in trajectory.turns:
             if (call := turn.calls.get(policy)) is not None:

@@ -80,7 +80,7 @@ class PolicyTrainer:
         self.ranks.barrier()
 
     def restore(self, path: Path) -> None:
-        """Load model and optimizer from a checkpoint, which any number of ranks may have written."""
+        """Load model and optimizer from a checkpoint of any number of ranks."""
         checkpoint.restore(path, self.components.model, self.trainer.optimizer)
 
     def save(self, folder: Path, step: int, state: dict[str, int | str]) -> None:
@@ -160,7 +160,7 @@ def publish_start(components: RunComponents, store: WeightStore) -> None:
 
 
 def num_versions_kept(config: Config) -> int:
-    """Return how many versions stay in the store: with nodes, all that one may still sample with."""
+    """Count the versions that stay in the store: with nodes, all that they may sample with."""
     if not config.dataflow.url:
         return config.weights.keep
     return max(config.weights.keep, config.dataflow.max_staleness + 1)

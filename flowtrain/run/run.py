@@ -1,5 +1,5 @@
-"""A training run between its first step and its last: its parts, and the verbs of the loop that need
-several of them. The parts never change once the run is open; what a verb makes, it returns.
+"""A training run between its first step and its last: its parts, and the verbs of the loop that
+need several of them. The parts never change once the run is open; what a verb makes, it returns.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Run:
     placement: Placement
     interrupt: Interrupt
     engines: dict[str, Engine]
-    """By policy; the trained one's follows the published versions."""
+    """Engines by policy; the trained policy's engine follows the published versions."""
     flow: Flow
     judge: Judge | None
     policy_trainer: PolicyTrainer | None
     """None on a rank that only samples."""
     batch_source: BatchSource | None
-    """Where rollouts come from with `dataflow.url`; None where this run makes them."""
+    """The source of rollouts with `dataflow.url`; None where this run makes them."""
     cursor: TaskCursor | MixedCursor
     evaluator: Evaluator
     logger: RunLogger
