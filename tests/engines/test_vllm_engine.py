@@ -173,12 +173,12 @@ def forward(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 def truth(
-    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, sampling: Sampling
+    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling
 ) -> Tensor:
     """Log-probs of the response by transformers, at the temperature and among the tokens that top-p
     and top-k keep.
     """
-    logits_TV = forward(model, [*prompt, *completion.ids])[len(prompt) - 1 : -1] / (
+    logits_TV = forward(model, [*prompt, *ids])[len(prompt) - 1 : -1] / (
         sampling.temperature or 1.0
     )
     if sampling.top_k:
@@ -187,7 +187,7 @@ def truth(
         sorted_TV, order_TV = logits_TV.softmax(-1).sort(descending=True)
         is_kept_TV = sorted_TV.cumsum(-1) - sorted_TV < sampling.top_p
         logits_TV[~torch.zeros_like(is_kept_TV).scatter(1, order_TV, is_kept_TV)] = -torch.inf
-    return logits_TV.log_softmax(-1).gather(1, torch.tensor([completion.ids]).T)[:, 0]
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor([ids]).T)[:, 0]
 
 
 # ---- what is sampled
@@ -224,7 +224,10 @@ class TestVllm:
         completions = generate(at_0.engine, requests)
         recorded = torch.tensor([x for c in completions for x in c.logprobs])
         expected = torch.cat(
-            [truth(at_0.model, p, c, s) for (p, s), c in zip(requests, completions, strict=True)]
+            [
+                truth(at_0.model, p, c.ids, s)
+                for (p, s), c in zip(requests, completions, strict=True)
+            ]
         )
         assert len(recorded) == 400 and recorded.min() < -1
         assert (recorded - expected).abs().max() <= 1e-5
@@ -268,7 +271,7 @@ class TestVllm:
             *[(0, num_kept)][: num_kept > 0],
             (num_kept, num_tokens),
         ]
-        expected = truth(at_0.model, PROMPTS[2], branch, sampling)
+        expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 
     def test_the_seed_decides(self, at_0: Setup) -> None:
@@ -406,7 +409,7 @@ class TestVllm:
             ) and 0 == before.start < before.end == after.start < after.end == 190
             for span in completion.spans:
                 set_weights(at_0, span.version)
-                expected = truth(at_0.model, LONG[0], completion, LONG[1])
+                expected = truth(at_0.model, LONG[0], completion.ids, LONG[1])
                 recorded = torch.tensor(completion.logprobs)
                 difference = (recorded - expected).abs()
                 assert difference[span.start : span.end].max() <= 1e-5
