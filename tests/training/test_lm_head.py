@@ -92,7 +92,7 @@ def test_a_task_that_fails_leaves_the_layer_as_it_was(
 
     with pytest.raises(KeyError, match="inside"):
         lm_head.run_head(model, layer, row, fail)
-    assert layer.task is None
+    assert layer.head_fn is None
 
 
 def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
