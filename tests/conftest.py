@@ -4,6 +4,7 @@ transformers loads.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 if not Path("/dev/nvidia0").exists():
     # Triton reads this when it is first imported: its kernels then run, value for value, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests run in several processes side by side, and their arrays are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _HERE = Path(__file__).parent
 for _path in _HERE.rglob("*.py"):
@@ -20,6 +23,12 @@ for _path in _HERE.rglob("*.py"):
         # Test modules import a helper by its bare name, or from another folder as tests.<folder>.
         _dotted = ".".join(_path.relative_to(_HERE.parent).with_suffix("").parts)
         pytest.register_assert_rewrite(_path.stem, _dotted)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over all that was imported, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
