@@ -41,6 +41,7 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.types import (
     Action,
+    Call,
     FinishReason,
     Group,
     ToolResult,
@@ -177,13 +178,16 @@ def group(lease: Lease) -> Group:
 
 def _turn(order: random.Random, number: int) -> Turn:
     said = "".join(order.choices(string.ascii_lowercase + " ", k=60))
-    return Turn(
+    call = Call(
         prompt_ids=tuple(range(100, 100 + PROMPT)),
         response_ids=tuple(order.randrange(300) for _ in range(RESPONSE)),
-        response_logprobs=tuple(-order.random() for _ in range(RESPONSE)),
+        logprobs=tuple(-order.random() for _ in range(RESPONSE)),
         spans=(VersionSpan(0, RESPONSE, 0),),
         finish_reason=FinishReason.STOP,
-        response_text=said,
+        text=said,
+    )
+    return Turn(
+        calls={"planner": call},
         action=Action("", "", said[:20], "Search"),
         command=f"tool.execute(query={said[:20]!r})",
         result=ToolResult(f"The {said[:20]} is 1284.", seconds=order.random()),

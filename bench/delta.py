@@ -1,13 +1,13 @@
 """Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--sizes …] [--densities …]
 [--threads …] [--model-steps N]
 
-Three tables. First, bytes per changed word: ours at level 1 and at level 2 (which reads the old
-exponents as context), the entropy bounds of that very data (plain, and given the old exponent), and
-the wire formats of others, each checked to bring back the new weights; on synthetic weights, and on
-a small model trained by AdamW. Second, speed: GB/s of model bytes (2 per word) to pack and to apply
-in place, million changed words per second, and `of touch`, the time of a numpy maximum over old and
-new in the same turns divided by the time to pack. Third, peak memory beyond the weights. Times are
-the best of several turns, in which rivals alternate.
+The bench prints three tables. The first has bytes per changed word: ours at level 1 and at level 2
+(which uses the old exponents as context), the entropy bounds of the same data (plain, and given the
+old exponent), and the wire formats of others, each checked to restore the new weights; on synthetic
+weights, and on a small model trained by AdamW. The second has speed: GB/s of model bytes (2 per
+word) to pack and to apply in place, million changed words per second, and `of touch`, the time of a
+numpy maximum over old and new divided by the time to pack. The third has peak memory beyond the
+weights. Times are the best of several turns, in which rivals alternate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.delta_rivals import FORMATS
-from bench.delta_weights import Step, Words, bounds, synthetic, trained
+from bench.delta_weights import U16, Step, bounds, synthetic, trained
 from bench.measure import extra_bytes, print_table, time_in_turn, write_json
 from flowtrain import _delta
 
@@ -83,7 +83,7 @@ def _progress(text: str) -> None:
 
 
 def size_row(step: Step) -> dict[str, Any]:
-    """Bytes per changed word."""
+    """Measure bytes per changed word."""
     _progress(f"sizes: {step.name}")
     bound = bounds(step)
     per_changed = {
@@ -109,7 +109,7 @@ def size_row(step: Step) -> dict[str, Any]:
 
 
 def _our_bytes(step: Step, level: int) -> int:
-    """Checked to lead to the new words; in place, and back again."""
+    """Return the bytes of our deltas, checked by applying them in place and back again."""
     num_bytes = 0
     for old, new in zip(step.old, step.new, strict=True):
         delta = _delta.encode(old, new, level=level)
@@ -122,6 +122,7 @@ def _our_bytes(step: Step, level: int) -> int:
 
 
 def _their_bytes(name: str, step: Step) -> int:
+    """Return the bytes of a rival's format, checked by unpacking."""
     num_bytes = 0
     for old, new in zip(step.old, step.new, strict=True):
         wire = FORMATS[name].pack(old, new)
@@ -136,7 +137,7 @@ def _their_bytes(name: str, step: Step) -> int:
 
 
 def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """The best instruction set with every number of threads; the others with the first number."""
+    """Time the best instruction set with every number of threads, the others with the first."""
     (old,), (new,) = step.old, step.new
     best = _delta.isa()
     others = [isa for isa in _ISAS if isa != best and _delta.use_isa(isa)]
@@ -166,10 +167,10 @@ def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[dic
 
 
 def _speed(
-    old: Words, new: Words, level: int, cases: Sequence[tuple[str, int]], repeats: int
+    old: U16, new: U16, level: int, cases: Sequence[tuple[str, int]], repeats: int
 ) -> tuple[dict[str, float], int]:
-    """Best seconds of each run, all in turn; and how many words change. Applying goes there and
-    back again.
+    """Return the best seconds of each run, all in turn, and how many words change. Applying goes
+    there and back again.
     """
     base = _delta.digest(old)
     delta = _delta.encode(old, new, level=level, base_digest=base)
@@ -195,8 +196,8 @@ def _speed(
     return {name: min(times) for name, times in seconds.items()}, _delta.info(delta)["num_changed"]
 
 
-def _touch(old: Words, new: Words, num_threads: int, pool: ThreadPoolExecutor) -> Callable[[], Any]:
-    """Reads every byte of both, and next to nothing else; numpy lets other threads run meanwhile."""
+def _touch(old: U16, new: U16, num_threads: int, pool: ThreadPoolExecutor) -> Callable[[], Any]:
+    """Read every byte of both and do little else; numpy lets other threads run meanwhile."""
     shares = [
         share.view(np.uint64)
         for words in (old, new)
@@ -211,7 +212,7 @@ def _touch(old: Words, new: Words, num_threads: int, pool: ThreadPoolExecutor) -
 
 
 def memory_rows(step: Step) -> Iterator[dict[str, Any]]:
-    """Peak beyond old and new, the delta that `encode` returns included."""
+    """Measure peak memory beyond old and new, including the delta that `encode` returns."""
     (old,), (new,) = step.old, step.new
     cpu = torch.device("cpu")
     for level in (1, 2):

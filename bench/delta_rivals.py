@@ -1,5 +1,5 @@
-"""The wire formats of others for a sparse update of 16-bit weights, in numpy and zstandard: sizes
-are theirs, speeds would not be.
+"""The wire formats of other projects for a sparse update of 16-bit weights, in numpy and zstandard.
+Their sizes can be compared, their speeds cannot.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint16]
+U16 = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
 class WireFormat:
     source: str
-    pack: Callable[[Words, Words], bytes]
+    pack: Callable[[U16, U16], bytes]
     """(old words, new words) -> what goes over the wire."""
-    unpack: Callable[[bytes, Words], Words]
+    unpack: Callable[[bytes, U16], U16]
     """(wire, old words) -> new words."""
 
 
-def _astraflow_pack(old: Words, new: Words) -> bytes:
+def _astraflow_pack(old: U16, new: U16) -> bytes:
     where = np.flatnonzero(old != new)
     return (
         struct.pack("<QHHi", len(where), 2, 1, 0)
@@ -33,18 +33,18 @@ def _astraflow_pack(old: Words, new: Words) -> bytes:
     )
 
 
-def _astraflow_unpack(wire: bytes, old: Words) -> Words:
+def _astraflow_unpack(wire: bytes, old: U16) -> U16:
     num_changed = struct.unpack_from("<QHHi", wire)[0]
     where = np.frombuffer(wire, "<u8", num_changed, 16)
     return _written(old, where, np.frombuffer(wire, np.uint16, num_changed, 16 + 8 * num_changed))
 
 
-def _coo_pack(old: Words, new: Words) -> bytes:
+def _coo_pack(old: U16, new: U16) -> bytes:
     where = np.flatnonzero(old != new)
     return where.astype("<u4").tobytes() + new[where].tobytes()
 
 
-def _coo_unpack(wire: bytes, old: Words) -> Words:
+def _coo_unpack(wire: bytes, old: U16) -> U16:
     num_changed = len(wire) // 6
     return _written(
         old,
@@ -53,16 +53,16 @@ def _coo_unpack(wire: bytes, old: Words) -> Words:
     )
 
 
-def _xor_pack(old: Words, new: Words) -> bytes:
+def _xor_pack(old: U16, new: U16) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress((old ^ new).tobytes())
 
 
-def _xor_unpack(wire: bytes, old: Words) -> Words:
+def _xor_unpack(wire: bytes, old: U16) -> U16:
     return old ^ np.frombuffer(zstandard.ZstdDecompressor().decompress(wire), np.uint16)
 
 
-def _gap_pack(values: Callable[[Words, Words], Words]) -> Callable[[Words, Words], bytes]:
-    def pack(old: Words, new: Words) -> bytes:
+def _gap_pack(values: Callable[[U16, U16], U16]) -> Callable[[U16, U16], bytes]:
+    def pack(old: U16, new: U16) -> bytes:
         where = np.flatnonzero(old != new)
         gaps = np.diff(where, prepend=-1) - 1
         width = 2 if gaps.size == 0 or gaps.max() < 2**16 else 4 if gaps.max() < 2**32 else 8
@@ -76,8 +76,8 @@ def _gap_pack(values: Callable[[Words, Words], Words]) -> Callable[[Words, Words
     return pack
 
 
-def _gap_unpack(values: Callable[[Words, Words], Words]) -> Callable[[bytes, Words], Words]:
-    def unpack(wire: bytes, old: Words) -> Words:
+def _gap_unpack(values: Callable[[U16, U16], U16]) -> Callable[[bytes, U16], U16]:
+    def unpack(wire: bytes, old: U16) -> U16:
         plain = zstandard.ZstdDecompressor().decompress(wire)
         num_changed, width = struct.unpack_from("<QB", plain)
         where = (
@@ -94,11 +94,11 @@ def _gap_unpack(values: Callable[[Words, Words], Words]) -> Callable[[bytes, Wor
     return unpack
 
 
-def _second(_: Words, second: Words) -> Words:
+def _second(_: U16, second: U16) -> U16:
     return second
 
 
-def _written(old: Words, where: NDArray[np.integer], values: Words) -> Words:
+def _written(old: U16, where: NDArray[np.integer], values: U16) -> U16:
     new = old.copy()
     new[where] = values
     return new
@@ -123,7 +123,7 @@ FORMATS = {
         _gap_unpack(_second),
     ),
     "gap_xor_zstd": WireFormat(
-        "NeMo-RL, XOR: the same with old ^ new as values",
+        "NeMo-RL, XOR: u16 gaps with old ^ new as values, zstd 1",
         _gap_pack(np.bitwise_xor),
         _gap_unpack(np.bitwise_xor),
     ),

@@ -1,4 +1,4 @@
-"""16-bit weights before and after an optimizer step, made to a wanted density or from real
+"""16-bit weights before and after an optimizer step, synthetic at a given density or from real
 training, and their entropy bounds.
 """
 
@@ -18,29 +18,29 @@ from transformers import PreTrainedModel
 
 from flowtrain.training import model as models
 
-Words = NDArray[np.uint16]
+U16 = NDArray[np.uint16]
 _CHUNK = 1 << 24
 _ROW = 4096
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer step did to each tensor."""
+    """Weights before and after an optimizer step, tensor by tensor."""
 
     name: str
-    old: list[Words]
-    new: list[Words]
+    old: list[U16]
+    new: list[U16]
 
 
 # ---- synthetic
 
 
 def synthetic(num_bytes: int, density: float) -> Step:
-    """One tensor of normal(0, 0.02) weights in rows of 4,096 whose scales are log-normal (sigma
-    0.5), fp32 masters.
+    """Make one tensor of normal(0, 0.02) weights in rows of 4,096 whose scales are log-normal
+    (sigma 0.5), with fp32 masters.
 
-    Every master moves by lr times a clipped Adam ratio, normal(0, 0.5) within +-1; the lr is solved
-    so that this share of the bf16 words changes.
+    Every master moves by lr times a clipped Adam ratio, normal(0, 0.5) within +-1; lr is solved so
+    that a share `density` of the bf16 words changes.
     """
     num_words = num_bytes // 2
     lr = _solve_lr(density)
@@ -76,8 +76,8 @@ def _solve_lr(density: float) -> float:
     return high
 
 
-def _bf16(values: NDArray[np.float32]) -> Words:
-    """Rounded to nearest, ties to even."""
+def _bf16(values: NDArray[np.float32]) -> U16:
+    """Round to nearest, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
@@ -86,12 +86,12 @@ def _bf16(values: NDArray[np.float32]) -> Words:
 
 
 def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[Step]:
-    """A byte-level Qwen3 of 3.3 M parameters learns the text of this repository for `num_steps` at
-    lr 1e-3.
+    """Train a byte-level Qwen3 of 3.3 M parameters on the text of this repository and yield a step
+    for each lr.
 
-    That makes the weights those of a trained model rather than fresh noise. Then, from the same
-    point for each lr, AdamW takes 20 steps that settle its moments at that lr, and the bf16 view is
-    compared before and after the 21st.
+    Training for `num_steps` at lr 1e-3 makes the weights those of a trained model, not noise. From
+    there, for each lr, AdamW takes 20 steps that settle its moments at that lr; the step is the
+    change of the bf16 weights in the 21st.
     """
     torch.manual_seed(0)
     tokenizer = models.new_tokenizer(["text"], vocab_size=258)
@@ -136,7 +136,7 @@ def _train(
     return float(loss.detach())
 
 
-def _view(model: PreTrainedModel) -> list[Words]:
+def _view(model: PreTrainedModel) -> list[U16]:
     return [
         p.detach().bfloat16().view(torch.int16).flatten().numpy().view(np.uint16).copy()
         for p in model.parameters()
@@ -148,8 +148,8 @@ def _view(model: PreTrainedModel) -> list[Words]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes per changed word that no code can beat that treats words alike; and the same where the
-    old exponent is known.
+    """Lower bounds in bytes per changed word for codes that treat all words alike, and for codes
+    that know the old exponent.
     """
 
     num_changed: int
@@ -159,8 +159,8 @@ class Bounds:
 
 
 def bounds(step: Step) -> Bounds:
-    """h(d)/d bits for where, the entropy of the wrap differences for what; conditioned, each
-    exponent has its own density and values.
+    """Compute the bounds: h(d)/d bits for the position of a change and the entropy of the wrap
+    differences for its value; conditioned, each exponent has a density and values of its own.
     """
     words, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
     values = np.zeros((256, 65536), np.int64)

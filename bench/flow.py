@@ -38,7 +38,16 @@ from flowtrain.tools import ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
-from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, ToolResult, Verdict
+from flowtrain.types import (
+    Action,
+    Call,
+    Completion,
+    FinishReason,
+    Sampling,
+    Task,
+    ToolResult,
+    Verdict,
+)
 from flowtrain.utils.seeds import derive_seed
 
 CHAT_MEDIAN_S, CHAT_SPREAD = 7.5, 0.8
@@ -122,9 +131,7 @@ class Simulated:
         if turn == 0:
             await asyncio.sleep(self.latencies.chat_s(key, "analysis"))
         await asyncio.sleep(self.latencies.chat_s(key, "plan"))
-        return Plan(
-            (), Completion((), (), (), FinishReason.STOP), "", Action("", "", key, "Simulated")
-        )
+        return Plan(Call((), (), (), (), FinishReason.STOP), Action("", "", key, "Simulated"))
 
     async def execute(self, query: str) -> str:
         await asyncio.sleep(self.latencies.tool_s(query))

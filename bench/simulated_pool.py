@@ -37,6 +37,7 @@ from flowtrain.dataflow.contract import (
     Renewed,
 )
 from flowtrain.types import (
+    Call,
     FinishReason,
     Group,
     Task,
@@ -117,12 +118,7 @@ def trajectory(task: Task, seed: int, versions: list[int]) -> Trajectory:
     """One turn per version; half of all succeed."""
     turns = tuple(
         Turn(
-            prompt_ids=(1, 2),
-            response_ids=(3,) * TOKENS,
-            response_logprobs=(-1.0,) * TOKENS,
-            spans=(VersionSpan(0, TOKENS, version),),
-            finish_reason=FinishReason.STOP,
-            response_text="",
+            calls={"planner": _call(version)},
             action=None,
             command="",
             result=ToolResult("result"),
@@ -132,6 +128,11 @@ def trajectory(task: Task, seed: int, versions: list[int]) -> Trajectory:
         for version in versions
     )
     return Trajectory(task, turns, "", 0.0, seed, reward=float(random.Random(seed).random() < 0.5))
+
+
+def _call(version: int) -> Call:
+    spans = (VersionSpan(0, TOKENS, version),)
+    return Call((1, 2), (3,) * TOKENS, (-1.0,) * TOKENS, spans, FinishReason.STOP)
 
 
 def rollout_seeds(lease_seed: int, group_size: int) -> list[int]:
@@ -430,7 +431,8 @@ def tokens(group: Group) -> Iterator[tuple[int, int]]:
     """(version, number) of the tokens that would be trained."""
     for each in group.finished:
         for turn in each.turns:
-            yield from ((span.version, span.end - span.start) for span in turn.spans)
+            spans = turn.calls["planner"].spans
+            yield from ((span.version, span.end - span.start) for span in spans)
 
 
 # ---- the synchronous loop

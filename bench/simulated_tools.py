@@ -24,7 +24,7 @@ from flowtrain.agents.planner import Plan, ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.engines.protocol import Engine
 from flowtrain.tools import ToolCard
-from flowtrain.types import Action, Sampling, Task
+from flowtrain.types import Action, Call, Sampling, Task
 
 MEDIAN_S, SIGMA = 0.2, 0.8
 """Of a tool call: one in a hundred takes 1.3 s or more, the longest of a run about 3 s."""
@@ -67,9 +67,8 @@ class SamplingPlanner:
         done = await self.engine.generate(
             prompt, Sampling(NEW_TOKENS, ignore_end=True, seed=seed + turn, deadline_s=deadline_s)
         )
-        return Plan(
-            prompt, done, "", Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name)
-        )
+        action = Action("", "", f"{task.id} {seed} {turn}", SimulatedTool.card.name)
+        return Plan(Call.of(prompt, done, ""), action)
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches here")

@@ -256,7 +256,9 @@ def _backward(
     trainer: Trainer, pack: Callable[[Sequence[Sample]], list[PackedRow]], samples: Sequence[Sample]
 ) -> None:
     rows = [row.to(torch.device(trainer.model.device)) for row in pack(samples)]
-    trainer.forward_backward(rows, sum(float(row.weight_T.sum()) for row in rows), StepMetrics())
+    trainer.forward_backward(
+        rows, sum(float(row.loss_weight_T.sum()) for row in rows), StepMetrics()
+    )
 
 
 def _gradient(model: nn.Module) -> Tensor:

@@ -109,7 +109,8 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
         flow_grpo(groups, "released"), components.model.config.max_position_embeddings
     )
     samples = [
-        replace(s, weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in batch.samples
+        replace(s, loss_weights=(1 / len(s.response_ids),) * len(s.response_ids))
+        for s in batch.samples
     ]
     if not warm:
         samples = _as_if_sampled(samples, components)

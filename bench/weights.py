@@ -1,11 +1,11 @@
 """The pause of a live vLLM:  python -m bench.weights [--shape 0.5b] [--density 0.01] [--json F]
 
 One engine serves random weights of a Qwen2.5 shape. In turn it takes a sparse update, staged while
-it serves and applied within a pause, and a full reload of the same version from a checkpoint:
+it serves and applied within a pause, and a full reload of the same version from a checkpoint by
 vLLM's own `reload_weights`, within the same kind of pause, from the page cache. Last, an engine
-without the plugin reloads it: on a CPU, that packs its weights anew. After each update and reload,
-the digests of all words are compared with the manifest's. Needs vLLM, and an installed flowtrain,
-which vLLM finds.
+without the plugin reloads the checkpoint, which on a CPU packs its weights again. After each update
+and reload, the digests of all words are compared with the manifest. The bench needs vLLM and an
+installed flowtrain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.measure import median_ratio, print_table, write_json
-from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights import Publisher, SnapshotPolicy, WeightStore
+from flowtrain.weights.tensor_shards import digest_hex
 
 SHAPES = {
     "tiny": {
@@ -104,11 +105,11 @@ async def _measure(folder: Path, shape: str, density: float, repeats: int) -> li
 async def _in_turn(
     folder: Path, weights: dict[str, Tensor], density: float, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each pause, and medians of what else is known of the updates."""
+    """Return the seconds of each pause, and medians of other facts about the updates."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     store = WeightStore(folder / "weights")
-    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=1000))
     publisher.publish(weights, 0)
     times: dict[str, list[float]] = {"sparse update": [], "full reload": []}
     found: dict[str, list[float]] = {"bytes": [], "staged_s": [], "applying_s": [], "changed": []}
@@ -146,7 +147,7 @@ async def _in_turn(
 
 
 async def _reload_packed(folder: Path, repeats: int) -> list[float]:
-    """The same in an engine as vLLM comes: on a CPU, it packs its weights anew."""
+    """Time reloads in an engine without the plugin, which on a CPU packs its weights again."""
     llm = _start(folder, is_plugged=False)
     try:
         return [
@@ -175,7 +176,7 @@ def _start(folder: Path, is_plugged: bool) -> Any:
 
 
 def _new_weights(folder: Path, shape: str) -> dict[str, Tensor]:
-    """Saved as a checkpoint, too."""
+    """Make random weights and save them as a checkpoint too."""
     config = Qwen2Config(
         vocab_size=151936,
         tie_word_embeddings=shape != "7b",
@@ -196,7 +197,7 @@ def _new_weights(folder: Path, shape: str) -> dict[str, Tensor]:
 
 
 def _change(weights: dict[str, Tensor], density: float, seed: int) -> None:
-    """One unit in the last place, up or down, as a small step of a trainer does."""
+    """Change words by one unit in the last place, up or down, as a trainer's small step does."""
     rng = torch.Generator().manual_seed(seed)
     for tensor in weights.values():
         words = tensor.view(-1).view(torch.int16)
@@ -205,7 +206,7 @@ def _change(weights: dict[str, Tensor], density: float, seed: int) -> None:
 
 
 async def _paused(llm: Any, action: Callable[[], Awaitable[object]]) -> float:
-    """Seconds from the call for the pause to the end of `resume_generation`."""
+    """Return the seconds from the pause request to the end of `resume_generation`."""
     started = time.perf_counter()
     await llm.pause_generation(mode="keep", clear_cache=False)
     await action()
@@ -232,10 +233,7 @@ async def _update(llm: Any, version: int) -> tuple[float, float]:
 
 async def _check(llm: Any, store: WeightStore, version: int) -> None:
     (digests,) = await llm.collective_rpc("digest_weights")
-    wanted = {
-        name: "".join(f"{part:016x}" for part in digest)
-        for name, digest in store.manifest(version).digests.items()
-    }
+    wanted = {name: digest_hex(d) for name, d in store.manifest(version).digests.items()}
     if digests != wanted:
         raise SystemExit(f"the engine does not hold version {version}")
 

@@ -1,4 +1,4 @@
-// flowtrain._delta: the functions of delta.h on numpy arrays. Data is borrowed, never copied, and the GIL is released while it is worked on.
+// flowtrain._delta: the functions of delta.h on numpy arrays. They borrow their inputs without copying and release the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -23,7 +23,7 @@ using GilFree = py::gil_scoped_release;
 Digest to_digest(Sums sums) { return {sums.first, sums.second}; }
 Sums to_sums(Digest digest) { return {digest.a, digest.b}; }
 
-const Words& aligned(const Words& words) {  // as an array over an odd offset of a file is not
+const Words& aligned(const Words& words) {  // an array at an odd offset of a file is not aligned
     if (reinterpret_cast<std::uintptr_t>(words.data()) % alignof(std::uint16_t)) throw py::value_error("words must lie at an even address");
     return words;
 }
@@ -154,8 +154,8 @@ PYBIND11_MODULE(_delta, m) {
     // noconvert: a wrong dtype or stride is an error, not a copy.
     m.def("encode", &encode_words, "old"_a.noconvert(), "new"_a.noconvert(), py::kw_only(), "first"_a = 0, "level"_a = 1,
           "base_digest"_a = Sums{0, 0}, "num_threads"_a = 1,
-          "The delta from `old` to `new`. `first`: index of the first word within its tensor. `level` 2 is smaller and can only be read "
-          "with the old words. `base_digest`: of the old words, as `digest` gives it.");
+          "Encode the delta from `old` to `new`. `first`: index of the first word within its tensor. `level` 2 is smaller and can only be "
+          "read with the old words. `base_digest`: digest of the old words.");
     m.def("encode_pairs", &encode_found, "counts"_a.noconvert(), "positions"_a.noconvert(), "diffs"_a.noconvert(), "num_words"_a,
           "change"_a, py::kw_only(), "first"_a = 0, "base_digest"_a = Sums{0, 0}, "num_threads"_a = 1,
           "The bytes of `encode` at level 1 from changes found elsewhere: their number per block of 65,536 words, ascending positions in "
@@ -211,7 +211,7 @@ PYBIND11_MODULE(_delta, m) {
           },
           "words"_a.noconvert(), py::kw_only(), "first"_a = 0, "num_threads"_a = 1,
           "Two sums mod 2^64 over the words; additive over the pieces of a tensor.");
-    m.def("worst_case_size", &worst_case_size, "num_words"_a, "Bytes that no delta of so many words exceeds.");
+    m.def("worst_case_size", &worst_case_size, "num_words"_a, "The largest size of a delta of so many words.");
     m.def("xxh3",
           [](const Octets& bytes) {
               const View all = view(bytes);
@@ -220,6 +220,6 @@ PYBIND11_MODULE(_delta, m) {
           },
           "bytes"_a.noconvert(), "XXH3, 64 bits.");
     m.def("isa", &isa, "The instruction set in use: scalar, avx2 or avx512.");
-    m.def("use_isa", &use_isa, "name"_a, "Choose it, or \"best\"; False when the machine lacks it. The bytes are the same.");
+    m.def("use_isa", &use_isa, "name"_a, "Choose an instruction set, or \"best\"; False when the machine lacks it. Results do not depend on it.");
     m.attr("BLOCK_WORDS") = kBlockWords;
 }

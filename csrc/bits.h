@@ -10,7 +10,7 @@
 
 namespace flowtrain {
 
-// Readers and writers touch up to this many bytes behind the end of their streams: every buffer they work on is that much longer.
+// Readers and writers touch up to this many bytes after the end of their streams, so every buffer is that much longer.
 inline constexpr std::size_t kSlack = 64;
 
 inline std::uint32_t load32(const void* p) {
@@ -121,7 +121,7 @@ class UnaryReader {
         return zeros;
     }
 
-    // Behind the last byte used; beyond `end` when the stream ran over it.
+    // The byte after the last one used; beyond `end` when the stream ran over it.
     const std::uint8_t* finish() const { return in_ + bytes_of(next_); }
 
   private:

@@ -18,8 +18,8 @@ struct Class {
     RiceCost gaps, exception_gaps, excess;
 };
 
-// A block's changes as they go to the wire: class after class; gaps between positions or ranks; a sign each; and for the exceptions, whose
-// difference is not +1 or -1, the gap to the exception before and by how much it exceeds one unit.
+// A block's changes as they are written: class after class, gaps between positions or ranks, a sign each; and for exceptions, whose
+// difference is not +1 or -1, the gap to the previous exception and the excess over one unit.
 struct Layout {
     int num_classes = 1;
     int top = 0;  // see Kernels::classes
@@ -144,7 +144,7 @@ u8* write_values(const Layout& layout, const u16* diffs, const Workspace& ws, u8
     return write_rice(layout, &Class::excess, &Class::num_exceptions, ws.excess, out);
 }
 
-// The exponent at or above which a twentieth of the block lies, by every 16th word: larger words share the first class.
+// The exponent that a twentieth of the block reaches, estimated from every 16th word; larger words share the first class.
 int choose_top(const u16* words, std::size_t num_words) {
     u32 histogram[256] = {};
     u32 total = 0;
@@ -158,7 +158,7 @@ int choose_top(const u16* words, std::size_t num_words) {
     return exponent;
 }
 
-// Sort the changes by class, as ranks within it, into ws.ranks and ws.diffs.
+// Sort the changes by class into ws.ranks (their ranks within the class) and ws.diffs.
 Layout plan_classes(const u16* old_words, std::size_t num_words, Workspace& ws) {
     Layout layout;
     layout.num_classes = kClasses;
@@ -169,7 +169,7 @@ Layout plan_classes(const u16* old_words, std::size_t num_words, Workspace& ws) 
     for (int c = 0; c < kClasses; ++c) {
         Class& one = layout.classes[c];
         const std::size_t start = at;
-        for (std::size_t i = 0; i < changes.n; ++i) {  // writes one entry too many at times: both arrays have slack
+        for (std::size_t i = 0; i < changes.n; ++i) {  // may write one entry too many: both arrays have slack
             const u16 position = changes.positions[i];
             ws.ranks[at] = position;
             ws.diffs[at] = changes.diffs[i];
@@ -264,8 +264,8 @@ const u8* read_rice(const Layout& layout, RiceCost Class::* stream, std::size_t 
     return unary.finish();
 }
 
-// Gaps to positions or ranks, which must stay below the number of words of their class. The words at those places of `ahead` are asked
-// for meanwhile, so that they are there when the changes are added: decoding takes about as long as they do.
+// Turn gaps into positions or ranks, which must stay below the number of words of their class. Meanwhile the words of `ahead` at these
+// positions are prefetched: decoding takes about as long as they take to arrive.
 const u8* read_positions(const Layout& layout, const std::size_t* limits, const u8* in, const u8* end, u16* out, const u16* ahead) {
     u64 next = 0, beyond = 0;
     in = read_rice(layout, &Class::gaps, &Class::n, in, end, [&](int c, std::size_t i, u64 gap) {
@@ -363,7 +363,7 @@ const u8* read_classes(const Layout& layout, const u8* in, const u8* end, const 
 
 }  // namespace
 
-// A codec is chosen by its exact size, so none is longer than the dense form; class Rice is written before its size is compared.
+// The codec with the smallest exact size is chosen, so no payload is longer than the dense form. Class Rice is written first to know its size.
 std::size_t block_room(std::size_t num_words) { return 2 * num_words + kSlack; }
 
 void find_changes(const u16* old_words, const u16* new_words, std::size_t num_words, Workspace& ws, const void* ahead_old,

@@ -19,10 +19,10 @@ struct Changes {
     std::uint16_t diffs[kBlockWords + kSlack];
 };
 
-// Words by the positions of some changes.
+// One word for each change.
 using Gathered = std::uint16_t[kBlockWords];
 
-// What coding a block needs beside its input; too large for a stack.
+// Scratch memory for coding a block; too large for a stack.
 struct Workspace {
     Changes changes;
     Gathered old_of_changes;
@@ -41,10 +41,10 @@ struct Coded {
     std::size_t size;
 };
 
-// Bytes that `encode_block` may touch behind `out` for a block of `num_words`.
+// The number of bytes that `encode_block` may write to `out` for a block of `num_words`.
 std::size_t block_room(std::size_t num_words);
 
-// Fill ws.changes with what differs, and ws.old_of_changes; `ahead_*` as in Kernels::positions.
+// Fill ws.changes with the words that differ, and ws.old_of_changes; `ahead_*` as in Kernels::positions.
 void find_changes(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, Workspace& ws,
                   const void* ahead_old = nullptr, const void* ahead_new = nullptr);
 

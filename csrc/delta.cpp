@@ -116,7 +116,7 @@ Parsed parse(View view) {
 
 // ---- threads
 
-// Shares that `count` items are cut into: never more than there are items, whatever was asked for.
+// The number of shares that `count` items are cut into: at most one per item.
 std::size_t shares_of(int num_threads, std::size_t count) {
     return std::clamp<std::size_t>(std::size_t(std::max(num_threads, 1)), 1, std::max<std::size_t>(count, 1));
 }
@@ -139,7 +139,7 @@ void parallel(std::size_t shares, std::size_t count, Task task) {
         try {
             running.emplace_back(run);
         } catch (const std::system_error&) {
-            run();  // no more threads to be had: this one does it
+            run();  // no more threads are available: run the share here
         }
     }
     for (std::thread& thread : running) thread.join();
@@ -148,7 +148,7 @@ void parallel(std::size_t shares, std::size_t count, Task task) {
     }
 }
 
-// A workspace is above a megabyte; threads keep theirs.
+// A workspace is larger than a megabyte, so each thread keeps its own.
 Workspace& workspace() {
     thread_local std::unique_ptr<Workspace> mine(new Workspace);
     return *mine;
@@ -175,7 +175,7 @@ class Growing {
     std::size_t capacity_ = 0;
 };
 
-// What a thread wrote of its share of the blocks.
+// The output of one thread for its share of the blocks.
 struct Part {
     std::vector<u32> sizes;
     std::vector<u64> checksums;
@@ -254,7 +254,7 @@ struct Step {
     u16* words;
 };
 
-// A thread's share of `apply`. It keeps the changes it made, so that they can be taken back.
+// A thread's share of `apply`. It keeps its changes, so that they can be undone.
 class Applier {
   public:
     Applier(const Step* begin, const Step* end, std::size_t num_patches, std::size_t expected)
@@ -265,7 +265,7 @@ class Applier {
         stops_.push_back(0);
     }
 
-    // A block is decoded, and its words fetched into the cache, while those of the block before it arrive.
+    // Decode a block and prefetch its words while the words of the previous block arrive.
     void run() {
         for (const Step* step = begin_; step != end_; ++step) {
             decode(*step);
@@ -313,7 +313,7 @@ class Applier {
     std::size_t written_ = 0;
 };
 
-// Two patches of one word would race, and could not be taken back.
+// Two patches of the same word would race and could not be undone.
 void require_apart(const std::vector<Patch>& patches) {
     std::vector<std::pair<const u16*, const u16*>> ranges;
     for (const Patch& patch : patches) {
@@ -325,7 +325,7 @@ void require_apart(const std::vector<Patch>& patches) {
     }
 }
 
-// What compose and invert share: add the deltas to each block of the base (or to zeros), then encode the way there, or back.
+// Shared by compose and invert: add the deltas to each block of the base (or to zeros), then encode the change, or its inverse.
 Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, const EncodeOptions& options) {
     const std::size_t num_words = deltas[0].header.num_words;
     std::vector<Part> parts(shares_of(options.num_threads, deltas[0].num_blocks()));
@@ -476,7 +476,7 @@ void apply(const std::vector<Patch>& patches, int num_threads) {
             if (deltas[p].entry(b).codec != kEmpty) steps.push_back({&deltas[p], p, b, patches[p].words + b * kBlockWords});
         }
     }
-    // Damage in transit shows here, before a word is written; the undo below is for deltas that were made wrong or meet another base.
+    // Damage in transit shows here, before a word is written. The undo below is for deltas that were encoded wrong or meet another base.
     const std::size_t shares = shares_of(num_threads, steps.size());
     parallel(shares, steps.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
         for (std::size_t s = begin; s < end; ++s) steps[s].delta->check_payload(steps[s].block);
@@ -484,7 +484,7 @@ void apply(const std::vector<Patch>& patches, int num_threads) {
     std::vector<std::unique_ptr<Applier>> appliers(shares);
     try {
         parallel(shares, steps.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
-            // The header's number is a hint; should it lie, it still cannot exceed the words that there are.
+            // The header's number is a hint and may be wrong, but it cannot exceed the number of words.
             const std::size_t expected = std::size_t(num_changed) / appliers.size();
             appliers[thread].reset(new Applier(steps.data() + begin, steps.data() + end, patches.size(), expected));
             appliers[thread]->run();

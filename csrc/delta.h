@@ -4,8 +4,8 @@
 // position and the wrap difference (new - old) mod 2^16. Those differences are an abelian group, so deltas compose by addition and invert
 // by negation, bit-exact for NaN payloads, signed zeros and denormals. The format is described in docs/delta-format.md.
 //
-// Every function here may be called from several threads at once. None of them reads beyond the sizes it is given, whatever the bytes of a
-// delta say, and all but `apply` leave their inputs alone. Errors are thrown as `Error`.
+// Every function here may be called from several threads at once. None reads beyond the given sizes, whatever the bytes of a delta are, and
+// only `apply` changes its inputs. Errors are thrown as `Error`.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +57,7 @@ struct View {
 
 struct EncodeOptions {
     std::uint64_t first = 0;  // index of the first word within the whole tensor, when this is a shard of it
-    int level = 1;            // 1: stands alone. 2: smaller, but to be read it needs the base weights, whose exponents say what changes
+    int level = 1;            // 1: can be read alone. 2: smaller, but needs the base weights to be read
     Digest base;              // of the words before the change
     int num_threads = 1;
 };
@@ -80,34 +80,34 @@ struct Patch {
     std::size_t num_words;
 };
 
-// Bytes that no delta of `num_words` words exceeds.
+// The largest size of a delta of `num_words` words.
 std::size_t worst_case_size(std::size_t num_words);
 
-// The delta from `old_words` to `new_words`, in one pass over both.
+// Encode the delta from `old_words` to `new_words`, in one pass over both.
 Bytes encode(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, const EncodeOptions& options);
 
-// The same bytes as `encode` at level 1, from changes that were found elsewhere (on a GPU). `counts` has one number per block of 65,536
+// Encode the same bytes as `encode` at level 1, from changes that were found on a GPU. `counts` has one number per block of 65,536
 // words; positions are relative to their block and ascending in it. `change` is the digest of the new words minus that of the old ones.
 Bytes encode_pairs(const std::uint32_t* counts, const std::uint16_t* positions, const std::uint16_t* diffs, std::size_t num_pairs,
                    std::size_t num_words, Digest change, const EncodeOptions& options);
 
-// What the header says, after its checksum was verified.
+// Return the fields of the header, after its checksum was verified.
 Info info(View delta);
 
-// Check everything that can be checked without the target: checksums, structure, and with `base` (required at level 2) the digest.
+// Check checksums and structure and, with `base` (required at level 2), the digests.
 Info validate(View delta, const std::uint16_t* base, int num_threads);
 
 // Add the deltas to the words in place: all of them, or none when any is refused. No two patches may have words in common.
 void apply(const std::vector<Patch>& patches, int num_threads);
 
-// Positions and wrap differences. `base` is needed at level 2.
+// Return positions and wrap differences. Level 2 needs `base`.
 Pairs decode(View delta, const std::uint16_t* base);
 
-// One delta that does what the given ones do one after another. With `base`, the words before the first, level 2 can be read and written,
-// and a base that is not theirs is refused.
+// Compose consecutive deltas into one. With `base`, the words before the first, level 2 can be read and written, and a wrong base is
+// refused.
 Bytes compose(const std::vector<View>& deltas, const std::uint16_t* base, int level, int num_threads);
 
-// The delta that undoes this one. `base` as in `compose`.
+// Return the delta that undoes this one. `base` as in `compose`.
 Bytes invert(View delta, const std::uint16_t* base, int level, int num_threads);
 
 Digest digest(const std::uint16_t* words, std::size_t num_words, std::uint64_t first, int num_threads);

@@ -20,7 +20,7 @@ using u64 = std::uint64_t;
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Bodies that the compiler makes the best of by itself, given the instruction set of the function they are inlined into.
+// Bodies that the compiler vectorises by itself for the instruction set of the function that they are inlined into.
 
 INLINE std::size_t positions_body(const u64* bitmap, std::size_t num_bitmap_words, u16* out, const char* ahead_a, const char* ahead_b) {
     std::size_t n = 0;
@@ -34,7 +34,7 @@ INLINE std::size_t positions_body(const u64* bitmap, std::size_t num_bitmap_word
         u64 bits = bitmap[w];
         const u16 base = u16(64 * w);
         const int count = __builtin_popcountll(bits);
-        // Four at a time whether or not they are there: at usual densities the branch then never misses.
+        // Always write four: at usual densities the branch is then predicted.
         for (u16* next = out + n;; next += 4) {
             for (int i = 0; i < 4; ++i) {
                 next[i] = u16(base + __builtin_ctzll(bits | u64(1) << 63));

@@ -1,4 +1,4 @@
-// The loops over whole blocks of weights, once for each instruction set; the results are equal.
+// The loops over whole blocks of weights, in a version for each instruction set; the results are equal.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace flowtrain {
 inline constexpr std::size_t kBitmapWords = kBlockWords / 64;
 inline constexpr int kClasses = 8;
 
-// How a word's index weighs in the digest: two odd numbers of 32 bits.
+// The weights of a word's index in the digest: two odd numbers of 32 bits.
 struct Weights {
     std::uint64_t a, b;
 };
@@ -23,7 +23,7 @@ inline Weights index_weights(std::uint64_t index) {
     return {(r & 0xFFFFFFFF) | 1, (r >> 32) | 1};
 }
 
-// What changing a word adds to the digest. Words count by their squares, so that the sum tells which value they changed from.
+// The digest change of changing a word. Words are squared, so that the sum depends on the old value.
 inline Digest word_change(std::uint64_t index, std::uint64_t old_word, std::uint64_t new_word) {
     const Weights w = index_weights(index);
     const std::uint64_t change = new_word * new_word - old_word * old_word;
@@ -43,12 +43,12 @@ struct Kernels {
     void (*classes)(const std::uint16_t* words, std::size_t num_words, int top, std::uint64_t (*bitmaps)[kBitmapWords]);
     // counts[i] = set bits in the first i words of the bitmap.
     void (*prefix_counts)(const std::uint64_t* bitmap, std::uint32_t* counts);
-    // Of each position, its rank among the set bits.
+    // The rank of each position among the set bits.
     void (*ranks)(const std::uint64_t* bitmap, const std::uint32_t* counts, const std::uint16_t* positions, std::size_t n, std::uint16_t* out);
     // The set bits of the given ascending ranks.
     void (*select)(const std::uint64_t* bitmap, const std::uint32_t* counts, const std::uint16_t* ranks, std::size_t n, std::uint16_t* out);
     Digest (*digest)(const std::uint16_t* words, std::size_t num_words, std::uint64_t first);
-    // Of n words, the one at first + positions[i] going from old_words[i] to old_words[i] + diffs[i]: how the digest changes.
+    // The digest change when each of n words, at index first + positions[i], goes from old_words[i] to old_words[i] + diffs[i].
     Digest (*change)(std::uint64_t first, const std::uint16_t* positions, const std::uint16_t* old_words, const std::uint16_t* diffs,
                      std::size_t n);
 };

@@ -58,12 +58,23 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     """
     rng, begun = random.Random(seed), time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
+    call = {
+        "prompt_ids": list(task["question"].encode()),
+        "response_ids": ids,
+        "logprobs": [-math.log(len(WORDS))] * 4,
+        "spans": [{"start": 0, "end": 4, "version": version}],
+        "finish_reason": "stop",
+        "text": "".join(WORDS[i] for i in ids),
+    }
     turn = {
-        "prompt_ids": list(task["question"].encode()), "response_ids": ids, "response_logprobs": [-math.log(len(WORDS))] * 4,
-        "spans": [{"start": 0, "end": 4, "version": version}], "finish_reason": "stop", "seconds": time.monotonic() - begun,
-        "response_text": "".join(WORDS[i] for i in ids), "action": None, "command": "", "result": {"output": ""}, "verdict": "STOP",
-    }  # fmt: skip
-    answer = turn["response_text"][-5:]
+        "calls": {"planner": call},
+        "action": None,
+        "command": "",
+        "result": {"output": ""},
+        "verdict": "STOP",
+        "seconds": time.monotonic() - begun,
+    }
+    answer = call["text"][-5:]
     score = {"reward": float(answer in task["answers"]), "scored_by": "exact"}
     return {
         "task": task,
@@ -77,7 +88,7 @@ def rollout(task: dict, seed: int, version: int) -> dict:
 
 def work(service: Service, name: str, num_units: int, at_once: int) -> None:
     me, held = {"node": name, "life": uuid.uuid4().hex}, {}
-    joined = service.ask("join", **me)
+    joined = service.ask("join", **me, protocol=2)
     service.headers["Flowtrain-Run"] = joined["run"]
     try:
         while num_units > 0:

@@ -26,7 +26,7 @@ from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifie
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier
-from flowtrain.algorithms import TrainBatch, filter_samples
+from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.engines.chat_engines import POLICY
@@ -38,7 +38,7 @@ from flowtrain.training.model import export, full_weights, named_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Call, Sample, Task, Trajectory, UserError, calls_of
+from flowtrain.types import Call, Sample, Task, TrainBatch, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import WeightStore
 
@@ -81,12 +81,8 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
         engines[config.train.policy].load(0)
     demonstrations = _demonstrate(components, flow)
     kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
-    calls = [
-        call
-        for t in kept
-        for turn in t.turns
-        if (call := calls_of(turn, config.train.policy)) is not None
-    ]
+    policy = config.train.policy
+    calls = [turn.calls[policy] for t in kept for turn in t.turns if policy in turn.calls]
     imitated = [_sample(call, rft.prompt_weight) for call in calls]
     if (config.train.policy, config.roles.refiner) == (
         "planner",
@@ -100,16 +96,16 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
             config.agent.max_result_chars,
         )
     batch = filter_samples(
-        TrainBatch(tuple(imitated), num_dropped=0),
+        TrainBatch(tuple(imitated)),
         int(components.model.config.max_position_embeddings),
     )
     samples, num_rewarded = batch.samples, sum(t.reward or 0 for t in demonstrations)
     num_kept, num_rewarded, num_samples, *counts = world.sum(
-        [len(kept), num_rewarded, len(samples), *batch.num_excluded.values()]
+        [len(kept), num_rewarded, len(samples), *batch.num_filtered.values()]
     )
     num_excluded = {
         reason: round(number)
-        for reason, number in zip(batch.num_excluded, counts, strict=True)
+        for reason, number in zip(batch.num_filtered, counts, strict=True)
         if number
     }
     left_out = (

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     Int32s = array[int]
@@ -132,32 +132,32 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTokens:
+class SamplingMask:
     """The ids that top-k and top-p left the sampler to choose from, token after token of a
-    response. In arrays, for they are many.
+    response. They are many, so they are arrays.
     """
 
     ids: Int32s
     """int32; those of one token differ from each other."""
     counts: Int32s
-    """int32, how many of them belong to each token of the response."""
+    """int32, how many of the ids belong to each token of the response."""
 
     @classmethod
-    def of(cls, sets: Iterable[Sequence[int]]) -> KeptTokens:
-        """Example: KeptTokens.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
+    def of(cls, sets: Iterable[Sequence[int]]) -> SamplingMask:
+        """Example: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
         ids, counts = array("i"), array("i")
         for each in sets:
             ids.extend(each)
             counts.append(len(each))
         return cls(ids, counts)
 
-    def first(self, num_tokens: int) -> KeptTokens:
-        """Those of the first tokens."""
+    def first(self, num_tokens: int) -> SamplingMask:
+        """The mask of the first tokens."""
         counts = self.counts[:num_tokens]
-        return KeptTokens(self.ids[: sum(counts)], counts)
+        return SamplingMask(self.ids[: sum(counts)], counts)
 
-    def __add__(self, later: KeptTokens) -> KeptTokens:
-        return KeptTokens(self.ids + later.ids, self.counts + later.counts)
+    def __add__(self, later: SamplingMask) -> SamplingMask:
+        return SamplingMask(self.ids + later.ids, self.counts + later.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,13 @@ class Completion:
     """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when
     the deadline struck first."""
     logprobs: tuple[float, ...]
-    """One per id, from the sampler, at the sampler's temperature and among the tokens that top-p
-    and top-k keep."""
+    """One per id, from the sampler, at the sampler's temperature and among the tokens of the
+    sampling mask."""
     spans: tuple[VersionSpan, ...]
     """Which weights sampled which ids; they cover [0, len(ids))."""
     finish_reason: FinishReason
-    kept: KeptTokens | None = None
-    """What each id was sampled from, it among them; None: from all tokens."""
+    sampling_mask: SamplingMask | None = None
+    """The ids that each id was sampled from, itself included; None: all ids."""
     entropies: tuple[float, ...] = ()
     """One per id, in nats, over all tokens at the sampler's temperature; () where the engine does
     not tell."""
@@ -231,38 +231,52 @@ class TurnTraining:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a policy read and sampled in one turn."""
+    """What one module read and sampled in one turn."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """The ids the engine sampled; these very ids are trained."""
+    """The ids the engine sampled; these very ids are trained. () for a module that is no policy,
+    and when the deadline struck before the first token."""
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
     spans: tuple[VersionSpan, ...]
     """In versions of this policy."""
     finish_reason: FinishReason
-    kept: KeptTokens | None = None
-    """The engine's, as for `Completion`."""
     text: str = ""
-    """The response decoded for people."""
+    """The response decoded for people; training never reads it."""
+    sampling_mask: SamplingMask | None = None
+    """The engine's, as for `Completion`."""
+    entropies: tuple[float, ...] = ()
+    """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
+    prompt_text: str = ""
+    """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     training: TurnTraining | None = None
-    """As for `Turn`."""
+    """None until `training.token_scores.with_training_stats` fills it, and for a call that was not
+    trained."""
+
+    @classmethod
+    def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
+        """The call of an engine with its completion."""
+        return cls(
+            prompt_ids=prompt_ids,
+            response_ids=completion.ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            text=text,
+            sampling_mask=completion.sampling_mask,
+            entropies=completion.entropies,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One pass of planner -> executor -> tool -> verifier."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    """The ids the engine sampled; these very ids are trained."""
-    response_logprobs: tuple[float, ...]
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    response_text: str
-    """Decoded for people; training never reads it."""
+    calls: Mapping[PolicyName, Call]
+    """The planner's call, always; the verifier's where that is a policy."""
     action: Action | None
-    """None when the response was malformed: no tool ran, the turn is spent."""
+    """None when the planner's response was malformed: no tool ran, the turn is spent."""
     command: str
     """What the executor ran, or why it ran nothing."""
     result: ToolResult
@@ -274,34 +288,6 @@ class Turn:
     """What the verifier wrote; "" where a rule decided."""
     retrieved: str = ""
     """What the tool gave, where a refiner made the result of it; else ""."""
-    training: TurnTraining | None = None
-    """None until `training.scores.with_training_stats` fills it, and for a turn that was not
-    trained."""
-    response_kept: KeptTokens | None = None
-    """The engine's, as for `Completion`."""
-    response_entropies: tuple[float, ...] = ()
-    """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
-    prompt_text: str = ""
-    """The prompt of a planner that has no tokens of its own, whose ids are therefore empty; ""
-    otherwise."""
-    verifier_call: Call | None = None
-    """None where the verifier is no policy."""
-
-
-def calls_of(turn: Turn, policy: PolicyName) -> Call | None:
-    """What a policy read and sampled in a turn; None where that module was none."""
-    if policy == "verifier":
-        return turn.verifier_call
-    return Call(
-        turn.prompt_ids,
-        turn.response_ids,
-        turn.response_logprobs,
-        turn.spans,
-        turn.finish_reason,
-        turn.response_kept,
-        turn.response_text,
-        turn.training,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +296,11 @@ class BranchPoint:
     tool results alike.
     """
 
-    root: int
+    parent: int
     """Number of the rollout it left, within its group."""
     turn: int
     token: int
-    """First token of that turn's response that was sampled anew."""
+    """First token of that turn's response that was sampled again."""
     score: float
     """By which the place was chosen."""
 
@@ -353,17 +339,13 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Response tokens that were sampled for this rollout and not taken over from the one it
-        left.
+        """Tokens of the planner's responses that were sampled for this rollout, without those of
+        its parent.
         """
-        total = sum(len(turn.response_ids) for turn in self.turns)
+        num_tokens = [len(turn.calls["planner"].response_ids) for turn in self.turns]
         if self.branch is None:
-            return total
-        return (
-            total
-            - sum(len(turn.response_ids) for turn in self.turns[: self.branch.turn])
-            - self.branch.token
-        )
+            return sum(num_tokens)
+        return sum(num_tokens[self.branch.turn :]) - self.branch.token
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +366,17 @@ class Group:
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
 
 
+class SampleId(NamedTuple):
+    """The call that a sample was made of; within a batch it names the sample."""
+
+    group: int
+    """`Group.index`"""
+    trajectory: int
+    """Number of the trajectory within its group."""
+    turn: int
+    """Number of the turn within its trajectory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One trained sequence: the prompt and response of one call with what the algorithm decided
@@ -398,15 +391,42 @@ class Sample:
     """The sampler's, one per response token."""
     advantages: tuple[float, ...]
     """One per response token."""
-    weights: tuple[float, ...]
+    loss_weights: tuple[float, ...]
     """One per response token, before division by their sum over the global mini-batch."""
-    minibatch: int = field(default=0)
+    minibatch: int = 0
     """Which optimizer step of the batch it belongs to."""
-    origin: tuple[int, int, int] | None = None
-    """(group index, trajectory, turn) it was made of; None where nobody asks."""
-    kept: KeptTokens | None = None
-    """What the log-probs are taken among, the trainer's as the sampler's; None: all tokens."""
+    sample_id: SampleId | None = None
+    """None for a sample whose log-probs nobody asks for, as in imitation."""
+    sampling_mask: SamplingMask | None = None
+    """The ids that log-probs are taken among, the trainer's as the sampler's; None: all ids."""
     old_logprobs: tuple[float, ...] = ()
     """The trainer's own, where it has scored the sample before; else ()."""
     ref_logprobs: tuple[float, ...] = ()
     """The reference policy's, likewise."""
+
+
+class FilterReason(enum.StrEnum):
+    """Why a sample is left out of a batch."""
+
+    EMPTY = "empty"
+    """It has no response token."""
+    TOO_LONG = "too_long"
+    """It has more tokens than the model has positions."""
+    ADVANTAGE = "advantage"
+    """An advantage is not finite."""
+    LOGPROB = "logprob"
+    """The sampler's log-prob of a trained token is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """What an algorithm makes of the groups of a step: the trained samples, and counts of what was
+    left out.
+    """
+
+    samples: tuple[Sample, ...]
+    num_groups_dropped: int = 0
+    """Groups that carry no signal: those whose rollouts all failed, and in mode "paper" those of
+    one reward only."""
+    num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
+    """Samples that could not be trained."""

@@ -213,7 +213,13 @@ ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
     "flowtrain.types": (),
     "flowtrain.utils.seeds": (),
-    "flowtrain.config": ("pydantic", "flowtrain.types", "flowtrain.utils", "flowtrain.config"),
+    "flowtrain.config": (
+        "pydantic",
+        "tomli_w",
+        "flowtrain.types",
+        "flowtrain.utils",
+        "flowtrain.config",
+    ),
 }
 """What a package may import besides the standard library."""
 

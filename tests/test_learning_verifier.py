@@ -128,7 +128,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     assert stop_share(last, "Search") > 0.8, "which is no fear of stopping"
     assert reward(last) > reward(first) + 0.05
     calls = [
-        turn.verifier_call
+        turn.calls.get("verifier")
         for groups in seen[-1:]
         for t in groups[0].trajectories
         for turn in t.turns

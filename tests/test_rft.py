@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,17 @@ from flowtrain.config.options import parse
 from flowtrain.types import Trajectory, Turn, UserError
 
 Spoil = Callable[[Turn], list[Turn]]
+
+
+def with_call(turn: Turn, **changes: Any) -> Turn:
+    """The turn with changes to its planner's call."""
+    return replace(turn, calls={"planner": replace(turn.calls["planner"], **changes)})
+
+
 BAD: list[Spoil] = [
-    lambda turn: [replace(turn, response_ids=(), response_logprobs=())],
-    lambda turn: [replace(turn, prompt_ids=turn.prompt_ids * 100)],
-    lambda turn: [replace(turn, response_logprobs=(math.nan,) * len(turn.response_ids))],
+    lambda turn: [with_call(turn, response_ids=(), logprobs=())],
+    lambda turn: [with_call(turn, prompt_ids=turn.calls["planner"].prompt_ids * 100)],
+    lambda turn: [with_call(turn, logprobs=(math.nan,) * len(turn.calls["planner"].response_ids))],
 ]
 
 

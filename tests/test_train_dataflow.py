@@ -98,29 +98,21 @@ def scripted(lease: Lease, verifies: bool) -> Group:
     def ids(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(256) for _ in range(rng.randint(1, most)))
 
-    def call() -> dict[str, Any]:
+    def call() -> Call:
         response = ids(9)
         logprobs = tuple(-5.5 + rng.random() for _ in response)
-        return {
-            "prompt_ids": ids(20),
-            "response_ids": response,
-            "spans": (VersionSpan(0, len(response), 0),),
-            "logprobs": logprobs,
-        }
+        spans = (VersionSpan(0, len(response), 0),)
+        return Call(ids(20), response, logprobs, spans, FinishReason.STOP, "text")
 
     def turn() -> Turn:
-        own, verdict = call(), call()
+        planner, verifier = call(), call()
         return Turn(
-            response_logprobs=own.pop("logprobs"),
-            finish_reason=FinishReason.STOP,
-            response_text="text",
+            calls={"planner": planner, "verifier": verifier} if verifies else {"planner": planner},
             action=Action("", "", "look", "Search"),
             command="",
             result=ToolResult("found"),
             verdict=Verdict.STOP,
             seconds=0.1,
-            verifier_call=Call(finish_reason=FinishReason.STOP, **verdict) if verifies else None,
-            **own,
         )
 
     members = [

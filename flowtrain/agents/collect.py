@@ -90,7 +90,7 @@ def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> li
     """Return requests for the rollouts that the group lacks."""
     task = group.trajectories[0].task
     numbers = range(len(group.trajectories), group_size)
-    starts = [BranchStart(group.trajectories[point.root], point) for point in points]
+    starts = [BranchStart(group.trajectories[point.parent], point) for point in points]
     return [
         RolloutRequest(group.index, task, number, start)
         for number, start in zip_longest(numbers, starts)

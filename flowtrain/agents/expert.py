@@ -44,7 +44,7 @@ class ScriptedPlanner:
         text = self.like.prompt.write(action)
         ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Plan(self.like.encode(task.question, memory), completion, text, action)
+        return Plan(Call.of(self.like.encode(task.question, memory), completion, text), action)
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
@@ -71,14 +71,8 @@ class ScriptedVerifier:
         verdict = Verdict.STOP if stops else Verdict.CONTINUE
         text = self.like.prompt.write(verdict)
         ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
-        call = Call(
-            self.like.encode(task.question, memory),
-            ids,
-            (0.0,) * len(ids),
-            (),
-            FinishReason.STOP,
-            text=text,
-        )
+        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
+        call = Call.of(self.like.encode(task.question, memory), completion, text)
         return Verification(verdict, self.like.prompt.prefix + text, call)
 
 

@@ -28,7 +28,17 @@ from flowtrain.agents.planner import Plan, Planner, PromptTooLong, ResponsePrefi
 from flowtrain.agents.refiner import Finding, Refiner
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Action, BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Action,
+    BranchPoint,
+    Call,
+    PolicyName,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 from flowtrain.utils.seeds import derive_seed
 
 MALFORMED = "the action was malformed"
@@ -193,14 +203,11 @@ class Flow:
             seed=rollout.module_seed("verifier"),
             deadline_s=self._module_s(rollout),
         )
-        done = plan.completion
+        calls: dict[PolicyName, Call] = {"planner": plan.call}
+        if verified.call is not None:
+            calls["verifier"] = verified.call
         turn = Turn(
-            prompt_ids=plan.prompt_ids,
-            response_ids=done.ids,
-            response_logprobs=done.logprobs,
-            spans=done.spans,
-            finish_reason=done.finish_reason,
-            response_text=plan.text,
+            calls=calls,
             action=plan.action,
             command=command,
             result=result,
@@ -208,11 +215,7 @@ class Flow:
             seconds=time.monotonic() - started,
             verdict_text=verified.text,
             plan_s=plan_s,
-            response_kept=done.kept,
-            response_entropies=done.entropies,
-            prompt_text=plan.prompt_text,
             retrieved=retrieved,
-            verifier_call=verified.call,
         )
         rollout.memory = memory
         rollout.shown = shown

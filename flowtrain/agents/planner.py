@@ -12,7 +12,16 @@ from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import Action, Completion, FinishReason, Sampling, Task, Turn, VersionSpan
+from flowtrain.types import (
+    Action,
+    Call,
+    Completion,
+    FinishReason,
+    Sampling,
+    Task,
+    Turn,
+    VersionSpan,
+)
 from flowtrain.utils.seeds import derive_seed
 
 NO_TOOL = "No matched tool given: "
@@ -24,15 +33,11 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A planner's decision and its tokens."""
+    """A planner's decision and the call that it was read from."""
 
-    prompt_ids: tuple[int, ...]
-    completion: Completion
-    text: str
+    call: Call
     action: Action | None
     """None when the text was malformed."""
-    prompt_text: str = ""
-    """The prompt of a planner without tokens of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,15 @@ class ResponsePrefix:
     @classmethod
     def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
         """Take the first `num_tokens` tokens of a turn's response."""
+        call = turn.calls["planner"]
         spans = tuple(
             replace(span, end=min(span.end, num_tokens))
-            for span in turn.spans
+            for span in call.spans
             if span.start < num_tokens
         )
-        ids, logprobs = turn.response_ids[:num_tokens], turn.response_logprobs[:num_tokens]
-        kept = None if turn.response_kept is None else turn.response_kept.first(num_tokens)
-        return cls(turn.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, kept))
+        ids, logprobs = call.response_ids[:num_tokens], call.logprobs[:num_tokens]
+        mask = None if call.sampling_mask is None else call.sampling_mask.first(num_tokens)
+        return cls(call.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, mask))
 
     def joined(self, rest: Completion) -> Completion:
         """Return the whole response, of which `rest` was sampled now."""
@@ -61,17 +67,13 @@ class ResponsePrefix:
             *self.response.spans,
             *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans),
         )
-        kept = (
-            None
-            if self.response.kept is None or rest.kept is None
-            else self.response.kept + rest.kept
-        )
+        ours, theirs = self.response.sampling_mask, rest.sampling_mask
         return Completion(
             self.response.ids + rest.ids,
             self.response.logprobs + rest.logprobs,
             spans,
             rest.finish_reason,
-            kept,
+            sampling_mask=None if ours is None or theirs is None else ours + theirs,
         )
 
 
@@ -142,7 +144,7 @@ class PolicyPlanner:
     def _plan(self, prompt_ids: tuple[int, ...], completion: Completion) -> Plan:
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
         action = parse_action(self.prompt.prefix + text, self.tool_names)
-        return Plan(prompt_ids, completion, text, action)
+        return Plan(Call.of(prompt_ids, completion, text), action)
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:

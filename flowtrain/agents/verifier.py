@@ -100,9 +100,7 @@ class PolicyVerifier:
         )
         done = await self.engine.generate(prompt_ids, sampling)
         text = self.tokenizer.decode(done.ids, skip_special_tokens=True)
-        call = Call(
-            prompt_ids, done.ids, done.logprobs, done.spans, done.finish_reason, done.kept, text
-        )
+        call = Call.of(prompt_ids, done, text)
         reply = self.prompt.prefix + text
         return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
 

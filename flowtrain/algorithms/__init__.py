@@ -3,9 +3,8 @@ records.
 """
 
 from flowtrain.algorithms.appo import appo
-from flowtrain.algorithms.base import TrainBatch
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.algorithms.sample_filter import filter_samples
 
-__all__ = ["TrainBatch", "appo", "filter_samples", "flow_grpo", "infoflow"]
+__all__ = ["appo", "filter_samples", "flow_grpo", "infoflow"]

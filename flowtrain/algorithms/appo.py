@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from flowtrain.algorithms.base import TrainBatch
-from flowtrain.types import Group, Sample, Trajectory
+from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, Trajectory
 
 _EPS = 1e-6
 
@@ -50,11 +49,11 @@ def appo(
         if has_signal:
             samples += found
             num_empty += sum(
-                not turn.response_ids
+                not turn.calls["planner"].response_ids
                 for member, *_ in credited
                 for turn in group.trajectories[member].turns
             )
-    return TrainBatch(tuple(samples), num_dropped, {"empty": num_empty})
+    return TrainBatch(tuple(samples), num_dropped, {FilterReason.EMPTY: num_empty})
 
 
 _Branches = tuple[tuple[int, int, float], ...]
@@ -80,7 +79,7 @@ def _roots(group: Group) -> list[tuple[int, float, _Branches]]:
     left: dict[int, list[tuple[int, int, float]]] = {member: [] for member in roots}
     for branch, advantage in zip(branches, _normalised(branches), strict=True):
         assert branch.branch is not None
-        left[branch.branch.root].append((branch.branch.turn, branch.branch.token, advantage))
+        left[branch.branch.parent].append((branch.branch.turn, branch.branch.token, advantage))
     advantages = _normalised([group.trajectories[member] for member in roots])
     return [
         (member, advantage, tuple(left[member]))
@@ -94,7 +93,8 @@ def _samples(
     """One per turn with tokens."""
     samples = []
     for index, turn in enumerate(group.trajectories[member].turns):
-        num_tokens = len(turn.response_ids)
+        call = turn.calls["planner"]
+        num_tokens = len(call.response_ids)
         shared = [
             (num_tokens if at > index else min(token, num_tokens), a)
             for at, token, a in branches
@@ -105,9 +105,18 @@ def _samples(
             for token in range(num_tokens)
         )
         if num_tokens:
-            ones, origin = (1.0,) * num_tokens, (group.index, member, index)
-            tokens = turn.prompt_ids, turn.response_ids, turn.response_logprobs
-            samples.append(Sample(*tokens, advantages, ones, minibatch, origin, turn.response_kept))
+            samples.append(
+                Sample(
+                    prompt_ids=call.prompt_ids,
+                    response_ids=call.response_ids,
+                    logprobs=call.logprobs,
+                    advantages=advantages,
+                    loss_weights=(1.0,) * num_tokens,
+                    minibatch=minibatch,
+                    sample_id=SampleId(group.index, member, index),
+                    sampling_mask=call.sampling_mask,
+                )
+            )
     return samples
 
 

@@ -21,9 +21,8 @@ import torch
 from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
 
-from flowtrain.training.token_scores import Origin
 from flowtrain.training.trainer import ResponseScores
-from flowtrain.types import BranchPoint, Group, Sample, Turn
+from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
 
 _ARPO_TOKENS = 20
 _ARPO_BASE, _ARPO_SLOPE = 0.5, 0.2
@@ -74,17 +73,18 @@ def find_points(
         for n, root in enumerate(group.trajectories)
         if not root.error
     ]
-    turns = [
-        (s, turn, t)
+    calls = [
+        (s, number, turn.calls["planner"])
         for s, (_, _, root) in enumerate(roots)
-        for turn, t in enumerate(root.turns)
-        if t.response_ids
+        for number, turn in enumerate(root.turns)
+        if turn.calls["planner"].response_ids
     ]
     samples = [
-        _sample(turn, (groups[roots[s][0]].index, roots[s][1], number)) for s, number, turn in turns
+        _sample(call, SampleId(groups[roots[s][0]].index, roots[s][1], number))
+        for s, number, call in calls
     ]
-    scored = score(samples, [x for *_, turn in turns for x in turn.response_entropies])
-    places = _Places.of(turns, len(roots), scored.logprob_T.device)
+    scored = score(samples, [x for *_, call in calls for x in call.entropies])
+    places = _Places.of(calls, len(roots), scored.logprob_T.device)
     if rule.kind == "arpo":
         found = _after_tools(places, scored.entropy_T, random.Random(seed))
         choices = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
@@ -112,11 +112,16 @@ def find_points(
     ]
 
 
-def _sample(turn: Turn, origin: Origin) -> Sample:
-    num_tokens = len(turn.response_ids)
-    tokens = turn.prompt_ids, turn.response_ids, turn.response_logprobs
+def _sample(call: Call, sample_id: SampleId) -> Sample:
+    num_tokens = len(call.response_ids)
     return Sample(
-        *tokens, (0.0,) * num_tokens, (1.0,) * num_tokens, origin=origin, kept=turn.response_kept
+        prompt_ids=call.prompt_ids,
+        response_ids=call.response_ids,
+        logprobs=call.logprobs,
+        advantages=(0.0,) * num_tokens,
+        loss_weights=(1.0,) * num_tokens,
+        sample_id=sample_id,
+        sampling_mask=call.sampling_mask,
     )
 
 
@@ -168,14 +173,14 @@ class _Places:
 
     @classmethod
     def of(
-        cls, turns: Sequence[tuple[int, int, Turn]], num_roots: int, device: torch.device
+        cls, calls: Sequence[tuple[int, int, Call]], num_roots: int, device: torch.device
     ) -> _Places:
-        lengths = [len(turn.response_ids) for _, _, turn in turns]
+        lengths = [len(call.response_ids) for _, _, call in calls]
         per_root = [0] * num_roots
-        for (root, _, _), length in zip(turns, lengths, strict=True):
+        for (root, _, _), length in zip(calls, lengths, strict=True):
             per_root[root] += length
         bounds = torch.tensor([0, *accumulate(per_root)], dtype=torch.int64, device=device)
-        return cls([0, *accumulate(lengths)], [(root, turn) for root, turn, _ in turns], bounds)
+        return cls([0, *accumulate(lengths)], [(root, turn) for root, turn, _ in calls], bounds)
 
     @property
     def device(self) -> torch.device:

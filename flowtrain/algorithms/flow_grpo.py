@@ -14,8 +14,16 @@ from dataclasses import replace
 from statistics import fmean, pstdev, stdev
 from typing import Literal
 
-from flowtrain.algorithms.base import TrainBatch
-from flowtrain.types import Call, Group, PolicyName, Sample, Trajectory, calls_of
+from flowtrain.types import (
+    Call,
+    FilterReason,
+    Group,
+    PolicyName,
+    Sample,
+    SampleId,
+    TrainBatch,
+    Trajectory,
+)
 
 _EPS = 1e-6
 
@@ -65,11 +73,11 @@ def flow_grpo(
             samples += [
                 replace(
                     _sample(call, advantage, scale, mode, minibatch),
-                    origin=(group.index, member, turn),
+                    sample_id=SampleId(group.index, member, turn),
                 )
                 for turn, call in calls
             ]
-    return TrainBatch(tuple(samples), num_dropped, {"empty": num_empty})
+    return TrainBatch(tuple(samples), num_dropped, {FilterReason.EMPTY: num_empty})
 
 
 def _advantages(
@@ -102,13 +110,13 @@ def _sample(call: Call, advantage: float, scale: float, mode: str, minibatch: in
         advantages,
         weights,
         minibatch,
-        kept=call.kept,
+        sampling_mask=call.sampling_mask,
     )
 
 
 def _trained_calls(trajectory: Trajectory, policy: PolicyName) -> list[tuple[int, Call]]:
     """With the numbers of their turns."""
-    calls = enumerate(calls_of(turn, policy) for turn in trajectory.turns)
+    calls = enumerate(turn.calls.get(policy) for turn in trajectory.turns)
     return [(turn, call) for turn, call in calls if call is not None and call.response_ids]
 
 

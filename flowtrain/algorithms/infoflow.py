@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from flowtrain.algorithms.base import TrainBatch
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.types import Group, PolicyName, Sample, Trajectory
+from flowtrain.types import FilterReason, Group, PolicyName, Sample, TrainBatch, Trajectory
 
 
 def infoflow(
@@ -38,7 +37,7 @@ def infoflow(
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
-    num_dropped, num_excluded = 0, Counter[str]()
+    num_dropped, num_filtered = 0, Counter[FilterReason]()
     for group in map(partial(_rewarded, weight=sub_goal_weight), groups):
         for members in _by_hint(group) if splits_hinted else [range(len(group.trajectories))]:
             part = replace(
@@ -46,9 +45,9 @@ def infoflow(
             )
             out = flow_grpo([part], mode, num_minibatches, num_groups, policy)
             samples += [_placed(sample, members) for sample in out.samples]
-            num_dropped += out.num_dropped
-            num_excluded.update(out.num_excluded)
-    return TrainBatch(tuple(samples), num_dropped, num_excluded)
+            num_dropped += out.num_groups_dropped
+            num_filtered.update(out.num_filtered)
+    return TrainBatch(tuple(samples), num_dropped, num_filtered)
 
 
 def _rewarded(group: Group, weight: float) -> Group:
@@ -72,6 +71,6 @@ def _by_hint(group: Group) -> list[list[int]]:
 
 def _placed(sample: Sample, members: Sequence[int]) -> Sample:
     """The sample of a part of a group, told by its place in the whole."""
-    assert sample.origin is not None
-    group, member, turn = sample.origin
-    return replace(sample, origin=(group, members[member], turn))
+    assert sample.sample_id is not None
+    member = members[sample.sample_id.trajectory]
+    return replace(sample, sample_id=sample.sample_id._replace(trajectory=member))

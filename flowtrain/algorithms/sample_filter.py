@@ -9,8 +9,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from flowtrain.algorithms.base import FILTER_REASONS, TrainBatch
-from flowtrain.types import Sample
+from flowtrain.types import FilterReason, Sample, TrainBatch
 
 _log = logging.getLogger(__name__)
 
@@ -19,42 +18,42 @@ def filter_samples(batch: TrainBatch, max_positions: int) -> TrainBatch:
     """The batch without samples that the model has no positions for, and without those whose
     numbers are not finite.
 
-    A token of weight 0 may carry anything. Numbers of `batch.num_excluded` are added to.
+    A token of weight 0 may carry anything. The counts of `batch.num_filtered` are added to.
     """
     reasons = [_reason(sample, max_positions) for sample in batch.samples]
     counts = Counter(reasons)
-    if counts["too_long"]:
+    if counts[FilterReason.TOO_LONG]:
         longest = max(_num_inputs(sample) for sample in batch.samples)
         _log.warning(
             "%d samples of up to %d tokens are left out: the model has %d positions",
-            counts["too_long"],
+            counts[FilterReason.TOO_LONG],
             longest,
             max_positions,
         )
     kept = tuple(
-        sample for sample, reason in zip(batch.samples, reasons, strict=True) if not reason
+        sample for sample, reason in zip(batch.samples, reasons, strict=True) if reason is None
     )
     return replace(
         batch,
         samples=kept,
-        num_excluded={
-            name: batch.num_excluded.get(name, 0) + counts[name] for name in FILTER_REASONS
+        num_filtered={
+            reason: batch.num_filtered.get(reason, 0) + counts[reason] for reason in FilterReason
         },
     )
 
 
-def _reason(sample: Sample, max_positions: int) -> str:
-    """One of FILTER_REASONS, or "" for a sample that can be trained."""
+def _reason(sample: Sample, max_positions: int) -> FilterReason | None:
+    """Why the sample cannot be trained; None when it can."""
     if not sample.response_ids:
-        return "empty"
+        return FilterReason.EMPTY
     if _num_inputs(sample) > max_positions:
-        return "too_long"
+        return FilterReason.TOO_LONG
     if not all(map(math.isfinite, sample.advantages)):
-        return "advantage"
-    trained = (
-        logprob for logprob, weight in zip(sample.logprobs, sample.weights, strict=True) if weight
-    )
-    return "" if all(map(math.isfinite, trained)) else "logprob"
+        return FilterReason.ADVANTAGE
+    weighed = zip(sample.logprobs, sample.loss_weights, strict=True)
+    if not all(math.isfinite(logprob) for logprob, weight in weighed if weight):
+        return FilterReason.LOGPROB
+    return None
 
 
 def _num_inputs(sample: Sample) -> int:

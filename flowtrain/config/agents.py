@@ -9,9 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from flowtrain.config.section import Section
 
 OWN = "own"
-"""What `[roles]` says where a module is a policy besides the planner."""
+"""Value in `[roles]` of a module that is a policy besides the planner."""
 NO_ENGINE = ("none", "rules", OWN)
-"""What `[roles]` says where no chat engine is asked."""
+"""Values in `[roles]` of modules that ask no chat engine."""
 
 
 class Agent(Section):
@@ -19,8 +19,8 @@ class Agent(Section):
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
     four fields, through the chat template"""
     prompt_order: Literal["shared", "paper"] = "shared"
-    """prompt = "full": shared puts the memory last, so that turns share what is before it and cost
-    less; paper has AgentFlow's order"""
+    """prompt = "full": shared puts the memory last, so that turns share all that stands before it
+    and cost less; paper: AgentFlow's order"""
     tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
     """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of
     installed packages (docs/tools.md)"""
@@ -31,15 +31,15 @@ class Agent(Section):
     rollout_timeout_s: PositiveFloat = 500.0
     """seconds after which no further turn starts (AgentFlow: 500)"""
     num_passages: PositiveInt = 1
-    """passages that the tool Search gives; with a refiner more than one make sense"""
+    """passages that the tool Search returns; more than one make sense with a refiner"""
     tool_timeout_s: PositiveFloat = 2.0
     """seconds per tool command"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or, for
-    python_packages, bubblewrap, or, without it, limits"""
+    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or for python_packages
+    bubblewrap, or limits where that is missing"""
     python_packages: tuple[str, ...] = ()
-    """installed packages that the code may import, with what is installed beside them: ["numpy",
-    "sympy"]"""
+    """installed packages that the code may import, with all that is installed beside them:
+    ["numpy", "sympy"]"""
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
     """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
     code_memory_mb: int = Field(512, ge=64)
@@ -57,7 +57,7 @@ class Agent(Section):
     @classmethod
     def _no_tool_twice(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
-            raise ValueError(f"{twice[0]!r} stands there twice")
+            raise ValueError(f"{twice[0]!r} is listed twice")
         return tools
 
 
@@ -68,11 +68,11 @@ class Chat(Section):
     model: str = ""
     """name at the endpoint; folder or hub name for torch and vllm"""
     base_url: str = "https://api.openai.com/v1"
-    """of the endpoint, /v1 included"""
+    """address of the endpoint, /v1 included"""
     api_key_env: str = "OPENAI_API_KEY"
-    """environment variable that holds the key; empty: the endpoint wants none"""
+    """environment variable that holds the key; empty: the endpoint needs none"""
     temperature: float = Field(0.0, ge=0)
-    """0: the most likely reply"""
+    """sampling temperature; 0: the most likely reply"""
     max_tokens: PositiveInt = 2048
     """tokens per reply"""
     timeout_s: PositiveFloat = 120.0
@@ -99,10 +99,10 @@ class Roles(Section):
     generator: str = "rules"
     """who writes the answer: rules, policy, or a name in [engines]"""
     tools: str = "none"
-    """the model inside tools that want one: none, policy, or a name in [engines]"""
+    """model inside the tools that use one: none, policy, or a name in [engines]"""
     refiner: str = "none"
-    """who makes short evidence of what a search found, before the memory gets it: none, rules,
-    policy, or a name in [engines]"""
+    """who shortens search results to evidence before the memory gets them: none, rules, policy, or
+    a name in [engines]"""
     judge: str = "none"
     """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
 
@@ -118,19 +118,19 @@ class Roles(Section):
 
 class Policy(Section):
     path: str = ""
-    """folder or hub name of the model, where train.policy names another policy; the trained one's
-    is model.path"""
+    """folder or hub name of the model of a policy that is not trained; the trained one's is
+    model.path"""
     temperature: PositiveFloat | None = None
-    """of the verifier, in sampling and in the log-probs of training; unset, and for the planner:
-    rollout.temperature"""
+    """temperature of the verifier, in sampling and in the log-probs of training; unset, and for the
+    planner: rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
     """tokens per response of the verifier; unset, and for the planner: rollout.max_new_tokens"""
 
 
 class Judge(Section):
     cache: str = "runs/judge.sqlite"
-    """file on a local disk that keeps verdicts, so that nothing is asked twice; runs and ranks may
-    share it"""
+    """file on a local disk that keeps verdicts, so that no question is asked twice; runs and ranks
+    may share it"""
     max_concurrency: PositiveInt = 32
     """questions under way at a time, per rank"""
     deadline_s: PositiveFloat = 300.0

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.config.options import help_text, parse
+from flowtrain.config.options import help_text, help_topic, parse
 from flowtrain.types import UserError
 
 INTERRUPTED = 130
@@ -21,16 +21,17 @@ _ECHO_S = 2.0
 def run_command(
     module: str, body: Callable[[Config], int], argv: Sequence[str] | None = None
 ) -> int:
-    """The exit code of `body`: 0, 2 after a UserError, 130 when it was interrupted. Under torchrun
-    only rank 0 speaks.
+    """Parse the options, run `body` and return its exit code: 2 after a UserError, 130 after an
+    interrupt. Under torchrun only rank 0 prints.
 
-    `argv`: the words that make up the config, where a command takes others besides.
+    `argv`: the options, where a command has arguments besides.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
+        config = parse(words)
         if config is None:
-            print(help_text(module))
+            print(help_text(module, help_topic(words) or ""))
             return 0
         return body(config)
     except UserError as error:
@@ -42,11 +43,11 @@ def run_command(
 
 
 class Interrupt:
-    """Within `with`, Ctrl-C and SIGTERM ask a loop to end after its step; asked again later, the
-    process ends at once.
+    """Turns Ctrl-C and SIGTERM inside `with` into a request to end after the current step; a second
+    one ends the process at once.
 
-    torchrun passes the signal on that the terminal has sent already, so what follows within
-    `_ECHO_S` is the same request.
+    torchrun repeats the signal that the terminal has sent, so one that follows within `_ECHO_S`
+    seconds is the same request.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,8 @@ class Interrupt:
             if time.monotonic() - self._requested_at > _ECHO_S:
                 raise KeyboardInterrupt
             return
-        self.requested, self._requested_at = True, time.monotonic()
+        self.requested = True
+        self._requested_at = time.monotonic()
         if os.environ.get("RANK", "0") == "0":
             print(
                 "\nfinishing this step, then saving (once more to stop at once)",

@@ -11,23 +11,23 @@ from flowtrain.config.section import Section
 
 class Dataflow(Section):
     url: str = ""
-    """of the service that batches come from; empty: this run samples by itself, step after step"""
+    """address of the service that batches come from; empty: this run samples its own batches"""
     store: str = ""
     """folder or URL at which nodes find the weights that this run trains; empty: run.dir/weights,
-    where all of them can reach that"""
+    if all nodes can read it"""
     max_staleness: int = Field(4, ge=0)
-    """versions that a trained token may be older than the weights that a step trains"""
+    """versions by which a trained token may be older than the weights that a step trains"""
     max_waiting: int = Field(0, ge=0)
-    """groups that may wait or be under way; 0: as many as max_staleness lets be trained in time"""
+    """groups that may wait or be under way; 0: as many as can be trained within max_staleness"""
     lease_s: PositiveFloat = 60.0
-    """seconds after which the task of a node that gave no sign of life goes to another"""
+    """seconds without a sign of life from a node after which its task goes to another"""
     trainer_timeout_s: PositiveFloat = 120.0
-    """seconds without a sign of life after which nothing is sampled on a trainer's account"""
+    """seconds without a sign of life from a trainer after which nothing is sampled for it"""
     wait_s: PositiveFloat = 1800.0
-    """seconds that a trainer waits for a batch, and anybody for the service, before giving up with
-    an error"""
+    """seconds that a trainer waits for a batch, and any process for the service, before it gives up
+    with an error"""
     max_attempts: PositiveInt = 5
-    """leases of a task before it counts as one that no node can do"""
+    """leases of a task after which it counts as one that no node can do"""
     curator: str = "all"
     """which prompts are rolled out: all, greso, curriculum, or the name of an entry point in the
     group flowtrain.curators"""
@@ -39,10 +39,10 @@ class Dataflow(Section):
     filter_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the filter"""
     selector: str = "deadline"
-    """which of the groups that wait come first: deadline, arrival, weighted (by kind), or an entry
-    point in flowtrain.selectors"""
+    """which waiting groups come first: deadline, arrival, weighted (by kind), or an entry point in
+    flowtrain.selectors"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""
     replay_share: float = Field(0.0, ge=0, lt=1)
-    """share of a batch that are groups which were trained before, the latest first; they keep to
-    max_staleness too"""
+    """share of a batch that consists of groups trained before, the latest first; max_staleness
+    holds for them too"""

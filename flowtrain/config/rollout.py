@@ -21,13 +21,12 @@ class Rollout(Section):
     group_size: PositiveInt = 8
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0
-    """of the planner, in sampling and in the log-probs of training"""
+    """temperature of the planner, in sampling and in the log-probs of training"""
     top_k: int = Field(0, ge=0)
-    """sample from so many most likely tokens, and train the probabilities among them; 0: from all
-    """
+    """sample from the so many likeliest tokens, and train the probabilities among them; 0: all"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """of those, from the fewest whose probabilities sum to this; below 1 it needs a top_k, which
-    bounds how many tokens are kept"""
+    """sample, among those, from the fewest tokens whose probabilities sum to this; below 1 it needs
+    a top_k, which bounds how many are kept"""
     max_new_tokens: PositiveInt = 48
     """tokens per planner response (AgentFlow: 2048)"""
     request_timeout_s: PositiveFloat = 60.0
@@ -37,10 +36,10 @@ class Rollout(Section):
     max_in_flight: PositiveInt = 512
     """rollouts of a rank under way at a time"""
     straggler_share: float = Field(1.0, gt=0, le=1)
-    """once this share of a rank's rollouts of a step is done, the rest have straggler_s seconds
-    more; 1: all are waited for"""
+    """once this share of a rank's rollouts of a step is done, the rest have straggler_s more
+    seconds; 1: wait for all"""
     straggler_s: PositiveFloat = 60.0
-    """then a rollout that still takes turns ends like one that is out of time: it answers from its
+    """seconds after which a late rollout ends like one that is out of time: it answers from its
     finished turns, and is counted"""
 
 
@@ -56,13 +55,13 @@ class Vllm(Section):
     max_num_seqs: PositiveInt = 256
     """responses that are sampled at a time; more wait in vLLM"""
     sleep: bool = False
-    """while the rank trains, vLLM's weights go to the host and its cache away, which leaves the
+    """while the rank trains, move vLLM's weights to the host and drop its cache, which leaves the
     trainer its share of the GPU"""
     enforce_eager: bool = False
     """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
     start_timeout_s: PositiveFloat = 600.0
     """seconds until vLLM must be ready"""
     load_timeout_s: PositiveFloat = 300.0
-    """seconds for a weight update; then vLLM is started anew"""
+    """seconds for a weight update; then vLLM is restarted"""
     hang_timeout_s: PositiveFloat = 120.0
-    """seconds without a sign of life; then vLLM is started anew"""
+    """seconds without a sign of life; then vLLM is restarted"""

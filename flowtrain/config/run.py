@@ -41,14 +41,13 @@ class Checkpoint(Section):
 
 class Weights(Section):
     keep: PositiveInt = 2
-    """newest versions that stay in run.dir/weights, with the anchors and deltas that lead to them
-    """
+    """newest versions that stay in run.dir/weights, with the files that they need"""
     level: Literal[1, 2] = 1
     """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
     between sites"""
     verify_every: int = Field(10, ge=0)
     """loads between two comparisons of all of an engine's weights with the digests of their
-    version; 0: only what changes is compared"""
+    version; 0: compare only weights that change"""
 
 
 class Log(Section):

@@ -1,4 +1,4 @@
-"""What every table of options has in common."""
+"""The base of every table of options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A table of the file; a key it does not know is an error."""
+    """A table of options; an unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -17,15 +17,14 @@ class Tasks(Section):
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
     num_turns, choices, scorer"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """name = "file": several files instead of path, each with its weight; every step has questions
-    of all of them"""
+    """name = "file": several files instead of path, each with its weight; every step draws from all
+    of them"""
     preset: Literal["auto", "own", "search-r1", "deepmath", "agentflow"] = "auto"
-    """name = "file": whose columns the files have; auto: each file's are recognised"""
+    """name = "file": naming of the files' columns; auto: recognise each file's"""
     question_key: str = ""
-    """name = "file": column of the question, where it is not the preset's; "a.b" looks into an
-    object"""
+    """name = "file": column of the question, if not the preset's; "a.b" looks into an object"""
     answer_key: str = ""
-    """name = "file": column of the accepted answers, where it is not the preset's"""
+    """name = "file": column of the accepted answers, if not the preset's"""
     scorer: Literal["", "exact", "qa", "f1", "math", "choice", "gameof24"] = ""
     """name = "file": rule for questions that name none; empty: the preset's"""
     corpus: str = ""
@@ -42,6 +41,6 @@ class Tasks(Section):
     """training questions to generate; gameof24 and file use all they have"""
     benchmarks: str = ""
     """folder of benchmark files; training leaves out questions that nearly repeat one of theirs
-    (see flowtrain.tasks.overlap)"""
+    (flowtrain.tasks.overlap)"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
     """name = "file": share of the questions that is kept for evaluation"""

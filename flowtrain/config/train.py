@@ -12,8 +12,8 @@ from flowtrain.types import PolicyName
 
 class Train(Section):
     policy: PolicyName = "planner"
-    """which module is trained; the other policy, if there is one, stays what policies.NAME.path
-    holds"""
+    """module that is trained; the other policy, if there is one, stays as policies.NAME.path holds
+    it"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     lr: PositiveFloat = 1e-6
@@ -24,32 +24,32 @@ class Train(Section):
     warmup_steps: int = Field(0, ge=0)
     """steps over which the learning rate rises from 0; 0: it starts at lr"""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW"""
+    """AdamW: decay of the mean of gradients"""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW"""
+    """AdamW: decay of the mean of squared gradients"""
     weight_decay: float = Field(0.01, ge=0)
-    """AdamW"""
+    """AdamW: decoupled weight decay"""
     grad_clip: float = Field(1.0, ge=0)
-    """bound of the global gradient norm; 0: off"""
+    """upper bound of the global gradient norm; 0: off"""
     num_minibatches: PositiveInt = 2
     """optimizer steps per batch of rollouts"""
     token_budget: PositiveInt = 8192
-    """tokens per row (one micro-batch), what samples share counted once; a longer sample gets a row
-    of its own"""
+    """tokens per row (one micro-batch), shared prefixes counted once; a longer sample gets a row of
+    its own"""
     recompute: bool = False
-    """keep only the layers' inputs and compute the rest anew in the backward pass: far less memory
-    for about a third more time"""
+    """keep only the layers' inputs and recompute the rest in the backward pass: far less memory for
+    about a third more time"""
     compile: bool = False
     """compile each decoder layer"""
     reshard: bool = True
-    """layers of models of over 50 M parameters gather their weights anew for the backward pass;
+    """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""
     offload: bool = False
     """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU,
     and step there"""
     peak_tflops: float = Field(0.0, ge=0)
-    """dense TFLOP/s of a rank's device in model.dtype, against which MFU is measured; 0: known for
-    common GPUs in bfloat16, else no MFU"""
+    """dense TFLOP/s of a rank's device in model.dtype, for MFU; 0: known for common GPUs in
+    bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

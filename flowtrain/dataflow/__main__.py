@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.epilog = (
         f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
-        "--help; [dataflow] is read here."
+        "--help all; [dataflow] is read here."
     )
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
     server.add_argument(

@@ -19,14 +19,24 @@ from typing import Any, Protocol
 
 from flowtrain.types import Task
 
-PROTOCOL = 1
-"""Of these messages; a node with another one is refused."""
+PROTOCOL = 2
+"""Version of these messages and of the records in a payload; a node or trainer with another one is
+refused."""
 
 
 class Refused(Exception):
     """What was asked cannot be had, and asking again will not change it: an unknown policy, another
     model, a malformed group.
     """
+
+
+def check_protocol(peer: str, protocol: int) -> None:
+    """Raises Refused when a peer speaks another version of the messages."""
+    if protocol != PROTOCOL:
+        raise Refused(
+            f"the {peer} speaks protocol {protocol}, this service {PROTOCOL}: install the same "
+            "flowtrain on both"
+        )
 
 
 class Unavailable(Exception):
@@ -168,6 +178,7 @@ class Register:
     ones come again as they were."""
     life: str = ""
     """Random, of this process: what comes twice or late from one life takes nothing back."""
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)

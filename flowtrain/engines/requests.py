@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowtrain.types import Completion, FinishReason, KeptTokens, Sampling, UserError, VersionSpan
+from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
 
 
 class Decodes(Protocol):
@@ -111,6 +111,6 @@ def completion(
         tuple(logprobs),
         spans=filled or (VersionSpan(0, 0, labels[-1][0]),),
         finish_reason=reason,
-        kept=None if kept is None else KeptTokens.of(kept),
+        sampling_mask=None if kept is None else SamplingMask.of(kept),
         entropies=tuple(entropies),
     )

@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.evals",
         description="Ask a planner the questions of public benchmarks.",
-        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help): "
-        "--model.path runs/x/model, ...",
+        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help "
+        "all): --model.path runs/x/model, ...",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -9,11 +9,10 @@ from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, ResponsePrefix, parse_action
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.types import Completion, FinishReason, Task
+from flowtrain.types import Call, FinishReason, Task
 from flowtrain.utils.seeds import derive_seed
 
 _CHARS_PER_TOKEN = 4
-_NO_TOKENS = Completion((), (), (), FinishReason.STOP)
 
 
 class PlainText:
@@ -54,7 +53,8 @@ class ChatPlanner:
         text = await self.engine.ask(
             prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s)
         )
-        return Plan((), _NO_TOKENS, text, parse_action(text, self.tool_names), prompt)
+        call = Call((), (), (), (), FinishReason.STOP, text, prompt_text=prompt)
+        return Plan(call, parse_action(text, self.tool_names))
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError("nobody branches in an evaluation")

@@ -93,6 +93,7 @@ def rollout_record(
     benchmark, pid, trial = key
     record = trajectory_record(trajectory, index)
     for turn, written in zip(trajectory.turns, record["turns"], strict=True):
-        written["prompt_text"] = decode(turn.prompt_ids) if decode else turn.prompt_text
+        call = turn.calls["planner"]
+        written["prompt_text"] = decode(call.prompt_ids) if decode else call.prompt_text
     head = {"step": trial, "version": 0, "benchmark": benchmark, "pid": pid, "trial": trial}
     return {**head, **record, "usage": asdict(usage)}

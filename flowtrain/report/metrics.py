@@ -146,33 +146,34 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
 
 
 def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
-    """Of the prompt, what is new against the turn before: the rest begins that one's."""
-    num_shared = 0 if before is None else _num_shared(before.prompt_ids, turn.prompt_ids)
+    """The planner's call stands among the turn's fields, the verifier's on its own. Of the planner's
+    prompt only those ids are written that the turn before has not.
+    """
+    call = turn.calls["planner"]
+    num_shared = (
+        0 if before is None else _num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
+    )
+    verifier = turn.calls.get("verifier")
     return {
-        "response_text": turn.response_text,
+        "response_text": call.text,
         "action": None if turn.action is None else _action_record(turn.action),
         "command": turn.command,
         "result": turn.result.text,
         "is_error": turn.result.error is not None,
         "verdict": turn.verdict.value,
         "verdict_text": turn.verdict_text,
-        "spans": [[span.start, span.end, span.version] for span in turn.spans],
-        "finish_reason": turn.finish_reason.value,
-        "num_prompt_tokens": len(turn.prompt_ids),
+        **_call_record(call),
         "prompt_shared": num_shared,
-        "prompt_ids": list(turn.prompt_ids[num_shared:]),
-        "response_ids": list(turn.response_ids),
-        "response_logprobs": [round(logprob, 5) for logprob in turn.response_logprobs],
-        "training": None if turn.training is None else _training_record(turn.training),
+        "prompt_ids": list(call.prompt_ids[num_shared:]),
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         "tool_s": round(turn.result.seconds, 3),
-        **({} if turn.verifier_call is None else {"verifier": _call_record(turn.verifier_call)}),
+        **({} if verifier is None else {"verifier": _call_record(verifier)}),
     }
 
 
 def _call_record(call: Call) -> dict[str, Any]:
-    """Without the prompt, whose words are the turn's."""
+    """A call without its texts."""
     return {
         "spans": [[span.start, span.end, span.version] for span in call.spans],
         "finish_reason": call.finish_reason.value,

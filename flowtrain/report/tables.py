@@ -66,7 +66,7 @@ def rollout_text(trajectory: Trajectory) -> str:
     for number, turn in enumerate(trajectory.turns, 1):
         lines += [
             "",
-            f"turn {number} ({len(turn.response_ids)} tokens, {turn.seconds:.1f} s)",
+            f"turn {number} ({len(turn.calls['planner'].response_ids)} tokens, {turn.seconds:.1f} s)",
             *_turn_lines(turn),
         ]
     reward = "not scored" if trajectory.reward is None else f"{trajectory.reward:.3f}"
@@ -179,7 +179,7 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 
 def _turn_lines(turn: Turn) -> list[str]:
     if turn.action is None:
-        lines = [*_field("malformed", turn.response_text), *_field("", turn.command)]
+        lines = [*_field("malformed", turn.calls["planner"].text), *_field("", turn.command)]
     else:
         lines = [
             *_field("sub-goal", turn.action.sub_goal),

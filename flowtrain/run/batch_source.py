@@ -29,7 +29,7 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, UserError, calls_of
+from flowtrain.types import Group, PolicyName, UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -251,12 +251,8 @@ def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
     """(weight version, number of tokens) of what the policy sampled for the rollouts that finished."""
     for trajectory in group.finished:
         for turn in trajectory.turns:
-            call = calls_of(turn, policy)
-            yield from (
-                ()
-                if call is None
-                else ((span.version, span.end - span.start) for span in call.spans)
-            )
+            if (call := turn.calls.get(policy)) is not None:
+                yield from ((span.version, span.end - span.start) for span in call.spans)
 
 
 def _placed(served: Served, place: int) -> Group:

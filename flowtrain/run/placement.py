@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flowtrain.config import Config
-from flowtrain.training.token_scores import Origin
 from flowtrain.training.tree import in_order
 from flowtrain.training.wire import from_bytes, scores_from_bytes, scores_to_bytes, to_bytes
 from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.types import Sample, SampleId, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ class Placement:
         return share(every, self.trainers.rank, self.trainers.size)
 
     def gather_scores(
-        self, scores: dict[Origin, tuple[float, ...]]
-    ) -> dict[Origin, tuple[float, ...]]:
+        self, scores: dict[SampleId, tuple[float, ...]]
+    ) -> dict[SampleId, tuple[float, ...]]:
         """The trainers' log-probs by the turn that they belong to, for those that sampled it;
         collective. Colocated, a rank has its own.
         """

@@ -9,11 +9,11 @@ from flowkernels import FutureRatio, LossSpec
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.hints import Hints
-from flowtrain.algorithms import TrainBatch, appo, flow_grpo, infoflow
+from flowtrain.algorithms import appo, flow_grpo, infoflow
 from flowtrain.algorithms.branching import BranchRule
 from flowtrain.config import Config
 from flowtrain.training.trainer import OptimSpec
-from flowtrain.types import Group
+from flowtrain.types import Group, TrainBatch
 
 
 def loss_spec(config: Config) -> LossSpec:

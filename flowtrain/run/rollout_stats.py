@@ -186,9 +186,8 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
 
 def _pass(turn: Turn) -> Pass:
     tool_name = None if turn.action is None else turn.action.tool_name
-    return Pass(
-        tool_name, turn.result.error is not None, len(turn.prompt_ids), len(turn.response_ids)
-    )
+    is_error, call = turn.result.error is not None, turn.calls["planner"]
+    return Pass(tool_name, is_error, len(call.prompt_ids), len(call.response_ids))
 
 
 def _pass_of_record(turn: Mapping[str, Any]) -> Pass:

@@ -18,7 +18,6 @@ import torch
 
 from flowtrain import report
 from flowtrain.agents.flow import Flow
-from flowtrain.algorithms import TrainBatch
 from flowtrain.algorithms.branching import find_points
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -41,11 +40,11 @@ from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.model import layout_digest
-from flowtrain.training.token_scores import Origin, Scored, attach_logprobs, with_training_stats
+from flowtrain.training.token_scores import Scored, attach_logprobs, with_training_stats
 from flowtrain.training.trainer import ResponseScores
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, Group, Sample, Trajectory, UserError
+from flowtrain.types import BranchPoint, Group, Sample, SampleId, TrainBatch, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 from flowtrain.weights import WeightStore
@@ -71,7 +70,7 @@ class Run:
         self._cleanup = ExitStack()
         self._checkpoint_s = 0.0
         self._weights_metrics: dict[str, float | str] = {}
-        self._scored: Mapping[Origin, Scored] = {}
+        self._scored: Mapping[SampleId, Scored] = {}
 
     def __enter__(self) -> Run:
         with ExitStack() as cleanup:  # closes what is open when a later part fails to
@@ -258,7 +257,7 @@ class Run:
             scores = self._policy_trainer.trainer.score_samples(
                 samples, config.train.token_budget, against_reference, told
             )
-            self._scored = scores.by_origin(samples, *recipe.scored_before(config))
+            self._scored = scores.by_sample(samples, *recipe.scored_before(config))
             return scores
 
         num_branches = config.rollout.group_size - config.appo.num_roots
@@ -348,13 +347,13 @@ class Run:
                 f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing "
                 f"to go on with: {reason}"
             )
-        numbers = [batch.num_dropped, *batch.num_excluded.values()]
+        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
         (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(
             numbers, [self._memory.num_bytes()]
         )
         left_out = {
             f"num_excluded/{reason}": number
-            for reason, number in zip(batch.num_excluded, num_excluded, strict=True)
+            for reason, number in zip(batch.num_filtered, num_excluded, strict=True)
         }
         chats = {
             **self._components.chats.metrics(),

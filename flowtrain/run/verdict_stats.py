@@ -40,5 +40,5 @@ def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
     memory = Memory()
     for turn in trajectory.turns:
         memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
-        if turn.verifier_call is not None:
+        if "verifier" in turn.calls:
             yield turn, memory

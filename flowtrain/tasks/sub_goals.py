@@ -23,7 +23,7 @@ def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = _words(turn.response_text) if turn.action is not None else ""
+        written = _words(turn.calls["planner"].text) if turn.action is not None else ""
         reached += [
             goal for goal, was_found in found.items() if was_found and _names(goal, written)
         ]

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from flowtrain.training.token_scores import Origin
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-
-_NOWHERE = (-1, -1, -1)
+from flowtrain.types import SampleId
 
 
 def balance(
@@ -48,14 +46,14 @@ def balance(
 
 
 def return_logprobs(
-    scores: Mapping[Origin, Sequence[float]], origins: Sequence[Origin], world: World
-) -> dict[Origin, tuple[float, ...]]:
-    """Of the scores that all ranks have, those of `origins`; collective. One rank has no others."""
+    scores: Mapping[SampleId, Sequence[float]], sample_ids: Sequence[SampleId], world: World
+) -> dict[SampleId, tuple[float, ...]]:
+    """The scores of `sample_ids`, of those that all ranks have; collective. One rank has no others."""
     if world.size == 1:
-        return {origin: tuple(score) for origin, score in scores.items()}
+        return {sample_id: tuple(score) for sample_id, score in scores.items()}
     wanted = [
-        [tuple(origin) for origin in json.loads(text)]
-        for text in world.gather_text(json.dumps(origins))
+        [SampleId(*each) for each in json.loads(text)]
+        for text in world.gather_text(json.dumps(sample_ids))
     ]
     sent = [
         save(
@@ -69,7 +67,7 @@ def return_logprobs(
     ]
     received = _exchange(sent, world)
     return {
-        tuple(json.loads(key)): tuple(score.tolist())
+        SampleId(*json.loads(key)): tuple(score.tolist())
         for data in received
         for key, score in load(data).items()
     }
@@ -101,17 +99,11 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
 
 
 def _encode(rows: dict[int, PackedRow]) -> bytes:
-    """Tensors under "<place>/<field>"; None as nothing, a number as a tensor, and no origin as one
-    of -1.
-    """
+    """Tensors under "<place>/<field>"; None as nothing, a number or ids as a tensor."""
     values = {
         f"{place}/{f.name}": getattr(row, f.name)
         for place, row in rows.items()
         for f in fields(row)
-    }
-    values |= {
-        f"{place}/origins": [origin or _NOWHERE for origin in row.origins]
-        for place, row in rows.items()
     }
     # Copies, because safetensors refuses tensors that share memory.
     return save(
@@ -125,8 +117,5 @@ def _decode(data: bytes) -> dict[int, PackedRow]:
         place, name = key.split("/")
         found.setdefault(int(place), {})[name] = tensor if tensor.dim() else int(tensor)
     for values in found.values():
-        values["origins"] = tuple(
-            None if origin == _NOWHERE else origin
-            for origin in map(tuple, values["origins"].tolist())
-        )
+        values["sample_ids"] = tuple(SampleId(*each) for each in values["sample_ids"].tolist())
     return {place: PackedRow(**values) for place, values in found.items()}

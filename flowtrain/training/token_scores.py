@@ -16,43 +16,39 @@ import torch
 from torch import Tensor
 
 from flowtrain.training.tree import PackedRow
-from flowtrain.types import Group, PolicyName, Sample, Trajectory, Turn, TurnTraining
-
-Origin = tuple[int, int, int]
-"""(group index, trajectory, turn), as in `Sample.origin`."""
+from flowtrain.types import Group, PolicyName, Sample, SampleId, Trajectory, Turn, TurnTraining
 
 
 class TokenScores:
     """Log-probs [T] of the rows of one batch."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[tuple[Origin | None, ...], Tensor, Tensor]] = []
+        self._rows: list[tuple[tuple[SampleId, ...], Tensor, Tensor]] = []
 
     def add(self, row: PackedRow, logprob_T: Tensor) -> None:
         """`logprob_T` as the loss of the row took them."""
-        if any(row.origins):
+        if row.sample_ids:
             # The loss does not read what has no weight, and gives 0 there.
             self._rows.append(
                 (
-                    row.origins,
+                    row.sample_ids,
                     row.cu_targets_S1,
-                    torch.where(row.weight_T != 0, logprob_T, math.nan),
+                    torch.where(row.loss_weight_T != 0, logprob_T, math.nan),
                 )
             )
 
-    def by_origin(self) -> dict[Origin, tuple[float, ...]]:
-        """Log-probs by the turn that they belong to, one per response token; waits for the device."""
+    def by_sample(self) -> dict[SampleId, tuple[float, ...]]:
+        """Log-probs of each sample, one per response token; waits for the device."""
         if not self._rows:
             return {}
         logprobs = torch.cat([logprob_T for _, _, logprob_T in self._rows]).tolist()
         bounds = torch.cat([cu_targets_S1 for _, cu_targets_S1, _ in self._rows]).tolist()
-        found: dict[Origin, tuple[float, ...]] = {}
+        found: dict[SampleId, tuple[float, ...]] = {}
         start = place = 0
-        for origins, cu_targets_S1, logprob_T in self._rows:
+        for sample_ids, cu_targets_S1, logprob_T in self._rows:
             cuts = bounds[place : place + len(cu_targets_S1)]
-            for origin, (first, last) in zip(origins, pairwise(cuts), strict=True):
-                if origin is not None:
-                    found[origin] = tuple(logprobs[start + first : start + last])
+            for sample_id, (first, last) in zip(sample_ids, pairwise(cuts), strict=True):
+                found[sample_id] = tuple(logprobs[start + first : start + last])
             start, place = start + len(logprob_T), place + len(cuts)
         return found
 
@@ -62,13 +58,13 @@ Scored = tuple[tuple[float, ...], tuple[float, ...]]
 is not known."""
 
 
-def attach_logprobs(samples: Sequence[Sample], scored: Mapping[Origin, Scored]) -> list[Sample]:
+def attach_logprobs(samples: Sequence[Sample], scored: Mapping[SampleId, Scored]) -> list[Sample]:
     """The samples with what is known of them already."""
     if not scored:
         return list(samples)
     nothing: Scored = ((), ())
     known = [
-        nothing if sample.origin is None else scored.get(sample.origin, nothing)
+        nothing if sample.sample_id is None else scored.get(sample.sample_id, nothing)
         for sample in samples
     ]
     return [
@@ -80,31 +76,28 @@ def attach_logprobs(samples: Sequence[Sample], scored: Mapping[Origin, Scored]) 
 def with_training_stats(
     groups: Sequence[Group],
     samples: Sequence[Sample],
-    logprobs: Mapping[Origin, tuple[float, ...]],
+    logprobs: Mapping[SampleId, tuple[float, ...]],
     policy: PolicyName = "planner",
 ) -> list[Group]:
-    """The groups with `training` of every turn in which `policy` was trained; the verifier's stands
-    in its call.
-    """
+    """The groups with `Call.training` of every turn in which `policy` was trained."""
     trained = {
-        sample.origin: TurnTraining(
-            fmean(sample.advantages), sample.minibatch, logprobs[sample.origin]
+        sample.sample_id: TurnTraining(
+            fmean(sample.advantages), sample.minibatch, logprobs[sample.sample_id]
         )
         for sample in samples
-        if sample.origin is not None and sample.origin in logprobs
+        if sample.sample_id is not None and sample.sample_id in logprobs
     }
 
-    def turn_of(turn: Turn, origin: Origin) -> Turn:
-        if origin not in trained:
+    def turn_of(turn: Turn, sample_id: SampleId) -> Turn:
+        if sample_id not in trained:
             return turn
-        if policy == "planner":
-            return replace(turn, training=trained[origin])
-        assert turn.verifier_call is not None, "what was trained was sampled"
-        return replace(turn, verifier_call=replace(turn.verifier_call, training=trained[origin]))
+        call = replace(turn.calls[policy], training=trained[sample_id])
+        return replace(turn, calls={**turn.calls, policy: call})
 
     def trajectory_of(trajectory: Trajectory, group: int, member: int) -> Trajectory:
         turns = tuple(
-            turn_of(turn, (group, member, number)) for number, turn in enumerate(trajectory.turns)
+            turn_of(turn, SampleId(group, member, number))
+            for number, turn in enumerate(trajectory.turns)
         )
         return replace(trajectory, turns=turns)
 

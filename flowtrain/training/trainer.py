@@ -39,10 +39,10 @@ from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.token_scores import Origin, Scored, TokenScores
+from flowtrain.training.token_scores import Scored, TokenScores
 from flowtrain.training.tree import PackedRow, empty_row, pack_rows, packing_order
 from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.types import Sample, SampleId, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class ResponseScores:
     old_logprob_T: Tensor
     """Of the sampler, or of the reference policy."""
 
-    def by_origin(
+    def by_sample(
         self, samples: Sequence[Sample], has_old: bool, has_ref: bool
-    ) -> dict[Origin, Scored]:
+    ) -> dict[SampleId, Scored]:
         """What the trainer is to know of these samples: the policy's log-probs as old ones, the
         others as those of the reference policy.
         """
@@ -98,12 +98,12 @@ class ResponseScores:
             strict=True,
         )
         return {
-            sample.origin: (
+            sample.sample_id: (
                 tuple(old.tolist()) if has_old else (),
                 tuple(ref.tolist()) if has_ref else (),
             )
             for sample, old, ref in parts
-            if sample.origin is not None
+            if sample.sample_id is not None
         }
 
 
@@ -135,7 +135,7 @@ class Trainer:
         self._temperature = temperature
         self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
-        self._scores, self._origins = TokenScores(), list[Origin]()
+        self._scores, self._sample_ids = TokenScores(), list[SampleId]()
         self._num_skipped = 0
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
@@ -155,20 +155,14 @@ class Trainer:
         a row were skipped.
         """
         step_metrics, self._scores = StepMetrics(), TokenScores()
-        self._origins = [
-            origin
-            for rows in minibatches
-            for row in rows
-            for origin in row.origins
-            if origin is not None
-        ]
+        self._sample_ids = [each for rows in minibatches for row in rows for each in row.sample_ids]
         step_metrics.num_flops = self._needed_flops(minibatches)
         prepared = [
             self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches
         ]
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce(
-                [sum(float(row.weight_T.sum()) for row in rows)], [len(rows)]
+                [sum(float(row.loss_weight_T.sum()) for row in rows)], [len(rows)]
             )
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
@@ -180,11 +174,11 @@ class Trainer:
             step_metrics.close_step(self.optim_step(loss, number))
         return step_metrics.reduce(self._world, self.optimizer.param_groups[0]["lr"])
 
-    def own_scores(self) -> dict[Origin, tuple[float, ...]]:
+    def own_scores(self) -> dict[SampleId, tuple[float, ...]]:
         """The log-probs of the last step's tokens, of the turns that this rank gave; collective,
         and waits for the device.
         """
-        return return_logprobs(self._scores.by_origin(), self._origins, self._world)
+        return return_logprobs(self._scores.by_sample(), self._sample_ids, self._world)
 
     def forward_backward(
         self,
@@ -321,7 +315,7 @@ class Trainer:
         """
         scores = self.score(self.model, rows)
         found = [
-            divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.weight_T)
+            divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for s, r in zip(scores, rows, strict=True)
         ]
         mine = (
@@ -353,12 +347,12 @@ class Trainer:
                 replace(row, ref_logprob_T=ref.logprob_T)
                 for row, ref in zip(rows, self.score(self._reference, rows), strict=True)
             ]
-        return [replace(row, weight_T=self._kept_weights(row)) for row in rows]
+        return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 
     def _kept_weights(self, row: PackedRow) -> Tensor:
         """Tokens that masked importance sampling drops leave the normaliser too."""
         return correct_for_sampler(
-            self._loss, row.advantage_T, row.weight_T, row.old_logprob_T, row.sampler_logprob_T
+            self._loss, row.advantage_T, row.loss_weight_T, row.old_logprob_T, row.sampler_logprob_T
         )[1]
 
 
@@ -377,7 +371,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
             forward_rows(model, row),
             row.target_ids_T,
             temperature=temperature,
-            sampling_mask=row.kept,
+            sampling_mask=row.sampling_mask,
         )
     found: list[LogProbs] = []
 
@@ -389,7 +383,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
                 row.target_ids_T,
                 bias_V=bias_V,
                 temperature=temperature,
-                sampling_mask=row.kept,
+                sampling_mask=row.sampling_mask,
             )
         )
         return found[0].logprob_T
@@ -412,13 +406,13 @@ def row_loss(
     tokens: dict[str, Any] = {
         "spec": spec,
         "advantage_T": row.advantage_T,
-        "weight_T": row.weight_T * scale,
+        "weight_T": row.loss_weight_T * scale,
         "old_logprob_T": row.old_logprob_T,
         "ref_logprob_T": row.ref_logprob_T,
         "sampler_logprob_T": row.sampler_logprob_T,
         "cu_seqlens_S1": row.cu_targets_S1,
         "temperature": temperature,
-        "sampling_mask": row.kept,
+        "sampling_mask": row.sampling_mask,
     }
     head = task_head(model)
     if head is None:
@@ -440,4 +434,4 @@ def _mismatch(logprob_T: Tensor, row: PackedRow) -> Tensor:
     """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it
     is the engines' disagreement.
     """
-    return torch.where(row.weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()
+    return torch.where(row.loss_weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()

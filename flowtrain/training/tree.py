@@ -21,7 +21,7 @@ import torch
 from flowkernels import SamplingMask
 from torch import Tensor
 
-from flowtrain.types import Sample
+from flowtrain.types import Sample, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PackedRow:
     """fp32, as recorded by the sampler."""
     advantage_T: Tensor
     """fp32"""
-    weight_T: Tensor
+    loss_weight_T: Tensor
     """fp32, before division by the global sum."""
     cu_targets_S1: Tensor
     """int64, bounds of the samples within the targets: sample s has targets cu_targets[s] to
@@ -58,20 +58,20 @@ class PackedRow:
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
     term."""
-    origins: tuple[tuple[int, int, int] | None, ...] = ()
-    """`Sample.origin` of each sample."""
-    kept_ids_K: Tensor | None = None
+    sample_ids: tuple[SampleId, ...] = ()
+    """`Sample.sample_id` of each sample; () where they have none."""
+    mask_ids_K: Tensor | None = None
     """int64, the ids that log-probs are taken among, target after target; None: among all."""
-    kept_offsets_T1: Tensor | None = None
-    """int64, bounds of each target's ids in `kept_ids_K`; a target without any was sampled from
-    all."""
+    mask_offsets_T1: Tensor | None = None
+    """int64, bounds of each target's ids in `mask_ids_K`; a target without any was sampled from all
+    ids."""
 
     @property
-    def kept(self) -> SamplingMask | None:
-        """As the kernels take it."""
-        if self.kept_ids_K is None or self.kept_offsets_T1 is None:
+    def sampling_mask(self) -> SamplingMask | None:
+        """The sampling mask as the kernels take it."""
+        if self.mask_ids_K is None or self.mask_offsets_T1 is None:
             return None
-        return SamplingMask(self.kept_ids_K, self.kept_offsets_T1)
+        return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -149,6 +149,8 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
         return torch.tensor(values, dtype=torch.float32)
 
     has_ref = bool(samples) and all(s.ref_logprobs for s in samples)
+    sample_ids = tuple(s.sample_id for s in samples if s.sample_id is not None)
+    assert len(sample_ids) in (0, len(samples)), "all samples of a row have an id, or none has"
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
@@ -160,32 +162,31 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
         old_logprob_T=targets([x for s in samples for x in s.old_logprobs or s.logprobs]),
         sampler_logprob_T=targets([x for s in samples for x in s.logprobs]),
         advantage_T=targets([x for s in samples for x in s.advantages]),
-        weight_T=targets([x for s in samples for x in s.weights]),
+        loss_weight_T=targets([x for s in samples for x in s.loss_weights]),
         cu_targets_S1=torch.tensor(
             [0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64
         ),
         num_unshared_tokens=sum(map(len, inputs)),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
-        origins=tuple(s.origin for s in samples),
-        **_kept(samples),
+        sample_ids=sample_ids,
+        **_mask_tensors(samples),
     )
 
 
-def _kept(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """The kept sets of all targets; nothing where every sample was drawn from all tokens."""
-    if all(sample.kept is None for sample in samples):
+def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The sampling masks of all targets; {} where every sample was drawn from all ids."""
+    masks = [s.sampling_mask for s in samples]
+    found = [torch.tensor(mask.ids, dtype=torch.int64) for mask in masks if mask is not None]
+    if not found:
         return {}
     counts = [
         count
-        for s in samples
-        for count in ((0,) * len(s.response_ids) if s.kept is None else s.kept.counts)
+        for s, mask in zip(samples, masks, strict=True)
+        for count in ((0,) * len(s.response_ids) if mask is None else mask.counts)
     ]
-    ids_K = torch.cat(
-        [torch.tensor(s.kept.ids, dtype=torch.int64) for s in samples if s.kept is not None]
-    )
     return {
-        "kept_ids_K": ids_K,
-        "kept_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
+        "mask_ids_K": torch.cat(found),
+        "mask_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
     }
 
 

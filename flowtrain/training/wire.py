@@ -17,10 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flowtrain.training.token_scores import Origin
-from flowtrain.types import KeptTokens, Sample
-
-_NO_ORIGIN = (-1, -1, -1)
+from flowtrain.types import Sample, SampleId, SamplingMask
 
 
 def to_bytes(samples: Sequence[Sample]) -> bytes:
@@ -30,19 +27,21 @@ def to_bytes(samples: Sequence[Sample]) -> bytes:
     assert not any(sample.old_logprobs or sample.ref_logprobs for sample in samples), (
         "who scores samples trains them too"
     )
-    kept = [sample.kept for sample in samples if sample.kept is not None]
+    kept = [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]
     return save(
         {
             "num_prompt_S": _ints(len(s.prompt_ids) for s in samples),
             "num_response_S": _ints(len(s.response_ids) for s in samples),
-            "num_kept_S": _ints(-1 if s.kept is None else len(s.kept.ids) for s in samples),
+            "num_kept_S": _ints(
+                -1 if s.sampling_mask is None else len(s.sampling_mask.ids) for s in samples
+            ),
             "minibatch_S": _ints(s.minibatch for s in samples),
-            "origin_S3": _ints(chain.from_iterable(s.origin or _NO_ORIGIN for s in samples)),
+            "origin_S3": _ints(chain.from_iterable(s.sample_id or () for s in samples)),
             "prompt_ids_P": _ints(chain.from_iterable(s.prompt_ids for s in samples)),
             "response_ids_T": _ints(chain.from_iterable(s.response_ids for s in samples)),
             "logprobs_T": _floats(chain.from_iterable(s.logprobs for s in samples)),
             "advantages_T": _floats(chain.from_iterable(s.advantages for s in samples)),
-            "weights_T": _floats(chain.from_iterable(s.weights for s in samples)),
+            "weights_T": _floats(chain.from_iterable(s.loss_weights for s in samples)),
             "kept_ids_K": _ints(chain.from_iterable(each.ids for each in kept)),
             "kept_counts_T": _ints(chain.from_iterable(each.counts for each in kept)),
         }
@@ -56,10 +55,10 @@ def from_bytes(data: bytes) -> list[Sample]:
     def take(name: str, number: int) -> tuple[Any, ...]:
         return tuple(islice(left[name], number))
 
-    def kept(num_ids: int, num_tokens: int) -> KeptTokens | None:
+    def kept(num_ids: int, num_tokens: int) -> SamplingMask | None:
         if num_ids < 0:
             return None
-        return KeptTokens(
+        return SamplingMask(
             array("i", take("kept_ids_K", num_ids)), array("i", take("kept_counts_T", num_tokens))
         )
 
@@ -74,14 +73,14 @@ def from_bytes(data: bytes) -> list[Sample]:
             take("advantages_T", num_response),
             take("weights_T", num_response),
             minibatch,
-            _origin(take("origin_S3", 3)),
+            SampleId(*ids) if (ids := take("origin_S3", 3)) else None,
             kept(num_kept, num_response),
         )
         for num_prompt, num_response, num_kept, minibatch in zip(*of_samples, strict=True)
     ]
 
 
-def scores_to_bytes(scores: Mapping[Origin, Sequence[float]]) -> bytes:
+def scores_to_bytes(scores: Mapping[SampleId, Sequence[float]]) -> bytes:
     """Log-probs by the turn that they belong to, rounded to fp32."""
     return save(
         {
@@ -92,20 +91,16 @@ def scores_to_bytes(scores: Mapping[Origin, Sequence[float]]) -> bytes:
     )
 
 
-def scores_from_bytes(data: bytes) -> dict[Origin, tuple[float, ...]]:
+def scores_from_bytes(data: bytes) -> dict[SampleId, tuple[float, ...]]:
     """What `scores_to_bytes` was given."""
     parts = load(data)
     left = iter(parts["logprobs_T"].tolist())
     return {
-        (group, member, turn): tuple(islice(left, number))
-        for (group, member, turn), number in zip(
+        SampleId(*each): tuple(islice(left, number))
+        for each, number in zip(
             parts["origin_S3"].view(-1, 3).tolist(), parts["num_tokens_S"].tolist(), strict=True
         )
     }
-
-
-def _origin(ids: tuple[int, int, int]) -> Origin | None:
-    return None if ids == _NO_ORIGIN else ids
 
 
 def _ints(values: Iterable[int]) -> Tensor:

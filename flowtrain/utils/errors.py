@@ -1,4 +1,4 @@
-"""Turn what a library raises over a person's mistake into one line that names the key."""
+"""Turn an error that a user's mistake causes in a library into one line that names the key."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from flowtrain.types import UserError
 
 
 @contextmanager
-def user_error(problem: str, *kinds: type[BaseException]) -> Iterator[None]:
+def user_error(
+    problem: str, *kinds: type[BaseException], raises: type[UserError] = UserError
+) -> Iterator[None]:
     """Raise `UserError("problem: reason")` in place of the given kinds of error inside the block.
 
     Args:
         problem: names the key or file, and its value: "model.path='runs/warm' is no model".
-        kinds: what the block may raise over a mistake of the user's; other errors pass through.
+        kinds: errors that a user's mistake causes in the block; others pass through.
+        raises: the subclass of `UserError` to raise.
     """
     try:
         yield
@@ -22,4 +25,4 @@ def user_error(problem: str, *kinds: type[BaseException]) -> Iterator[None]:
         raise
     except kinds as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UserError(f"{problem}: {reason}") from error
+        raise raises(f"{problem}: {reason}") from error

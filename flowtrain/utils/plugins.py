@@ -1,4 +1,4 @@
-"""What other installed packages offer by entry points, beside what is built in."""
+"""Entry points of other installed packages, beside the built-in ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flowtrain.types import UserError
 
 
 def offered(kind: str, group: str, built_in: Mapping[str, EntryPoint]) -> dict[str, EntryPoint]:
-    """Every `kind` of thing that can be asked for, by name; built-in ones first. UserError where
-    two packages offer one name.
+    """Return every entry point of the group by name, built-in ones first. Raises UserError when two
+    packages offer one name for a `kind` of thing.
     """
     found = dict(built_in)
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, package(entry))):
@@ -23,5 +23,5 @@ def offered(kind: str, group: str, built_in: Mapping[str, EntryPoint]) -> dict[s
 
 
 def package(entry: EntryPoint) -> str:
-    """Who offers it, for messages."""
+    """Name the package that offers it, for messages."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "flowtrain itself"

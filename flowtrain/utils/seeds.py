@@ -1,4 +1,4 @@
-"""Random seeds that depend on names, not on the order in which things happen."""
+"""Random seeds that depend on names, not on the order of events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the parts, the same in every process and on every machine.
+    """Derive a 63-bit seed from the parts, the same in every process and on every machine.
 
     A rollout's seed comes from (run seed, step, place in the batch, task id, rollout number) and a
     response's from (rollout seed, turn), so no random state has to be saved to resume a run, and a
@@ -17,7 +17,5 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def derive_uniform(*parts: int | str) -> float:
-    """A number in [0, 1) from the parts, of 53 bits: what a float holds, so that none is rounded up
-    to 1.
-    """
+    """Derive a number in [0, 1) from the parts: 53 bits, so that no float is rounded up to 1."""
     return (derive_seed(*parts) >> 10) / 2**53

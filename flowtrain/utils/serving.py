@@ -1,7 +1,6 @@
-"""What the servers of the house have in common: a token, an address, and how they start and end;
-and what their clients check alike.
+"""HTTP servers: token, address, start and end; and the checks that their clients share.
 
-All of it is plain HTTP: beyond a network that is trusted, put a proxy with TLS in front.
+All of it is plain HTTP: outside a trusted network put a proxy with TLS in front.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 if TYPE_CHECKING:
     import uvicorn
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "FLOWTRAIN_TOKEN"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE_S = 3
-"""For answers under way when a server is asked to end."""
+"""Time for answers under way when a server is asked to end."""
 _KEEP_ALIVE_S = 60
 _MAX_CONNECTIONS = 4096
 _MAX_HEADER_BYTES = 16 << 10
 
 
 def serve(what: str, make_app: Callable[[str], ASGIApp], host: str, port: int) -> None:
-    """Until Ctrl-C or SIGTERM. The token, which `make_app` gets, is FLOWTRAIN_TOKEN, or a new one,
+    """Serve until Ctrl-C or SIGTERM. `make_app` gets the token: FLOWTRAIN_TOKEN, or else a new one,
     which is printed.
     """
     given = os.environ.get(TOKEN_VARIABLE, "")
@@ -46,8 +46,8 @@ def serve(what: str, make_app: Callable[[str], ASGIApp], host: str, port: int) -
             )
         if host not in _LOOPBACK:
             print(
-                "this is plain HTTP: whoever is on the way can read what is sent, the token too; "
-                "put TLS in front of it",
+                "this is plain HTTP: anybody on the way can read what is sent, the token too; put "
+                "TLS in front of it",
                 flush=True,
             )
         server.run(sockets=[listener])
@@ -56,54 +56,46 @@ def serve(what: str, make_app: Callable[[str], ASGIApp], host: str, port: int) -
 def make_server(
     app: ASGIApp, host: str = "127.0.0.1", port: int = 0
 ) -> tuple[uvicorn.Server, socket.socket]:
-    """A server, to be run with `run(sockets=[the socket])`; connections are accepted from now on,
-    port 0 is any free one.
+    """Return a server, to be run with `run(sockets=[socket])`, and its socket, which accepts
+    connections from now on. Port 0 is any free one.
 
-    In the scope of a request, `is_ending()` tells who takes his time whether the server waits for
-    him.
+    In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it.
 
     Raises:
-        UserError: uvicorn is missing, or the address cannot be had.
+        UserError: uvicorn is missing, or the address is not available.
     """
     require("uvicorn")
     import uvicorn
 
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen at {host} port {port}: {error}") from error
-    # Connections take it over. Without it the body of an answer waits 40 ms for the receipt of its
-    # headers.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):
+        listener = socket.create_server((host, port), family=family)
+    # Connections inherit it; without it the body of an answer waits 40 ms until its headers are
+    # acknowledged.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    options: dict[str, Any] = {
-        "lifespan": "off",
-        "ws": "none",
-        "log_level": "warning",
-        "access_log": False,
-        "server_header": False,
-    }
-    # h11 by name: the other parser that uvicorn may find has no limit for headers.
-    limits: dict[str, Any] = {
-        "http": "h11",
-        "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
-        "limit_concurrency": _MAX_CONNECTIONS,
-    }
-    times: dict[str, Any] = {
-        "timeout_graceful_shutdown": _GRACE_S,
-        "timeout_keep_alive": _KEEP_ALIVE_S,
-    }
 
     async def with_end(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "is_ending": lambda: server.should_exit}, receive, send)
 
-    server = uvicorn.Server(uvicorn.Config(with_end, **options, **limits, **times))
+    options = uvicorn.Config(
+        with_end,
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        http="h11",  # by name: the other parser that uvicorn may find has no limit for headers
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+    server = uvicorn.Server(options)
     return server, listener
 
 
 def require(*modules: str) -> None:
-    """Raises UserError where one cannot be imported."""
+    """Raise UserError if a module cannot be imported."""
     for module in modules:
         try:
             __import__(module)
@@ -114,29 +106,30 @@ def require(*modules: str) -> None:
 
 
 def address(listener: socket.socket) -> str:
+    """Return the URL of a server's socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_allowed(authorization: str, token: str) -> bool:
-    """Whether a header carries the token."""
+    """Return whether a header carries the token."""
     scheme, _, given = authorization.partition(" ")
-    # Compared as bytes: text must be ASCII for this, and what a stranger sends need not be.
+    # Compared as bytes: compare_digest refuses text that is not ASCII, which anybody may send.
     return (
         hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
     )
 
 
 def check_token(token: str) -> str:
-    """Raises UserError, without the token, when it does not fit into a header."""
+    """Return the token; raises UserError, which does not show it, if it does not fit a header."""
     if not re.fullmatch(r"[!-~]+", token):
         raise UserError(f"the token must be printable ASCII without spaces ({TOKEN_VARIABLE})")
     return token
 
 
 def check_url(url: str) -> str:
-    """Without the slash at its end. Raises UserError when it is none, or holds more than host, port
-    and path.
+    """Return the URL without a final slash; raises UserError if it is malformed or holds more than
+    host, port and path.
     """
     try:
         parts = urlsplit(url)

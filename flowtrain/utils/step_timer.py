@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The time of a step by stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STAGES = ("collect", "branch", "train", "publish", "load", "eval")
 
 
 class StepTimer:
-    """Seconds of a step by stage; what no stage claims is "other"."""
+    """Measures the seconds of a step by stage; the rest is "other"."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

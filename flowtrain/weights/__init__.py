@@ -4,6 +4,7 @@ from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.publisher import Published, Publisher, PublishOptions
 from flowtrain.weights.reader import Loaded, WeightReader, pull
 from flowtrain.weights.remote import HttpStore, open_source
+from flowtrain.weights.schedule import SnapshotPolicy
 from flowtrain.weights.store import Source, WeightStore
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "PublishOptions",
     "Published",
     "Publisher",
+    "SnapshotPolicy",
     "Source",
     "StoreError",
     "WeightReader",

@@ -1,7 +1,7 @@
-"""Look into a weight store, check it, join its deltas, serve it, clean it up.
+"""Look into a weight store, verify it, compose its deltas, serve it, clean it up.
 
 LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 something is damaged or not there, 2 the command was not understood.
+Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,39 +28,38 @@ from flowtrain.weights.verify import Verifier
 _COMMAND = "python -m flowtrain.weights"
 
 
-class _Kept(HttpStore):
-    """Keeps what it fetched until the command ends."""
+class _CachedHttpStore(HttpStore):
+    """Keeps downloads until the command ends."""
 
     def loaded(self, version: int) -> None:
         pass
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="flowtrain-") as cache:
             code: int = options.run(options, Path(cache))
             return code
-    except (StoreError, OSError, SafetensorError) as error:
+    except (UserError, OSError, SafetensorError) as error:
         print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return 1
-    except UserError as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, StoreError | OSError | SafetensorError) else 2
     except KeyboardInterrupt:
         return 130
 
 
 def _inspect(options: argparse.Namespace, cache: Path) -> int:
-    place = Path(options.location)
-    if place.is_file():
-        if options.version is not None:
-            raise UserError(f"--version chooses from a store; {place} is a file")
-        record = show.delta_record(place)
+    path = Path(options.location)
+    has_version = options.version is not None
+    if path.is_file():
+        if has_version:
+            raise UserError(f"--version chooses from a store; {path} is a file")
+        record = show.delta_record(path)
         print(json.dumps(record, indent=1) if options.json else show.delta_table(record))
         return 0
     source = _open(options.location, cache)
-    if options.version is not None:
+    if has_version:
         record = show.whole_record(source, source.manifest(options.version))
         print(json.dumps(record, indent=1) if options.json else show.whole_table(record))
         return 0
@@ -75,43 +75,36 @@ def _inspect(options: argparse.Namespace, cache: Path) -> int:
 
 def _verify(options: argparse.Namespace, cache: Path) -> int:
     source = _open(options.location, cache)
-    versions = (
-        _versions(source)
-        if options.all
-        else [_head(source) if options.version is None else options.version]
-    )
+    if options.all:
+        versions = _versions(source)
+    else:
+        versions = [_head(source) if options.version is None else options.version]
     verifier = Verifier(source, options.threads)
     problems = verifier.run(versions)
     for problem in problems:
         print(f"damaged: {problem}")
-    counts = (
-        f"{len(versions)} versions, {verifier.num_files} files, "
-        f"{show.human(verifier.num_bytes) or '0 B'}"
-    )
+    size = show.human(verifier.num_bytes) or "0 B"
+    counts = f"{len(versions)} versions, {verifier.num_files} files, {size}"
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
 
 
 def _compose(options: argparse.Namespace, cache: Path) -> int:
-    out = Path(options.output)
-    if options.start >= options.end:
-        raise UserError(f"FROM must be before TO, not {options.start} and {options.end}")
+    out, start, end = Path(options.output), options.start, options.end
+    if start >= end:
+        raise UserError(f"FROM must be before TO, not {start} and {end}")
     if not out.parent.is_dir():
         raise UserError(f"the folder {out.parent} of -o does not exist")
     source = _open(options.location, cache)
-    blobs = compose(source, options.start, options.end, options.level, options.threads)
+    blobs = compose(source, start, end, options.level, options.threads)
     part = out.with_name(f"{out.name}.part")
     try:
-        num_bytes = write_delta(
-            part, blobs, source.manifest(options.end).layout, options.start, options.end
-        ).num_bytes
+        file = write_delta(part, blobs, source.manifest(end).layout, start, end)
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
-    print(
-        f"{out}: from {options.start} to {options.end}, {len(blobs)} tensors changed, "
-        f"{show.human(num_bytes)}"
-    )
+    size = show.human(file.num_bytes)
+    print(f"{out}: from {start} to {end}, {len(blobs)} tensors changed, {size}")
     return 0
 
 
@@ -119,41 +112,35 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
     try:
         serve.serve(_open_folder(options.store), options.host, options.port)
     except KeyboardInterrupt:
-        print("stopped")  # which is how it ends
+        print("stopped")  # the normal end
     return 0
 
 
 def _gc(options: argparse.Namespace, _cache: Path) -> int:
     store = _open_folder(options.store)
     garbage = store.garbage(options.keep)
-    num_bytes = sum(
-        path.stat().st_size for version in garbage for path in store.place(version).iterdir()
-    )
+    files = [path for version in garbage for path in store.folder(version).iterdir()]
+    size = show.human(sum(path.stat().st_size for path in files)) or "0 B"
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
-    what = "would delete" if options.dry_run else "deleted"
+    done, rest = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
     named = ", ".join(map(str, garbage)) or "nothing"
-    print(
-        f"{what} {named} ({show.human(num_bytes) or '0 B'}); {len(store.versions())} versions "
-        f"{'are there' if options.dry_run else 'stay'}"
-    )
+    print(f"{done} {named} ({size}); {len(store.versions())} versions {rest}")
     return 0
 
 
 def _open(location: str, cache: Path) -> Source:
-    return (
-        _Kept(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""))
-        if "://" in location
-        else _open_folder(location)
-    )
+    if "://" in location:
+        return _CachedHttpStore(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""))
+    return _open_folder(location)
 
 
-def _open_folder(place: str) -> WeightStore:
-    if "://" in place:
-        raise UserError(f"{place} is an address; this command needs the folder itself")
-    if not Path(place).is_dir():
-        raise UserError(f"{place} is no folder")
-    return WeightStore(Path(place))
+def _open_folder(location: str) -> WeightStore:
+    if "://" in location:
+        raise UserError(f"{location} is an address; this command needs the folder itself")
+    if not Path(location).is_dir():
+        raise UserError(f"{location} is no folder")
+    return WeightStore(Path(location))
 
 
 def _head(source: Source) -> int:
@@ -164,12 +151,12 @@ def _head(source: Source) -> int:
 
 
 def _versions(source: Source) -> list[int]:
-    _head(source)
+    head = _head(source)
     versions = show.list_versions(source)
-    if not versions or versions[-1] != source.head():
+    if not versions or versions[-1] != head:
         raise StoreError(
-            f"HEAD of {source} is {source.head()}, which is not there; publish a new version, or "
-            "write the newest one into it"
+            f"HEAD of {source} is {head}, which is not there; publish a new version, or write the "
+            "newest one into it"
         )
     return versions
 
@@ -182,124 +169,71 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="{inspect,verify,compose,serve,gc}"
     )
+    count, positive, port = _number(0, 10**17), _number(1, 10**9), _number(0, 65535)
 
-    inspect = _add(
-        commands,
-        "inspect",
-        _inspect,
-        "what a store, a version or a delta file holds",
-        "inspect runs/a/weights --version 12",
-    )
+    def add(
+        name: str, run: Callable[..., int], summary: str, example: str
+    ) -> argparse.ArgumentParser:
+        example = f"example: {_COMMAND} {name} {example}"
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=summary, description=f"{summary}.", epilog=example
+        )
+        command.set_defaults(run=run)
+        return command
+
+    summary = "what a store, a version or a delta file holds"
+    inspect = add("inspect", _inspect, summary, "runs/a/weights --version 12")
     inspect.add_argument("location", metavar="LOCATION", help="a store, its URL, or a delta file")
-    inspect.add_argument(
-        "--version",
-        type=_count,
-        help="show the tensors of this version; default: a line per version",
-    )
+    text = "show the tensors of this version; default: a line per version"
+    inspect.add_argument("--version", type=count, help=text)
     inspect.add_argument("--json", action="store_true", help="print JSON, with whole digests")
 
-    verify = _add(
-        commands,
-        "verify",
-        _verify,
-        "check files, deltas and digests",
-        "verify http://trainer:8321 --all",
-    )
+    summary = "check files, deltas and digests"
+    verify = add("verify", _verify, summary, "http://trainer:8321 --all")
     verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
     which = verify.add_mutually_exclusive_group()
-    which.add_argument("--version", type=_count, help="this version instead of HEAD")
-    which.add_argument(
-        "--all", action="store_true", help="every version; over HTTP those that HEAD leads back to"
-    )
-    verify.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
+    which.add_argument("--version", type=count, help="this version instead of HEAD")
+    text = "every version; over HTTP those that HEAD leads back to"
+    which.add_argument("--all", action="store_true", help=text)
+    verify.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
-    join = _add(
-        commands,
-        "compose",
-        _compose,
-        "one delta file between two versions",
-        "compose runs/a/weights 3 12 -o step.safetensors",
-    )
+    summary = "one delta file between two versions"
+    join = add("compose", _compose, summary, "runs/a/weights 3 12 -o step.safetensors")
     join.add_argument("location", metavar="STORE", help="a store or its URL")
-    join.add_argument(
-        "start", metavar="FROM", type=_count, help="the version that the delta starts from"
-    )
-    join.add_argument("end", metavar="TO", type=_count, help="the version that it leads to")
+    text = "the version that the delta starts from"
+    join.add_argument("start", metavar="FROM", type=count, help=text)
+    join.add_argument("end", metavar="TO", type=count, help="the version that it leads to")
     join.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
-    join.add_argument(
-        "--level",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2: smaller, readable only with the old weights (default: 1)",
-    )
-    join.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
+    text = "2: smaller, readable only with the old weights (default: 1)"
+    join.add_argument("--level", type=int, choices=(1, 2), default=1, help=text)
+    join.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
-    server = _add(
-        commands,
-        "serve",
-        _serve,
-        "serve a store over HTTP, read-only",
-        "serve runs/a/weights --port 8321",
-    )
+    summary = "serve a store over HTTP, read-only"
+    server = add("serve", _serve, summary, "runs/a/weights --port 8321")
     server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
-    server.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP",
-    )
-    server.add_argument("--port", type=_port, default=8321, help="0: any free one (default: 8321)")
+    text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
+    server.add_argument("--host", default="127.0.0.1", help=text)
+    server.add_argument("--port", type=port, default=8321, help="0: any free one (default: 8321)")
 
-    clean = _add(
-        commands,
-        "gc",
-        _gc,
-        "delete versions that nobody needs",
-        "gc runs/a/weights --keep 10 --dry-run",
-    )
+    summary = "delete versions that nobody needs"
+    clean = add("gc", _gc, summary, "runs/a/weights --keep 10 --dry-run")
     clean.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
-    clean.add_argument(
-        "--keep",
-        type=_positive,
-        required=True,
-        help="newest versions to keep, with the anchor they come from and all since",
-    )
+    text = "newest versions to keep, with the full snapshot they come from and all since"
+    clean.add_argument("--keep", type=positive, required=True, help=text)
     clean.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: object,
-    what: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=what, description=f"{what}.", epilog=f"example: {_COMMAND} {example}"
-    )
-    parser.set_defaults(run=run)
-    return parser
+def _number(low: int, high: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number between two bounds."""
 
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            limit = f" to {high}" if high < 10**6 else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} on{limit}")
+        return int(text)
 
-def _count(text: str) -> int:
-    return _between(text, 0, 10**17)
-
-
-def _positive(text: str) -> int:
-    return _between(text, 1, 10**9)
-
-
-def _port(text: str) -> int:
-    return _between(text, 0, 65535)
-
-
-def _between(text: str, low: int, high: int) -> int:
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number from {low} on" + (f" to {high}" if high < 10**6 else "")
-        )
-    return int(text)
+    return parse
 
 
 if __name__ == "__main__":

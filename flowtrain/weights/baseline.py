@@ -1,8 +1,8 @@
-"""A copy of what a rank has published, piece by piece: in host memory, or beside the weights on
-their device.
+"""The words that a rank has published, shard by shard: in host memory, or on the device of the
+weights.
 
-On the host one pass finds and codes the changes. On a device Triton kernels find them, and only
-they cross to the host to be coded: the bytes are the same.
+On the host, one pass finds and encodes the changes. On a device, Triton kernels find them, and only
+the changes cross to the host to be encoded; the bytes are the same.
 """
 
 from __future__ import annotations
@@ -15,98 +15,102 @@ from flowkernels import diff_words, digest_words
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.files import Blob
-from flowtrain.weights.tensor_shards import Digest, Piece, Words, add
-
-_MASK = (1 << 64) - 1
+from flowtrain.weights.deltas import Blob
+from flowtrain.weights.tensor_shards import Digest, TensorShard, add
 
 
-class Copy(Protocol):
-    """The published words of one piece."""
+class Baseline(Protocol):
+    """The published words of one shard."""
 
     digest: Digest
 
-    def encode(self, piece: Piece, level: int, num_threads: int) -> Blob:
-        """The delta to what the piece is now."""
+    def encode(self, shard: TensorShard) -> Blob:
+        """Encode the delta from the published words to the shard's present ones."""
 
-    def plain(self, blob: Blob, num_threads: int) -> Blob:
-        """A delta from these words at level 1."""
+    def to_level_1(self, blob: Blob) -> Blob:
+        """Convert a delta from the published words to level 1, which composes without them."""
 
-    def advance(self, piece: Piece, blob: Blob, num_threads: int) -> None:
-        """The delta was published."""
-
-
-def make_copy(piece: Piece, num_threads: int) -> Copy:
-    """Where the piece is."""
-    return HostCopy(piece, num_threads) if piece.source.device.type == "cpu" else DeviceCopy(piece)
+    def advance(self, shard: TensorShard, blob: Blob) -> None:
+        """Take the shard's present words as published; `blob` is the delta to them."""
 
 
-class HostCopy:
-    """See `Copy`."""
+def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
+    """Copy a shard's words on its own device."""
+    is_on_host = shard.source.device.type == "cpu"
+    return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
 
-    def __init__(self, piece: Piece, num_threads: int) -> None:
-        self._words: Words = piece.words().copy()
-        self.digest: Digest = _delta.digest(self._words, first=piece.first, num_threads=num_threads)
 
-    def encode(self, piece: Piece, level: int, num_threads: int) -> Blob:
+class HostBaseline:
+    """See `Baseline`."""
+
+    def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
+        self._words = shard.u16().copy()
+        self._level = level
+        self._num_threads = num_threads
+        self.digest: Digest = _delta.digest(self._words, first=shard.first, num_threads=num_threads)
+
+    def encode(self, shard: TensorShard) -> Blob:
         return _delta.encode(
             self._words,
-            piece.words(),
-            first=piece.first,
-            level=level,
+            shard.u16(),
+            first=shard.first,
+            level=self._level,
             base_digest=self.digest,
-            num_threads=num_threads,
+            num_threads=self._num_threads,
         )
 
-    def plain(self, blob: Blob, num_threads: int) -> Blob:
+    def to_level_1(self, blob: Blob) -> Blob:
         if _delta.info(blob)["level"] == 1:
             return blob
-        return _delta.compose([blob], self._words, num_threads=num_threads)
+        return _delta.compose([blob], self._words, num_threads=self._num_threads)
 
-    def advance(self, piece: Piece, blob: Blob, num_threads: int) -> None:
-        # Encoding could store into the words in its own pass; a publish that fails would then have
-        # to take that back.
-        _delta.apply([blob], [self._words], num_threads=num_threads)
+    def advance(self, shard: TensorShard, blob: Blob) -> None:
+        # Encoding could store the new words in its own pass, but a failed publish would then have
+        # to undo that.
+        _delta.apply([blob], [self._words], num_threads=self._num_threads)
         self.digest = _delta.info(blob)["target_digest"]
 
 
-class DeviceCopy:
-    """See `Copy`. Level 1 only: level 2 needs all old words where the coder is."""
+class DeviceBaseline:
+    """See `Baseline`. Encodes at level 1 only: level 2 needs all old words on the host."""
 
-    def __init__(self, piece: Piece) -> None:
-        self._words = piece.rows().view(torch.int16).clone()
-        self.digest: Digest = _to_digest(digest_words(self._words, piece.first))
+    def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
+        self._words = shard.rows().view(torch.int16).clone()
+        self._level = level
+        self._num_threads = num_threads
+        self.digest = to_digest(digest_words(self._words, shard.first))
 
-    def encode(self, piece: Piece, level: int, num_threads: int) -> Blob:
-        if level != 1:
+    def encode(self, shard: TensorShard) -> Blob:
+        if self._level != 1:
             raise ValueError(
-                f"level={level} needs the weights on the CPU; on {piece.source.device} only level "
-                "1 is coded"
+                f"level={self._level} needs the weights on the CPU; on {shard.source.device} "
+                "deltas are encoded at level 1 only"
             )
-        found = diff_words(self._words, piece.rows().view(torch.int16), piece.first)
+        found = diff_words(self._words, shard.rows().view(torch.int16), shard.first)
         return _delta.encode_pairs(
             _to_host(found.counts).view(np.uint32),
             _to_host(found.positions).view(np.uint16),
             _to_host(found.diffs).view(np.uint16),
             self._words.numel(),
-            _to_digest(found.digest_change),
-            first=piece.first,
+            to_digest(found.digest_change),
+            first=shard.first,
             base_digest=self.digest,
-            num_threads=num_threads,
+            num_threads=self._num_threads,
         )
 
-    def plain(self, blob: Blob, num_threads: int) -> Blob:
+    def to_level_1(self, blob: Blob) -> Blob:
         return blob
 
-    def advance(self, piece: Piece, blob: Blob, num_threads: int) -> None:
-        self._words.copy_(piece.rows().view(torch.int16))  # at the speed of the device's memory
+    def advance(self, shard: TensorShard, blob: Blob) -> None:
+        self._words.copy_(shard.rows().view(torch.int16))
         self.digest = _delta.info(blob)["target_digest"]
+
+
+def to_digest(pair: Tensor) -> Digest:
+    """Read a digest that a kernel computed as two int64."""
+    a, b = pair.tolist()
+    return add((a, b))
 
 
 def _to_host(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.cpu().numpy()
-
-
-def _to_digest(pair: Tensor) -> Digest:
-    a, b = pair.tolist()
-    return add((a & _MASK, b & _MASK))

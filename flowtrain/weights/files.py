@@ -1,4 +1,4 @@
-"""The two kinds of files of a version, both legal safetensors: anchors hold tensors, deltas hold
+"""The two kinds of safetensors files of a version: full snapshots hold tensors, delta files hold
 the codec's bytes as U8 tensors.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +15,42 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.manifest import FORMAT, File, StoreError
-from flowtrain.weights.tensor_shards import Layout, Piece, layout_hash
+from flowtrain.utils.errors import user_error
+from flowtrain.weights.deltas import Blob
+from flowtrain.weights.manifest import FORMAT, File, StoreError, check_format
+from flowtrain.weights.tensor_shards import Layout, TensorShard, layout_hash
 
-Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
-"""A delta of one piece, as `_delta.encode` returns it."""
-_KEY = "flowtrain_delta"
-_HEAD = {"format": int, "layout": str, "base": int, "version": int}
+_DELTA_KEY = "flowtrain_delta"
+_DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}
 
 
-def write_anchor(path: Path, found: Sequence[Piece]) -> File:
-    """The pieces as tensors of their rows; with one rank this is the model as any safetensors
+def write_snapshot(path: Path, shards: Sequence[TensorShard]) -> File:
+    """Write shards as tensors of their rows. With one rank, this is the model as any safetensors
     reader loads it.
     """
-    metadata = {"format": "pt", "first": json.dumps({piece.name: piece.first for piece in found})}
-    save_file(_apart({piece.name: piece.rows().cpu() for piece in found}), path, metadata=metadata)
+    tensors = {}
+    memories = set()
+    for shard in shards:
+        rows = shard.rows().cpu()
+        memory = rows.untyped_storage().data_ptr()
+        # safetensors refuses tied weights: each gets memory of its own.
+        tensors[shard.name] = rows.clone() if memory in memories else rows
+        memories.add(memory)
+    firsts = json.dumps({shard.name: shard.first for shard in shards})
+    save_file(tensors, path, metadata={"format": "pt", "first": firsts})
     return seal(path)
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights each in memory of their own, as safetensors wants it."""
-    seen: set[int] = set()
-    return {
-        name: tensor if _is_new(tensor, seen) else tensor.clone()
-        for name, tensor in tensors.items()
-    }
-
-
-def _is_new(tensor: Tensor, seen: set[int]) -> bool:
-    place = tensor.untyped_storage().data_ptr()
-    is_new = place not in seen
-    seen.add(place)
-    return is_new
 
 
 def write_delta(
     path: Path, blobs: Mapping[str, Blob], layout: Layout, base: int, version: int
 ) -> File:
-    """The deltas of pieces by the name of their tensor; what did not change is left out."""
+    """Write the deltas of shards, by tensor; tensors that did not change are left out."""
     head = {"format": FORMAT, "layout": layout_hash(layout), "base": base, "version": version}
-    metadata = {_KEY: json.dumps(head)}  # one key, because safetensors writes several in any order
-    save_file(
-        {name: torch.from_numpy(blob) for name, blob in blobs.items()}, path, metadata=metadata
-    )
+    # One key, because safetensors writes several in any order.
+    metadata = {_DELTA_KEY: json.dumps(head)}
+    save_file({name: torch.from_numpy(blob) for name, blob in blobs.items()}, path, metadata)
     return seal(path)
 
 
@@ -67,30 +58,36 @@ def seal(path: Path) -> File:
     """Flush a finished file to the disk and take its checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return File(path.name, path.stat().st_size, checksum(path))
+    return File(path.name, path.stat().st_size, _checksum(path))
 
 
-def checksum(path: Path) -> str:
+def _checksum(path: Path) -> str:
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
     return f"{_delta.xxh3(np.asarray(data)):016x}"
 
 
-def check(path: Path, expected: File) -> None:
-    """Raises StoreError when the file is not what the manifest says."""
+def mismatch(path: Path, expected: File) -> str:
+    """Describe how a file differs from its record; empty when it does not."""
     size = path.stat().st_size
     if size != expected.num_bytes:
-        raise StoreError(
-            f"{path} has {size} bytes, its manifest says {expected.num_bytes}; delete it, or "
-            "publish an anchor"
-        )
-    if checksum(path) != expected.xxh3:
-        raise StoreError(
-            f"{path} does not have the checksum of its manifest; delete it, or publish an anchor"
-        )
+        return f"has {size} bytes, its manifest says {expected.num_bytes}"
+    if _checksum(path) != expected.xxh3:
+        return "does not have the checksum of its manifest"
+    return ""
+
+
+def check(path: Path, expected: File) -> None:
+    """Raise StoreError when a file differs from its record."""
+    if problem := mismatch(path, expected):
+        raise StoreError(f"{path} {problem}; delete it, or publish a full snapshot")
 
 
 def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str, Blob]:
-    """Raises StoreError when the file belongs to other weights or versions."""
+    """Read the deltas of a file by tensor.
+
+    Raises:
+        StoreError: the file belongs to another model or other versions.
+    """
     head, blobs = open_delta(path)
     if (head["base"], head["version"]) != (base, version):
         raise StoreError(
@@ -99,69 +96,62 @@ def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str,
         )
     if head["layout"] != layout_hash(layout):
         raise StoreError(f"{path} belongs to a model of another layout")
-    if foreign := sorted(blobs.keys() - layout.keys()):
+    if unknown := sorted(blobs.keys() - layout.keys()):
         raise StoreError(
-            f"{path} holds a delta of {foreign[0]!r}, a tensor that the model does not have"
+            f"{path} holds a delta of {unknown[0]!r}, a tensor that the model does not have"
         )
     return blobs
 
 
 def open_delta(path: Path) -> tuple[dict[str, Any], dict[str, Blob]]:
-    """What a delta file says of itself (format, layout, base, version), and its deltas by tensor."""
-    with _opened(path) as file:
-        head = _json_object((file.metadata() or {}).get(_KEY, ""))
-        if isinstance(head.get("format"), int) and head["format"] > FORMAT:
-            raise StoreError(
-                f"{path} has format {head['format']}; this code reads up to {FORMAT}, a newer "
-                "flowtrain is needed"
-            )
-        if not all(isinstance(head.get(key), kind) for key, kind in _HEAD.items()):
+    """Return the head of a delta file (format, layout, base, version) and its deltas by tensor."""
+    with _open(path) as file:
+        head = _json_object(file, _DELTA_KEY)
+        if isinstance(head.get("format"), int):
+            check_format(path, head["format"])
+        if not all(isinstance(head.get(key), kind) for key, kind in _DELTA_FIELDS.items()):
             raise StoreError(f"{path} is not a delta of this store")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        if odd := [
-            name
-            for name, tensor in tensors.items()
-            if tensor.dtype != torch.uint8 or tensor.dim() != 1
-        ]:
-            raise StoreError(
-                f"{path} holds {odd[0]!r} as {tensors[odd[0]].dtype}; a delta is a run of bytes"
-            )
-        return head, {name: tensor.numpy() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+            raise StoreError(f"{path} holds {name!r} as {tensor.dtype}; a delta is a run of bytes")
+    return head, {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def read_anchor(path: Path, layout: Layout) -> list[Piece]:
-    """The pieces of an anchor file, mapped from the disk. Raises StoreError when they are not of
-    this layout.
+def read_snapshot(path: Path, layout: Layout) -> list[TensorShard]:
+    """Return the shards of a snapshot file, mapped from the disk.
+
+    Raises:
+        StoreError: the file holds tensors of another layout.
     """
-    with _opened(path) as file:
-        firsts = _json_object((file.metadata() or {}).get("first", ""))
-        found = []
+    shards = []
+    with _open(path) as file:
+        firsts = _json_object(file, "first")
         for name in sorted(file.keys()):
-            local, spec = file.get_tensor(name), layout.get(name)
-            is_ours = spec is not None and (str(local.dtype), local.shape[1:]) == (
-                f"torch.{spec.dtype}",
-                spec.shape[1:],
-            )
-            if spec is None or not is_ours or not isinstance(firsts.get(name), int):
+            rows, spec, first = file.get_tensor(name), layout.get(name), firsts.get(name)
+            if (
+                spec is None
+                or str(rows.dtype) != f"torch.{spec.dtype}"
+                or rows.shape[1:] != spec.shape[1:]
+                or not isinstance(first, int)
+            ):
                 raise StoreError(
-                    f"{path} holds {name!r} as {local.dtype} {tuple(local.shape)}, its manifest "
-                    f"says {spec}"
+                    f"{path} holds {name!r} as {rows.dtype} {tuple(rows.shape)}, its manifest says "
+                    f"{spec}"
                 )
-            found.append(Piece(name, spec, firsts[name], local))
-        return found
+            shards.append(TensorShard(name, spec, first, rows))
+    return shards
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    """Empty where the text is something else."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _json_object(file: safe_open, key: str) -> dict[str, Any]:
+    """Return the JSON object under a key of the metadata; empty when there is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads((file.metadata() or {}).get(key, ""))
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
-def _opened(path: Path) -> safe_open:
-    try:
+def _open(path: Path) -> safe_open:
+    with user_error(f"{path} is no safetensors file", SafetensorError, OSError, raises=StoreError):
         return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} is no safetensors file: {error}") from error

@@ -1,5 +1,7 @@
-"""What a version is and how to get it: one JSON file, written when everything that it names is in
-place.
+"""The manifest of a version: what the weights are and which files lead to them.
+
+It is one JSON file, written when everything that it names is in place. A full snapshot is called
+"anchor" there and in file names.
 """
 
 from __future__ import annotations
@@ -7,20 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
 from flowtrain.types import UserError
-from flowtrain.weights.tensor_shards import Digest, Layout, TensorSpec, layout_hash
+from flowtrain.utils.errors import user_error
+from flowtrain.weights.tensor_shards import (
+    Digest,
+    Layout,
+    TensorSpec,
+    add,
+    digest_hex,
+    layout_hash,
+    num_words_of,
+)
 
 FORMAT = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Errors of reading a record that has other fields than it should."""
 
 
 class StoreError(UserError):
-    """The store, or what it was asked for, is not in order; the text says what to do."""
+    """The store, or a request to it, is not in order; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,12 @@ class File:
     name: str
     num_bytes: int
     xxh3: str
-    """16 hex digits, of the whole file."""
+    """Checksum of the whole file in 16 hex digits."""
+
+
+def total_bytes(files: Iterable[File]) -> int:
+    """Add up the sizes of files."""
+    return sum(file.num_bytes for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +58,40 @@ class Manifest:
     version: int
     layout: Layout
     digests: dict[str, Digest]
-    """Of each whole tensor."""
-    anchor: int
-    """The newest version, this or an earlier one, from whose anchor deltas lead here."""
-    anchor_files: tuple[File, ...]
-    """The tensors themselves, one file per rank of the trainer; empty when this version has no
-    anchor."""
+    """Digest of each whole tensor."""
+    snapshot: int
+    """The newest version, this or an earlier one, from whose full snapshot deltas lead here."""
+    snapshot_files: tuple[File, ...]
+    """The full snapshot, one file per rank of the trainer; empty when this version has none."""
     delta_files: dict[int, tuple[File, ...]]
-    """By the version they start from."""
+    """Delta files by the version that they start from."""
     num_changed: int
     """Words that differ from the version before; all of them when there is none."""
     reason: str
-    """Why there is an anchor; empty when there is none."""
+    """Why there is a full snapshot; empty when there is none."""
 
     @property
     def root(self) -> str:
-        """One string for the contents: equal for equal weights of equal layout."""
+        """One hash of the contents: equal for equal weights of equal layout."""
         text = json.dumps([layout_hash(self.layout), sorted(self.digests.items())])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
-    def num_bytes(self) -> int:
-        """Of the whole tensors."""
-        return 2 * self.num_words
+    def num_words(self) -> int:
+        return num_words_of(self.layout)
 
     @property
-    def num_words(self) -> int:
-        return sum(spec.num_words for spec in self.layout.values())
+    def files(self) -> list[File]:
+        """All files of the version."""
+        return [*self.snapshot_files, *(f for files in self.delta_files.values() for f in files)]
+
+    def missed_by(self, start: Manifest, changes: Mapping[str, Digest]) -> list[str]:
+        """Return the tensors whose digests `changes` do not lead from `start` to this version."""
+        return [
+            name
+            for name, digest in self.digests.items()
+            if add(start.digests[name], changes.get(name, (0, 0))) != digest
+        ]
 
     def to_json(self) -> str:
         record = {
@@ -75,17 +100,13 @@ class Manifest:
             "root": self.root,
             "layout": layout_hash(self.layout),
             "tensors": {
-                name: {
-                    "dtype": spec.dtype,
-                    "shape": spec.shape,
-                    "digest": "".join(f"{part:016x}" for part in self.digests[name]),
-                }
+                name: asdict(spec) | {"digest": digest_hex(self.digests[name])}
                 for name, spec in self.layout.items()
             },
-            "anchor": self.anchor,
-            "anchor_files": [_file_record(file) for file in self.anchor_files],
+            "anchor": self.snapshot,
+            "anchor_files": [asdict(file) for file in self.snapshot_files],
             "delta_files": {
-                str(base): [_file_record(file) for file in files]
+                str(base): [asdict(file) for file in files]
                 for base, files in self.delta_files.items()
             },
             "num_changed": self.num_changed,
@@ -94,41 +115,25 @@ class Manifest:
         return json.dumps(record, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, place: str) -> Manifest:
-        """Raises StoreError, naming `place`, when the text is not a manifest or contradicts itself."""
-        try:
+    def from_json(cls, text: str, path: str) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            StoreError: the text is no manifest or contradicts itself; the message names `path`.
+        """
+        with user_error(f"{path} is damaged", *_MALFORMED, raises=StoreError):
             record = json.loads(text)
             if not isinstance(record, dict) or not isinstance(record.get("format"), int):
-                raise StoreError(f"{place} is no manifest of a weight store")
-            if record["format"] > FORMAT:
-                raise StoreError(
-                    f"{place} has format {record['format']}; this code reads up to {FORMAT}, a "
-                    "newer flowtrain is needed"
-                )
+                raise StoreError(f"{path} is no manifest of a weight store")
+            check_format(path, record["format"])
             manifest = cls._from_record(record)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(f"{place} is damaged: {type(error).__name__}: {error}") from error
-        if (manifest.root, layout_hash(manifest.layout)) != (
-            record.get("root"),
-            record.get("layout"),
-        ):
-            raise StoreError(f"{place} is damaged: its root is not that of its tensors")
-        if (
-            not all(base < manifest.version for base in manifest.delta_files)
-            or manifest.anchor > manifest.version
-        ):
+        hashes = (manifest.root, layout_hash(manifest.layout))
+        if hashes != (record.get("root"), record.get("layout")):
+            raise StoreError(f"{path} is damaged: its root is not that of its tensors")
+        version = manifest.version
+        if manifest.snapshot > version or any(base >= version for base in manifest.delta_files):
             raise StoreError(
-                f"{place} is damaged: version {manifest.version} starts from a version that is not "
-                "before it"
+                f"{path} is damaged: version {version} starts from a version that is not before it"
             )
         return manifest
 
@@ -142,8 +147,8 @@ class Manifest:
                 name: (int(t["digest"][:16], 16), int(t["digest"][16:], 16))
                 for name, t in tensors.items()
             },
-            anchor=int(record["anchor"]),
-            anchor_files=tuple(_file(f) for f in record["anchor_files"]),
+            snapshot=int(record["anchor"]),
+            snapshot_files=tuple(_file(f) for f in record["anchor_files"]),
             delta_files={
                 int(base): tuple(_file(f) for f in files)
                 for base, files in record["delta_files"].items()
@@ -153,8 +158,13 @@ class Manifest:
         )
 
 
-def _file_record(file: File) -> dict[str, Any]:
-    return {"name": file.name, "num_bytes": file.num_bytes, "xxh3": file.xxh3}
+def check_format(path: object, found: int) -> None:
+    """Raise StoreError when a newer flowtrain wrote the file."""
+    if found > FORMAT:
+        raise StoreError(
+            f"{path} has format {found}; this code reads up to {FORMAT}, a newer flowtrain is "
+            "needed"
+        )
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:

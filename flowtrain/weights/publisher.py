@@ -1,47 +1,49 @@
-"""The trainer's side: each rank encodes what changed in its own rows, rank 0 writes the manifest
-and moves HEAD.
+"""The trainer's side: each rank encodes the changes of its own rows, rank 0 writes the manifest and
+moves HEAD.
 
-The baseline, a copy of the published words, moves only after HEAD has: a publish that fails, on
-whichever rank, leaves store and baseline as they were, and the next one starts from the same
-version.
+The baselines, copies of the published words, move only after HEAD has. A publish that fails, on any
+rank, leaves store and baselines as they were, and the next one starts from the same version.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.baseline import Copy, make_copy
-from flowtrain.weights.files import Blob, write_anchor, write_delta
-from flowtrain.weights.manifest import File, Manifest, StoreError
-from flowtrain.weights.ranks import Alone, Ranks
+from flowtrain.weights.baseline import Baseline, make_baseline
+from flowtrain.weights.deltas import Blob
+from flowtrain.weights.files import write_delta, write_snapshot
+from flowtrain.weights.manifest import File, Manifest, total_bytes
+from flowtrain.weights.ranks import Alone, Ranks, gather, together
+from flowtrain.weights.schedule import DeltaChain, SkipTiers, SnapshotPolicy
 from flowtrain.weights.store import WeightStore
-from flowtrain.weights.tensor_shards import Digest, Layout, Piece, add, pieces, spec_of
+from flowtrain.weights.tensor_shards import (
+    Digest,
+    Layout,
+    TensorShard,
+    add,
+    local_shards,
+    num_words_of,
+    spec_of,
+)
 
-_SKIP = 4
-"""Every fourth delta also comes composed with the three before it, every sixteenth with the
-fifteen, every 64th with the 63."""
-_NUM_TIERS = 3
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
+    """How a publisher encodes."""
+
     dtype: torch.dtype | None = None
-    """What weights are cast to; None: their own."""
+    """The dtype that weights are cast to; None: their own."""
     level: int = 1
-    """2 makes deltas about a quarter smaller and several times slower to code: for links between
+    """2 makes deltas about a quarter smaller and several times slower to encode: for links between
     sites."""
-    anchor_every: int = 64
-    """Versions between anchors at most."""
-    dense_share: float = 0.35
-    """A delta above this share of the full size gives way to an anchor."""
     num_threads: int = 1
 
 
@@ -54,74 +56,51 @@ class Published:
     """Words that differ from the version before."""
     num_words: int
     delta_bytes: int
-    """Of the delta files; 0 when there are none."""
-    anchor_bytes: int
+    """Size of the delta files without skips; 0 when there are none."""
+    snapshot_bytes: int
     reason: str
-    """Why there is an anchor; empty when there is none."""
+    """Why there is a full snapshot; empty when there is none."""
 
     def metrics(self) -> dict[str, float | str]:
-        per_change = (
-            {"weights_bytes_per_change": self.delta_bytes / self.num_changed}
-            if self.delta_bytes and self.num_changed
-            else {}
-        )
-        return {
+        metrics: dict[str, float | str] = {
             "weights_density": self.num_changed / max(self.num_words, 1),
             "weights_delta_bytes": self.delta_bytes,
-            "weights_anchor_bytes": self.anchor_bytes,
-            **per_change,
-            **({"weights_anchor_reason": self.reason} if self.reason else {}),
+            "weights_snapshot_bytes": self.snapshot_bytes,
         }
-
-
-@dataclass(slots=True)
-class _Baseline:
-    """What this rank has published."""
-
-    version: int
-    layout: Layout
-    copies: dict[str, Copy]
-    """By tensor; of this rank's pieces."""
-    anchor: int
-    num_bytes_since: int
-    """Deltas of all ranks since the anchor."""
+        if self.delta_bytes and self.num_changed:
+            metrics["weights_bytes_per_change"] = self.delta_bytes / self.num_changed
+        if self.reason:
+            metrics["weights_snapshot_reason"] = self.reason
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Skips:
-    """Deltas that wait to be composed, four to a tier; immutable, so that a failed publish leaves
-    no trace.
-    """
+class _Base:
+    """The version that this rank published last."""
 
-    tiers: tuple[tuple[tuple[int, dict[str, Blob]], ...], ...] = ((),) * _NUM_TIERS
-
-    def plus(
-        self, base: int, blobs: dict[str, Blob], num_threads: int
-    ) -> tuple[Skips, list[tuple[int, dict[str, Blob]]]]:
-        """With the delta from version `base`; and the compositions that this one completes, each
-        with the version it starts from.
-        """
-        tiers, completed, carried = list(self.tiers), [], (base, blobs)
-        for i, waiting in enumerate(tiers):
-            tiers[i] = (*waiting, carried)
-            if len(tiers[i]) < _SKIP:
-                break
-            carried = (tiers[i][0][0], compose_pieces([part for _, part in tiers[i]], num_threads))
-            tiers[i] = ()
-            completed.append(carried)
-        return Skips(tuple(tiers)), completed
+    version: int
+    layout: Layout
+    baselines: dict[str, Baseline]
+    """Baselines of this rank's shards by tensor."""
+    chain: DeltaChain
 
 
-def compose_pieces(steps: list[dict[str, Blob]], num_threads: int) -> dict[str, Blob]:
-    """Deltas of pieces that follow each other, as one; a piece that a step leaves out did not
-    change in it.
-    """
-    names = sorted({name for step in steps for name in step})
-    parts = {name: [step[name] for step in steps if name in step] for name in names}
-    return {
-        name: _delta.compose(blobs, num_threads=num_threads) if len(blobs) > 1 else blobs[0]
-        for name, blobs in parts.items()
-    }
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A version before it is written, on this rank."""
+
+    baselines: dict[str, Baseline]
+    digests: dict[str, Digest]
+    """Digests of this rank's shards by tensor."""
+    num_changed: int
+    """Changed words of all ranks."""
+    reason: str
+    """Why there is a full snapshot; empty when there is none."""
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    """Deltas of this rank's shards from their baselines, by tensor."""
+    deltas: dict[int, dict[str, Blob]] = field(default_factory=dict)
+    """Deltas to be written, by the version that they start from."""
+    skips: SkipTiers = field(default_factory=SkipTiers)
 
 
 @dataclass(slots=True)
@@ -131,8 +110,9 @@ class Publisher:
     store: WeightStore
     options: PublishOptions = field(default_factory=PublishOptions)
     ranks: Ranks = field(default_factory=Alone)
-    _baseline: _Baseline | None = None
-    _skips: Skips = field(default_factory=Skips)
+    policy: SnapshotPolicy = field(default_factory=SnapshotPolicy)
+    _base: _Base | None = None
+    _skips: SkipTiers = field(default_factory=SkipTiers)
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Published:
         """Put the tensors (plain, or DTensors sharded by rows) into the store as `version`.
@@ -140,246 +120,163 @@ class Publisher:
         Raises:
             StoreError: the version is not newer than HEAD.
             OSError: a disk is full or read-only; store and publisher are as before, on every rank.
-            ValueError: a tensor that the store cannot hold, with its name.
+            ValueError: the store cannot hold a tensor; the message names it.
         """
-        layout, found = (
-            self._layout(tensors),
-            pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size),
-        )
-        base = (
-            self._baseline
-            if self._baseline is not None and self._baseline.layout == layout
-            else None
-        )
-        blobs = (
-            {}
-            if base is None
-            else {
-                p.name: base.copies[p.name].encode(p, self.options.level, self.options.num_threads)
-                for p in found
-            }
-        )
-        infos = {name: _delta.info(blob) for name, blob in blobs.items()}
-        totals = self._sum(
-            {
-                "bytes": sum(map(len, blobs.values())),
-                "changed": sum(info["num_changed"] for info in infos.values()),
-            }
-        )
-        reason, with_delta = self._judge(layout, totals["bytes"])
-        skips = Skips()
-        deltas: list[tuple[int, dict[str, Blob]]] = []
-        if base is not None and with_delta:
-            skips, composed = self._skips.plus(
-                base.version, self._plain(blobs), self.options.num_threads
-            )
-            deltas = [(base.version, blobs), *composed]
-        copies = (
-            {}
-            if base is not None
-            else {piece.name: make_copy(piece, self.options.num_threads) for piece in found}
-        )
-        own = {name: info["target_digest"] for name, info in infos.items()} | {
-            name: copy.digest for name, copy in copies.items()
-        }
-
-        self._together(version, lambda: self._on_main(lambda: self.store.begin(version)))
-        records = self._together(
-            version, lambda: self._write(version, layout, found if reason else [], deltas, own)
-        )
-        num_changed = _num_words(layout) if base is None else totals["changed"]
-        manifest = self._manifest(version, layout, records, num_changed, reason)
-        self._together(version, lambda: self._on_main(lambda: self.store.commit(manifest)))
-
-        # HEAD has moved: now the baseline may.
-        delta_bytes = _size(manifest, base.version) if base is not None else 0
-        if base is None:
-            self._baseline = _Baseline(version, layout, copies, manifest.anchor, 0)
+        layout, shards = self._cut(tensors)
+        base = self._base if self._base is not None and self._base.layout == layout else None
+        if base is not None:
+            draft = self._draft_next(base, shards)
         else:
-            for piece in found:
-                base.copies[piece.name].advance(piece, blobs[piece.name], self.options.num_threads)
-            base.num_bytes_since = 0 if reason else base.num_bytes_since + delta_bytes
-            base.version, base.anchor = version, manifest.anchor
-        self._skips = skips
+            draft = self._draft_first(layout, shards)
+
+        self._on_main(version, lambda: self.store.begin(version))
+        files = self._all_or_none(version, lambda: self._write(version, layout, shards, draft))
+        chain = DeltaChain(version) if base is None or draft.reason else base.chain
+        manifest = self._manifest(version, layout, chain.snapshot, files, draft)
+        self._on_main(version, lambda: self.store.commit(manifest))
+
+        # HEAD has moved: now the baselines may.
+        for shard in shards if base is not None else []:
+            draft.baselines[shard.name].advance(shard, draft.blobs[shard.name])
+        delta_bytes = 0
+        if base is not None:
+            delta_bytes = total_bytes(manifest.delta_files.get(base.version, ()))
+            chain = chain if draft.reason else chain.plus(delta_bytes)
+        self._base = _Base(version, layout, draft.baselines, chain)
+        self._skips = draft.skips
         return Published(
-            version, num_changed, manifest.num_words, delta_bytes, _size(manifest, None), reason
+            version=version,
+            num_changed=draft.num_changed,
+            num_words=manifest.num_words,
+            delta_bytes=delta_bytes,
+            snapshot_bytes=total_bytes(manifest.snapshot_files),
+            reason=draft.reason,
         )
 
     def resume(self, tensors: Mapping[str, Tensor], version: int) -> bool:
-        """Go on from `version` when it is HEAD and holds exactly these tensors; else nothing
-        happens. Reads these tensors only.
+        """Go on from `version` if it is HEAD and holds exactly these tensors; else change nothing
+        and return False.
         """
         if self.store.head() != version:
             return False
         manifest = self.store.manifest(version)
-        layout, found = (
-            self._layout(tensors),
-            pieces(tensors, self.options.dtype, self.ranks.rank, self.ranks.size),
-        )
-        copies = {piece.name: make_copy(piece, self.options.num_threads) for piece in found}
-        own = json.dumps({name: copy.digest for name, copy in copies.items()})
-        whole = _whole_digests(layout, [json.loads(text) for text in self.ranks.gather_text(own)])
-        if (manifest.layout, manifest.digests) != (layout, whole):
+        layout, shards = self._cut(tensors)
+        draft = self._draft_first(layout, shards)
+        digests = _add_up(layout, gather(self.ranks, draft.digests))
+        if (manifest.layout, manifest.digests) != (layout, digests):
             return False
-        self._baseline = _Baseline(
-            version, layout, copies, manifest.anchor, self._bytes_since_anchor(manifest)
-        )
+        chain = DeltaChain(manifest.snapshot)
+        while manifest.version != chain.snapshot:
+            before = max(manifest.delta_files)
+            chain = chain.plus(total_bytes(manifest.delta_files[before]))
+            manifest = self.store.manifest(before)
+        self._base = _Base(version, layout, draft.baselines, chain)
         return True
 
-    def _bytes_since_anchor(self, manifest: Manifest) -> int:
-        num_bytes, anchor = 0, manifest.anchor
-        while manifest.version != anchor:
-            base = max(manifest.delta_files)
-            num_bytes += _size(manifest, base)
-            manifest = self.store.manifest(base)
-        return num_bytes
+    def _cut(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
+        dtype = self.options.dtype
+        layout = {name: spec_of(name, tensor, dtype) for name, tensor in sorted(tensors.items())}
+        return layout, local_shards(tensors, dtype, self.ranks.rank, self.ranks.size)
 
-    def _layout(self, tensors: Mapping[str, Tensor]) -> Layout:
-        return {
-            name: spec_of(name, tensor, self.options.dtype)
-            for name, tensor in sorted(tensors.items())
+    def _draft_first(self, layout: Layout, shards: list[TensorShard]) -> _Draft:
+        """Draft a version without deltas."""
+        options = self.options
+        baselines = {
+            shard.name: make_baseline(shard, options.level, options.num_threads) for shard in shards
         }
+        return _Draft(
+            baselines=baselines,
+            digests={name: baseline.digest for name, baseline in baselines.items()},
+            num_changed=num_words_of(layout),
+            reason="the layout of the model changed"
+            if self._base is not None
+            else "the publisher has just started",
+        )
 
-    def _plain(self, blobs: dict[str, Blob]) -> dict[str, Blob]:
-        """At level 1, which can be composed without the weights that each delta starts from;
-        unchanged pieces left out.
-        """
-        assert self._baseline is not None
-        changed = {name: blob for name, blob in blobs.items() if _delta.info(blob)["num_changed"]}
-        return {
-            name: self._baseline.copies[name].plain(blob, self.options.num_threads)
-            for name, blob in changed.items()
-        }
-
-    def _judge(self, layout: Layout, delta_bytes: int) -> tuple[str, bool]:
-        """Why an anchor is due, and whether there is a delta too. The same on all ranks."""
-        base, options, full = self._baseline, self.options, 2 * _num_words(layout)
-        if base is None:
-            return "the publisher has just started", False
-        if base.layout != layout:
-            return "the layout of the model changed", False
-        if delta_bytes > options.dense_share * full:
-            return f"the delta would be {delta_bytes / max(full, 1):.0%} of the full size", False
-        since = base.num_bytes_since + delta_bytes
-        if since > full / 2:
-            return (
-                f"the deltas since version {base.anchor} add up to {since / max(full, 1):.0%} of "
-                "the full size",
-                True,
-            )
-        if self._num_since_anchor() >= options.anchor_every:
-            return f"the last anchor is {options.anchor_every} versions old", True
-        return "", True
-
-    def _num_since_anchor(self) -> int:
-        assert self._baseline is not None
-        return sum(1 for version in self.store.versions() if version >= self._baseline.anchor)
+    def _draft_next(self, base: _Base, shards: list[TensorShard]) -> _Draft:
+        """Draft the version after `base`; collective."""
+        blobs = {shard.name: base.baselines[shard.name].encode(shard) for shard in shards}
+        infos = {name: _delta.info(blob) for name, blob in blobs.items()}
+        num_bytes = sum(len(blob) for blob in blobs.values())
+        num_changed = sum(info["num_changed"] for info in infos.values())
+        sums = [
+            sum(each) for each in zip(*gather(self.ranks, [num_bytes, num_changed]), strict=True)
+        ]
+        full_bytes = 2 * num_words_of(base.layout)
+        deltas: dict[int, dict[str, Blob]] = {}
+        skips = SkipTiers()
+        if not self.policy.is_dense(sums[0], full_bytes):
+            changed = {name: blobs[name] for name, info in infos.items() if info["num_changed"]}
+            # Level 1 composes without the weights that each delta starts from.
+            plain = {name: base.baselines[name].to_level_1(blob) for name, blob in changed.items()}
+            skips, deltas = self._skips.plus(base.version, plain, self.options.num_threads)
+            deltas[base.version] = changed
+        return _Draft(
+            baselines=base.baselines,
+            digests={name: info["target_digest"] for name, info in infos.items()},
+            num_changed=sums[1],
+            reason=self.policy.reason(base.chain, sums[0], full_bytes),
+            blobs=blobs,
+            deltas=deltas,
+            skips=skips,
+        )
 
     def _write(
-        self,
-        version: int,
-        layout: Layout,
-        anchored: list[Piece],
-        deltas: list[tuple[int, dict[str, Blob]]],
-        own: dict[str, Digest],
-    ) -> dict[str, Any]:
-        """This rank's files, and what the manifest needs to know of them."""
+        self, version: int, layout: Layout, shards: list[TensorShard], draft: _Draft
+    ) -> dict[str, dict[str, Any]]:
+        """Write this rank's files. Returns their records by "snapshot" or the delta's base."""
         folder, rank = self.store.scratch(version), self.ranks.rank
-        anchors = (
-            [_record(write_anchor(folder / f"anchor-r{rank}.safetensors", anchored))]
-            if anchored
-            else []
-        )
-        listed = {}
-        for base, blobs in deltas:
-            changed = {
-                name: blob for name, blob in blobs.items() if _delta.info(blob)["num_changed"]
-            }
-            files = (
-                [
-                    write_delta(
-                        folder / f"delta-{base:08d}-r{rank}.safetensors",
-                        changed,
-                        layout,
-                        base,
-                        version,
-                    )
-                ]
-                if changed
-                else []
-            )
-            listed[base] = [_record(file) for file in files]
-        return {"digests": own, "anchor": anchors, "deltas": listed}
+        files = {}
+        if draft.reason and shards:
+            files["snapshot"] = write_snapshot(folder / f"anchor-r{rank}.safetensors", shards)
+        for base, blobs in draft.deltas.items():
+            changed = {n: blob for n, blob in blobs.items() if _delta.info(blob)["num_changed"]}
+            if changed:
+                path = folder / f"delta-{base:08d}-r{rank}.safetensors"
+                files[str(base)] = write_delta(path, changed, layout, base, version)
+        return {kind: asdict(file) for kind, file in files.items()}
 
     def _manifest(
         self,
         version: int,
         layout: Layout,
-        records: list[dict[str, Any]],
-        num_changed: int,
-        reason: str,
+        snapshot: int,
+        files: dict[str, dict[str, Any]],
+        draft: _Draft,
     ) -> Manifest:
-        bases = {base for record in records for base in record["deltas"]}
-        anchor = version if reason else self._baseline.anchor if self._baseline else version
+        """Join the digests and file records of all ranks; collective."""
+        records = gather(self.ranks, files)
+
+        def files_of(kind: str) -> tuple[File, ...]:
+            return tuple(File(**record[kind]) for record in records if kind in record)
+
         return Manifest(
             version=version,
             layout=layout,
-            digests=_whole_digests(layout, [record["digests"] for record in records]),
-            anchor=anchor,
-            anchor_files=tuple(File(*file) for record in records for file in record["anchor"]),
-            delta_files={
-                int(base): tuple(File(*f) for r in records for f in r["deltas"][base])
-                for base in sorted(bases, key=int)
-            },
-            num_changed=num_changed,
-            reason=reason,
+            digests=_add_up(layout, gather(self.ranks, draft.digests)),
+            snapshot=snapshot,
+            snapshot_files=files_of("snapshot"),
+            delta_files={base: files_of(str(base)) for base in sorted(draft.deltas)},
+            num_changed=draft.num_changed,
+            reason=draft.reason,
         )
 
-    def _sum(self, numbers: dict[str, int]) -> dict[str, int]:
-        each = [json.loads(text) for text in self.ranks.gather_text(json.dumps(numbers))]
-        return {key: sum(one[key] for one in each) for key in numbers}
+    def _on_main(self, version: int, action: Callable[[], object]) -> None:
+        self._all_or_none(version, lambda: action() if self.ranks.rank == 0 else None)
 
-    def _on_main(self, action: Callable[[], object]) -> None:
-        if self.ranks.rank == 0:
-            action()
-
-    def _together(self, version: int, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returned on each rank, as JSON gives it back. When it failed on one, every
-        rank raises and the store is cleaned.
+    def _all_or_none(self, version: int, action: Callable[[], _T]) -> _T:
+        """Run `action` on every rank. When it fails on one, every rank raises and the unfinished
+        version is deleted.
         """
-        result, failure = None, None
         try:
-            result = action()
-        except (OSError, SafetensorError, StoreError) as error:
-            failure = error
-        report = {
-            "result": result,
-            "failure": None if failure is None else f"rank {self.ranks.rank}: {failure}",
-        }
-        reports = [json.loads(text) for text in self.ranks.gather_text(json.dumps(report))]
-        failures = [r["failure"] for r in reports if r["failure"]]
-        if failures:
-            self._on_main(lambda: self.store.abort(version))
+            return together(self.ranks, action, other_failed=OSError)
+        except Exception:
+            if self.ranks.rank == 0:
+                self.store.abort(version)
             self.ranks.gather_text("")  # no rank raises before the store is clean
-            raise failure or OSError(failures[0])
-        return [r["result"] for r in reports]
+            raise
 
 
-def _whole_digests(layout: Layout, each: list[dict[str, Digest]]) -> dict[str, Digest]:
-    return {
-        name: add(*((own[name][0], own[name][1]) for own in each if name in own)) for name in layout
-    }
-
-
-def _num_words(layout: Layout) -> int:
-    return sum(spec.num_words for spec in layout.values())
-
-
-def _size(manifest: Manifest, base: int | None) -> int:
-    """Bytes of the deltas from version `base`; None: of the anchor."""
-    files = manifest.anchor_files if base is None else manifest.delta_files.get(base, ())
-    return sum(file.num_bytes for file in files)
-
-
-def _record(file: File) -> tuple[str, int, str]:
-    return file.name, file.num_bytes, file.xxh3
+def _add_up(layout: Layout, digests: list[dict[str, Digest]]) -> dict[str, Digest]:
+    """Add up the digests of all ranks' shards by tensor."""
+    return {name: add(*((d[name][0], d[name][1]) for d in digests if name in d)) for name in layout}

@@ -1,10 +1,11 @@
-"""The processes that publish, or hold the shards of one model, together."""
+"""The processes that publish one model together, or hold its shards."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flowtrain.weights.manifest import StoreError
 
@@ -19,7 +20,7 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
     def gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank."""
+        """Return the text of each rank, on every rank; collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,24 @@ class Alone:
         return [text]
 
 
-def together(ranks: Ranks, action: Callable[[], _T]) -> _T:
-    """What `action` returns on this rank. When it raises on one, every rank raises: its own
-    exception, or StoreError with its text.
+def gather(ranks: Ranks, value: object) -> list[Any]:
+    """Return the value of each rank, as JSON gives it back, on every rank; collective."""
+    return [json.loads(text) for text in ranks.gather_text(json.dumps(value))]
+
+
+def together(
+    ranks: Ranks, action: Callable[[], _T], other_failed: type[Exception] = StoreError
+) -> _T:
+    """Run `action` on every rank and return this rank's result; collective.
+
+    When it raises on one rank, every rank raises: that one its own exception, the others
+    `other_failed` with its text.
     """
     try:
         result = action()
     except BaseException as error:
         ranks.gather_text(f"rank {ranks.rank}: {type(error).__name__}: {error}")
         raise
-    failures = [text for text in ranks.gather_text("") if text]
-    if failures:
-        raise StoreError(failures[0])
+    if failures := [text for text in ranks.gather_text("") if text]:
+        raise other_failed(failures[0])
     return result

@@ -1,9 +1,9 @@
-"""The reader's side: from the version it holds to another one, in place, by the smallest way that
-the store offers.
+"""The reader's side: bring tensors from the version that they hold to another one, in place, by the
+smallest files that the store offers.
 
-Fetch and check the files; compose deltas when there are several; check that their digests lead from
-what is held to what is wanted; apply all of them or none. Where deltas do not lead there, or are
-damaged, an anchor does, and the log says why.
+Fetch and check the files; compose the deltas when there are several; check that their digests lead
+from the held version to the wanted one; apply all of them or none. Where deltas do not lead there
+or are damaged, load a full snapshot and log why.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.files import read_anchor, read_delta
-from flowtrain.weights.manifest import Manifest, StoreError
+from flowtrain.utils.errors import user_error
+from flowtrain.weights.deltas import DeltaBatch, can_compose, compose_batches, digest_change
+from flowtrain.weights.files import read_delta, read_snapshot
+from flowtrain.weights.manifest import Manifest, StoreError, total_bytes
 from flowtrain.weights.ranks import together
 from flowtrain.weights.store import Source
-from flowtrain.weights.target import HostTensors, Step, Target, check_layout
-from flowtrain.weights.tensor_shards import Digest, Piece, add, subtract
+from flowtrain.weights.target import HostTensors, Target, check_layout
+from flowtrain.weights.tensor_shards import Digest, TensorShard, add
 
 _log = logging.getLogger(__name__)
 
@@ -35,45 +36,45 @@ class Loaded:
 
     version: int
     mode: str
-    """"delta", "anchor" or "none"."""
-    reason: str
-    """Why not by deltas; empty when it was."""
-    num_bytes: int
-    """Read from the store."""
-    num_steps: int
-    """Deltas that were composed."""
-    num_damaged: int | None
-    """Tensors whose words were found changed by something else, and loaded anew; None when the load
-    did not compare all words."""
-    seconds: float
+    """"delta", "snapshot" or "none"."""
+    reason: str = ""
+    """Why a full snapshot was loaded and not deltas; empty when it was not."""
+    num_bytes: int = 0
+    """Bytes read from the store."""
+    num_deltas: int = 0
+    """Batches of deltas before they were composed."""
+    num_damaged: int | None = None
+    """Tensors that something else had changed and that were loaded again; None when the load did
+    not verify all words."""
+    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        compared = {} if self.num_damaged is None else {"weights_damaged": self.num_damaged}
+        verified = {} if self.num_damaged is None else {"weights_damaged": self.num_damaged}
         return {
             "weights_loaded_by_delta": float(self.mode == "delta"),
             "weights_loaded_bytes": self.num_bytes,
-            **compared,
+            **verified,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """From what is held to a version."""
+class UpdatePath:
+    """The deltas from the held version to a target, fetched and checked."""
 
     start: Manifest | None
     target: Manifest
-    steps: list[tuple[Step, Manifest]]
-    """Deltas, each with the version that it leads to; none when both versions are the same weights.
-    """
-    num_bytes: int
-    num_steps: int
-    """Before those that could be were composed."""
+    batches: list[tuple[DeltaBatch, Manifest]]
+    """Batches of deltas, each with the version that it leads to; empty when both versions are the
+    same weights."""
+    num_bytes: int = 0
+    num_deltas: int = 0
+    """Batches before they were composed."""
     obstacle: str = ""
-    """Why deltas do not lead there; empty when they do."""
+    """Why deltas do not lead to the target; empty when they do."""
 
 
 class WeightReader:
-    """Keeps tensors at a version of a store, in place. They are in use by nobody while `load` runs.
+    """Keeps tensors at a version of a store, in place. Nobody may use them while `load` runs.
 
     Where several ranks hold the tensors of one `Target`, all of them must call `load` together.
     """
@@ -93,252 +94,218 @@ class WeightReader:
             HostTensors(tensors, num_threads) if isinstance(tensors, Mapping) else tensors
         )
         self._num_threads = num_threads
-        self._scrub_every, self._num_loads = verify_every, 0
+        self._verify_every = verify_every
+        self._num_loads = 0
         self._manifest: Manifest | None = None
-        self._staging: tuple[int, Manifest | None, Future[_Way]] | None = None
+        self._staged: tuple[int, Manifest | None, Future[UpdatePath]] | None = None
 
     @property
     def version(self) -> int | None:
-        """The version that the tensors hold; None before the first load, and when one broke off
-        that had to write everything.
+        """The version that the tensors hold; None before the first load, and after a full load that
+        broke off.
         """
         return None if self._manifest is None else self._manifest.version
 
-    def stage(self, version: int) -> Future[_Way]:
-        """Fetch, check and compose in the background what `load(version)` will apply; what goes
-        wrong comes up there too.
+    def stage(self, version: int) -> Future[UpdatePath]:
+        """Fetch, check and compose in the background what `load(version)` will apply. An error is
+        raised there too.
         """
         pool = ThreadPoolExecutor(1)
-        way = pool.submit(self._find_way, version)
-        self._staging = version, self._manifest, way
+        path = pool.submit(self._find_path, version)
+        self._staged = version, self._manifest, path
         pool.shutdown(wait=False)
-        return way
+        return path
 
     @property
     def is_staged(self) -> bool:
-        """What `stage` began is done, or nothing was begun."""
-        return self._staging is None or self._staging[2].done()
+        """True when nothing is being staged any more."""
+        return self._staged is None or self._staged[2].done()
 
     def load(self, version: int) -> Loaded:
         """Bring the tensors to `version`.
 
         Raises:
-            StoreError: no way leads there, or the store is damaged. The tensors hold the version
-                that they held, or, when a delta from an anchor failed, that of the anchor: see
-                `version`.
+            StoreError: the version cannot be reached, or the store is damaged. The tensors hold the
+                version that they held, or, when a delta from a full snapshot failed, that of the
+                snapshot: see `version`.
         """
         started = time.monotonic()
-        way = together(self._target.ranks, lambda: self._way(version))
-        loaded = self._follow(way)
+        path = together(self._target.ranks, lambda: self._take_path(version))
+        loaded = self._follow(path)
         self._num_loads += 1
-        compares = self._scrub_every > 0 and self._num_loads % self._scrub_every == 0
-        damaged = self.damaged() if compares else []
-        if damaged:
-            _log.warning(
-                "%d tensors were not those of version %d and are loaded anew: %s",
-                len(damaged),
-                version,
-                ", ".join(damaged[:3]),
-            )
-            self._manifest = None
-            loaded = self._follow(
-                replace(way, start=None, obstacle=f"{len(damaged)} tensors were damaged")
-            )
+        if self._verify_every > 0 and self._num_loads % self._verify_every == 0:
+            damaged = self.damaged()
+            if damaged:
+                _log.warning(
+                    "%d tensors were not those of version %d and are loaded again: %s",
+                    len(damaged),
+                    version,
+                    ", ".join(damaged[:3]),
+                )
+                self._manifest = None
+                obstacle = f"{len(damaged)} tensors were damaged"
+                loaded = self._follow(replace(path, start=None, obstacle=obstacle))
+            loaded = replace(loaded, num_damaged=len(damaged))
         self._target.finish()
         self.source.loaded(version)
-        return replace(
-            loaded,
-            num_damaged=len(damaged) if compares else None,
-            seconds=time.monotonic() - started,
-        )
+        return replace(loaded, seconds=time.monotonic() - started)
 
     def damaged(self) -> list[str]:
-        """Tensors that are not those of their version, found by reading all words; a load compares
-        only what it changes.
+        """Read all words and return the tensors that are not those of their version; a load checks
+        only the words that it changes.
         """
         assert self._manifest is not None, "nothing was loaded"
-        return [
-            name
-            for name, digest in self._target.digests().items()
-            if self._manifest.digests[name] != digest
-        ]
+        digests = self._target.digests().items()
+        return [name for name, digest in digests if self._manifest.digests[name] != digest]
 
-    def _way(self, version: int) -> _Way:
-        """What was staged, if it starts from what is held, else the same now."""
-        staging, self._staging = self._staging, None
-        if staging is not None and staging[0] == version and staging[1] is self._manifest:
-            return staging[2].result()
-        return self._find_way(version)
+    def _take_path(self, version: int) -> UpdatePath:
+        """Return the staged path if it starts from the held version, else find one now."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] == version and staged[1] is self._manifest:
+            return staged[2].result()
+        return self._find_path(version)
 
-    def _find_way(self, version: int) -> _Way:
+    def _find_path(self, version: int) -> UpdatePath:
         target, held = self.source.manifest(version), self._manifest
         self._target.check(target)
         if held is None:
-            return _Way(None, target, [], 0, 0, "nothing is held yet")
+            return UpdatePath(None, target, [], obstacle="nothing is held yet")
         if held.root == target.root:
-            return _Way(held, target, [], 0, 0)
+            return UpdatePath(held, target, [])
         try:
-            steps, num_bytes = self._read_steps(held, target)
-            if num_bytes > target.num_bytes:
+            batches, num_bytes = self._read_deltas(held, target)
+            if num_bytes > 2 * target.num_words:
                 raise StoreError(
                     f"the deltas from version {held.version} to {target.version} are longer than "
                     "the weights"
                 )
-            return _Way(held, target, self._composed(steps, target), num_bytes, len(steps))
+            composed = self._composed(batches, target)
         except (StoreError, _delta.DeltaError) as error:
-            return _Way(held, target, [], 0, 0, str(error))
+            return UpdatePath(held, target, [], obstacle=str(error))
+        return UpdatePath(held, target, composed, num_bytes, len(batches))
 
-    def _follow(self, way: _Way) -> Loaded:
-        target, obstacle = (
-            way.target,
-            next(filter(None, self._target.ranks.gather_text(way.obstacle)), ""),
-        )
-        if not obstacle and not way.steps:
-            self._manifest = target
-            return Loaded(target.version, "none", "", 0, 0, None, 0.0)
+    def _follow(self, path: UpdatePath) -> Loaded:
+        target = path.target
+        obstacle = next(filter(None, self._target.ranks.gather_text(path.obstacle)), "")
         if not obstacle:
             try:
-                self._take(way.steps)
-                return Loaded(target.version, "delta", "", way.num_bytes, way.num_steps, None, 0.0)
+                self._apply(path.batches)
             except _delta.DeltaError as error:
                 obstacle = str(error)
-        if way.start is not None:
-            # The publisher's choice is no surprise; anything else is.
+            else:
+                self._manifest = target
+                mode = "delta" if path.batches else "none"
+                return Loaded(target.version, mode, "", path.num_bytes, path.num_deltas)
+        if path.start is not None:
+            # A snapshot that the publisher chose is no surprise; any other is.
             level = logging.WARNING if target.delta_files else logging.INFO
-            _log.log(level, "version %d is loaded from an anchor: %s", target.version, obstacle)
-        try:
-            num_bytes, num_steps = self._load_anchor(target)
-        except _delta.DeltaError as error:
-            raise StoreError(
-                f"version {target.version} cannot be reached from the anchor of {target.anchor}: "
-                f"{error}"
-            ) from error
-        return Loaded(
-            target.version,
-            "anchor",
-            obstacle if target.delta_files else target.reason,
-            num_bytes,
-            num_steps,
-            None,
-            0.0,
+            message = "version %d is loaded from a full snapshot: %s"
+            _log.log(level, message, target.version, obstacle)
+        problem = (
+            f"version {target.version} cannot be reached from the full snapshot of "
+            f"{target.snapshot}"
         )
+        with user_error(problem, _delta.DeltaError, raises=StoreError):
+            num_bytes, num_deltas = self._load_snapshot(target)
+        reason = obstacle if target.delta_files else target.reason
+        return Loaded(target.version, "snapshot", reason, num_bytes, num_deltas)
 
-    def _read_steps(
+    def _read_deltas(
         self, start: Manifest, target: Manifest
-    ) -> tuple[list[tuple[Step, Manifest]], int]:
-        """The deltas from one version to another, each with the version it leads to, and their
-        bytes; fetched and checked.
+    ) -> tuple[list[tuple[DeltaBatch, Manifest]], int]:
+        """Fetch and check the deltas from one version to another. Returns them, each batch with the
+        version that it leads to, and their bytes.
         """
-        steps, num_bytes = [], 0
+        batches = []
+        num_bytes = 0
         changes: dict[str, Digest] = {}
-        for base, manifest in find_path(self.source, start.version, target):
-            step: Step = {}
+        for base, manifest in find_chain(self.source, start.version, target):
+            batch: DeltaBatch = {}
             for file in manifest.delta_files[base]:
                 num_bytes += file.num_bytes
-                for name, blob in read_delta(
-                    self.source.fetch(manifest.version, file), target.layout, base, manifest.version
-                ).items():
-                    info = _delta.info(blob)
-                    step[name, info["first"]] = blob
-                    changes[name] = add(
-                        changes.get(name, (0, 0)),
-                        subtract(info["target_digest"], info["base_digest"]),
-                    )
-            steps.append((step, manifest))
-        for name, digest in start.digests.items():
-            if add(digest, changes.get(name, (0, 0))) != target.digests[name]:
-                raise StoreError(
-                    f"the deltas from version {start.version} to {target.version} do not lead "
-                    f"there from this {name!r}"
-                )
-        return steps, num_bytes
+                path = self.source.fetch(manifest.version, file)
+                blobs = read_delta(path, target.layout, base, manifest.version)
+                for name, blob in blobs.items():
+                    batch[name, _delta.info(blob)["first"]] = blob
+                    changes[name] = add(changes.get(name, (0, 0)), digest_change(blob))
+            batches.append((batch, manifest))
+        if missed := target.missed_by(start, changes):
+            raise StoreError(
+                f"the deltas from version {start.version} to {target.version} do not lead there "
+                f"from this {missed[0]!r}"
+            )
+        return batches, num_bytes
 
     def _composed(
-        self, steps: list[tuple[Step, Manifest]], target: Manifest
-    ) -> list[tuple[Step, Manifest]]:
-        """As one step where that is possible."""
-        if len(steps) > 1 and _can_compose([step for step, _ in steps]):
-            return [(self._compose([step for step, _ in steps]), target)]
-        return steps
+        self, batches: list[tuple[DeltaBatch, Manifest]], target: Manifest
+    ) -> list[tuple[DeltaBatch, Manifest]]:
+        """Compose the batches into one where that is possible."""
+        deltas = [batch for batch, _ in batches]
+        if len(deltas) < 2 or not can_compose(deltas):
+            return batches
+        base_of = self._target.base
+        return [(compose_batches(deltas, self._num_threads, lambda k, n: base_of(*k, n)), target)]
 
-    def _take(self, steps: list[tuple[Step, Manifest]]) -> None:
-        """Each step wholly or not at all."""
-        for step, manifest in steps:
-            self._target.apply(step)
+    def _apply(self, batches: list[tuple[DeltaBatch, Manifest]]) -> None:
+        """Apply each batch wholly or not at all."""
+        for batch, manifest in batches:
+            self._target.apply(batch)
             self._manifest = manifest
 
-    def _compose(self, steps: list[Step]) -> Step:
-        keys = sorted({key for step in steps for key in step})
-        composed = {}
-        for key in keys:
-            blobs = [step[key] for step in steps if key in step]
-            if len(blobs) > 1:
-                needs_base = any(_delta.info(blob)["level"] == 2 for blob in blobs)
-                base = (
-                    self._target.base(*key, _delta.info(blobs[0])["num_words"])
-                    if needs_base
-                    else None
-                )
-                composed[key] = _delta.compose(blobs, base, num_threads=self._num_threads)
-            else:
-                composed[key] = blobs[0]
-        return composed
-
-    def _load_anchor(self, target: Manifest) -> tuple[int, int]:
-        """The newest anchor before the target and the deltas from there: bytes read, and deltas."""
-        anchor, found, steps, num_bytes = together(
-            self._target.ranks, lambda: self._read_anchor(target)
+    def _load_snapshot(self, target: Manifest) -> tuple[int, int]:
+        """Load the newest full snapshot before the target and the deltas from there. Returns bytes
+        read and batches of deltas.
+        """
+        snapshot, shards, batches, num_bytes = together(
+            self._target.ranks, lambda: self._read_snapshot(target)
         )
         self._manifest = None  # until all is written
-        self._target.write(found)
-        self._manifest = anchor
-        self._take(self._composed(steps, target))
-        return num_bytes + sum(file.num_bytes for file in anchor.anchor_files), len(steps)
+        self._target.write(shards)
+        self._manifest = snapshot
+        self._apply(self._composed(batches, target))
+        return num_bytes, len(batches)
 
-    def _read_anchor(
+    def _read_snapshot(
         self, target: Manifest
-    ) -> tuple[Manifest, list[Piece], list[tuple[Step, Manifest]], int]:
-        anchor = self.source.manifest(target.anchor)
-        check_layout(target.layout, anchor.layout, anchor.version)
-        if not anchor.anchor_files:
+    ) -> tuple[Manifest, list[TensorShard], list[tuple[DeltaBatch, Manifest]], int]:
+        snapshot = self.source.manifest(target.snapshot)
+        check_layout(target.layout, snapshot.layout, snapshot.version)
+        if not snapshot.snapshot_files:
             raise StoreError(
-                f"version {target.anchor} should have an anchor and has none; publish a new version"
+                f"version {target.snapshot} should have a full snapshot and has none; publish a "
+                "new version"
             )
-        steps, num_bytes = (
-            self._read_steps(anchor, target) if anchor.version != target.version else ([], 0)
-        )
-        found = [
-            piece
-            for file in anchor.anchor_files
-            for piece in read_anchor(self.source.fetch(anchor.version, file), target.layout)
-        ]
-        _check_anchor(anchor, found, self._num_threads)
-        return anchor, found, steps, num_bytes
+        batches: list[tuple[DeltaBatch, Manifest]] = []
+        num_bytes = total_bytes(snapshot.snapshot_files)
+        if snapshot.version != target.version:
+            batches, delta_bytes = self._read_deltas(snapshot, target)
+            num_bytes += delta_bytes
+        paths = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
+        shards = [shard for path in paths for shard in read_snapshot(path, target.layout)]
+        _check_snapshot(snapshot, shards, self._num_threads)
+        return snapshot, shards, batches, num_bytes
 
 
 def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor]:
-    """The whole weights of a version, as new tensors on the CPU."""
+    """Load the whole weights of a version into new CPU tensors."""
     layout = source.manifest(version).layout
-    try:
+    problem = f"version {version} of {source} has tensors that do not fit into memory"
+    with user_error(problem, RuntimeError, raises=StoreError):
         tensors = {
             name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()
         }
-    except RuntimeError as error:  # torch's word for shapes that no machine holds
-        raise StoreError(
-            f"version {version} of {source} has tensors that do not fit into memory: {error}"
-        ) from error
     WeightReader(source, tensors, num_threads).load(version)
     return tensors
 
 
-def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, Manifest]]:
-    """The deltas from version `start` to the target, as (base, manifest that lists it), by the
+def find_chain(source: Source, start: int, target: Manifest) -> list[tuple[int, Manifest]]:
+    """Find the deltas from version `start` to the target, as (base, manifest that lists it), by the
     longest skips: O(log of the distance).
 
     Raises:
         StoreError: the deltas do not reach back that far.
     """
-    path, manifest = [], target
+    chain, manifest = [], target
     while True:
         bases = [base for base in manifest.delta_files if base >= start]
         if not bases:
@@ -347,43 +314,26 @@ def find_path(source: Source, start: int, target: Manifest) -> list[tuple[int, M
                 f"{manifest.version} has none that fits"
             )
         base = min(bases)
-        path.append((base, manifest))
+        chain.append((base, manifest))
         if base == start:
-            return path[::-1]
+            return chain[::-1]
         manifest = source.manifest(base)
 
 
-def _can_compose(steps: list[Step]) -> bool:
-    """Every piece covers the same words in each step that has it: the trainer had the same number
-    of ranks.
-    """
-    spans: dict[str, set[tuple[int, int]]] = {}
-    for step in steps:
-        for (name, first), blob in step.items():
-            spans.setdefault(name, set()).add((first, first + _delta.info(blob)["num_words"]))
-    for of_name in spans.values():
-        ordered = sorted(of_name)
-        if any(end > start for (_, end), (start, _) in pairwise(ordered)):
-            return False
-    return True
-
-
-def _check_anchor(anchor: Manifest, found: list[Piece], num_threads: int) -> None:
-    """Every word once, with the right digest."""
-    for name, spec in anchor.layout.items():
-        parts = sorted(
-            (piece for piece in found if piece.name == name), key=lambda piece: piece.first
-        )
-        at = 0
-        for piece in parts:
-            at = at + len(piece.words()) if piece.first == at else -1
-        if at != spec.num_words:
+def _check_snapshot(snapshot: Manifest, shards: list[TensorShard], num_threads: int) -> None:
+    """Check that the shards hold every word once, with the right digests."""
+    for name, spec in snapshot.layout.items():
+        parts = sorted((s for s in shards if s.name == name), key=lambda shard: shard.first)
+        end = 0
+        for shard in parts:
+            end = end + len(shard.u16()) if shard.first == end else -1
+        if end != spec.num_words:
             raise StoreError(
-                f"the anchor of version {anchor.version} does not hold the whole of {name!r}"
+                f"the full snapshot of version {snapshot.version} does not hold the whole of "
+                f"{name!r}"
             )
-        digests = (
-            _delta.digest(piece.words(), first=piece.first, num_threads=num_threads)
-            for piece in parts
-        )
-        if add(*digests) != anchor.digests[name]:
-            raise StoreError(f"the anchor of version {anchor.version} is damaged at {name!r}")
+        digests = [_delta.digest(s.u16(), first=s.first, num_threads=num_threads) for s in parts]
+        if add(*digests) != snapshot.digests[name]:
+            raise StoreError(
+                f"the full snapshot of version {snapshot.version} is damaged at {name!r}"
+            )

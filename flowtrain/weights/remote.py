@@ -1,7 +1,7 @@
-"""A weight store somewhere else: the layout of store.py behind any static file server.
+"""A weight store on another machine: the layout of store.py behind any static file server.
 
-A download goes on where it was cut, in this process or the next, is checked against its manifest,
-and only then gets its name. `urllib` is enough for that: one request at a time and no session, so
+A download that was cut continues, in this process or the next one. It is checked against its
+manifest before it gets its name. One request at a time needs no session, so `urllib` is enough and
 engines need no HTTP library.
 """
 
@@ -20,7 +20,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from tqdm import tqdm
 
 from flowtrain.utils.serving import check_token, check_url
-from flowtrain.weights.files import check
+from flowtrain.weights.files import mismatch
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.store import Source, WeightStore
 
@@ -30,11 +30,11 @@ _MAX_HEAD = 64
 _MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 _SLOWEST = 64 << 10
-"""Bytes per second; an answer that comes slower counts as cut, so no server can hold a reader for
-ever."""
+"""Bytes per second; a slower answer counts as cut, so no server can hold a reader forever."""
 _BIG = 64 << 20
-"""From so many bytes on a download shows how far it is."""
+"""Bytes from which on a download shows a progress bar."""
 _LONGEST_PAUSE_S = 10.0
+_IS_STORE = "is this the address of a weight store?"
 
 
 class NotThere(StoreError):
@@ -42,26 +42,18 @@ class NotThere(StoreError):
 
 
 class _Cut(Exception):
-    """An answer that did not come, or not to its end: worth another try."""
+    """An answer that did not come, or not to its end: the request is tried again."""
 
-    def __init__(self, what: str, status: int = 0) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
         self.status = status
 
 
-class _Damaged(Exception):
-    """A whole answer, but not the file of the manifest."""
-
-
 def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
-    """The store at a path, or behind a URL; `cache` is a folder for what is fetched from there, of
-    this reader alone.
-    """
-    return (
-        HttpStore(str(location), cache, token)
-        if "://" in str(location)
-        else WeightStore(Path(location))
-    )
+    """Open the store at a path or URL; `cache` is a folder for downloads, of this reader alone."""
+    if "://" in str(location):
+        return HttpStore(str(location), cache, token)
+    return WeightStore(Path(location))
 
 
 class HttpStore:
@@ -78,19 +70,22 @@ class HttpStore:
     ) -> None:
         """
         Args:
-            url: Of the folder that holds HEAD.
-            cache: For downloads. It belongs to one reader: what that has loaded is deleted.
-            token: Goes along as `Authorization: Bearer`; never to another address than `url`.
-            timeout_s: Until a silent connection counts as cut.
+            url: URL of the folder that holds HEAD.
+            cache: Folder for downloads of one reader; files that it has loaded are deleted.
+            token: Sent as `Authorization: Bearer`, never to another address than `url`.
+            timeout_s: Seconds until a silent connection counts as cut.
             retries: Failures in a row, without a MiB gained between them, before giving up.
-            backoff_s: Pause after the first failure; it doubles with each.
+            backoff_s: Pause after the first failure; it doubles with each further one.
 
         Raises:
             UserError: the URL or the token cannot be used.
         """
-        self.url, self._cache = check_url(url), cache
+        self.url = check_url(url)
+        self._cache = cache
         self._headers = {"Authorization": f"Bearer {check_token(token)}"} if token else {}
-        self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._backoff_s = backoff_s
         self._opener = build_opener(_NoRedirects)
         self._newest = -1
 
@@ -104,9 +99,7 @@ class HttpStore:
         except NotThere:
             return None
         if not text.isdecimal():
-            raise StoreError(
-                f"{url} holds {text[:40]!r}, not a version; is this the address of a weight store?"
-            )
+            raise StoreError(f"{url} holds {text[:40]!r}, not a version; {_IS_STORE}")
         self._newest = max(self._newest, int(text))
         return int(text)
 
@@ -114,38 +107,32 @@ class HttpStore:
         if version > self._newest and ((head := self.head()) is None or version > head):
             raise NotThere(
                 f"version {version} is not at {self.url}; the newest there is "
-                f"{head if head is not None else 'none'}"
+                f"{'none' if head is None else head}"
             )
         url = f"{self.url}/{_folder(version)}/manifest.json"
         manifest = Manifest.from_json(self._text(url, _MAX_MANIFEST), url)
         if manifest.version != version:
             raise StoreError(
-                f"{url} describes version {manifest.version}; the folders of the server are mixed "
-                "up"
+                f"{url} describes version {manifest.version}; the server's folders are mixed up"
             )
         return manifest
 
     def fetch(self, version: int, file: File) -> Path:
         path = self._cache / _folder(version) / file.name
-        part, url = (
-            path.with_name(f"{file.name}.part"),
-            f"{self.url}/{_folder(version)}/{file.name}",
-        )
+        part = path.with_name(f"{file.name}.part")
+        url = f"{self.url}/{_folder(version)}/{file.name}"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            path.replace(part)  # is checked as if it had just come
+            path.replace(part)  # checked again as if it had just come
         for _ in range(2):
-            try:
-                self._download(url, part, file)
-                _check(part, file)
+            damage = self._download(url, part, file.num_bytes) or mismatch(part, file)
+            if not damage:
                 return part.replace(path)
-            except _Damaged as error:
-                part.unlink(missing_ok=True)
-                _log.warning("%s came damaged: %s", url, error)
-                damage = str(error)
+            part.unlink(missing_ok=True)
+            _log.warning("%s came damaged: %s", url, damage)
         raise StoreError(
-            f"{url} came damaged twice: {damage}; the file on the server is not that of its "
-            "manifest, publish an anchor"
+            f"{url} came damaged twice: {damage}; the server's file is not that of its manifest, "
+            "publish a full snapshot"
         )
 
     def loaded(self, version: int) -> None:
@@ -168,42 +155,41 @@ class HttpStore:
             while chunk := _read(response, min(limit + 1 - len(data), _CHUNK), deadline):
                 data += chunk
                 if len(data) > limit:
-                    raise StoreError(
-                        f"{url} is longer than {limit} bytes; is this the address of a weight "
-                        "store?"
-                    )
+                    raise StoreError(f"{url} is longer than {limit} bytes; {_IS_STORE}")
         if announced is not None and len(data) < announced:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
         return bytes(data)
 
-    def _download(self, url: str, part: Path, file: File) -> None:
-        """Until `part` has as many bytes as the file; those that are there stay."""
+    def _download(self, url: str, part: Path, num_bytes: int) -> str:
+        """Complete `part` to `num_bytes`; bytes that are there stay. Returns what is wrong with the
+        server's file, empty when nothing is.
+        """
         patience = _Patience(self._retries, self._backoff_s)
         part.touch()
-        while (num_held := part.stat().st_size) < file.num_bytes:
+        while (num_held := part.stat().st_size) < num_bytes:
             try:
-                self._append(url, part, num_held, file.num_bytes)
+                if damage := self._append(url, part, num_held, num_bytes):
+                    return damage
             except _Cut as cut:
                 if cut.status == 416:
                     part.write_bytes(b"")
                 if part.stat().st_size > num_held + _CHUNK:
                     patience.restore()
                 patience.wait(url, cut)
+        return ""
 
-    def _append(self, url: str, part: Path, num_held: int, num_bytes: int) -> None:
-        """One request for what is missing; a server that does not serve ranges sends all, and all
-        is taken.
+    def _append(self, url: str, part: Path, num_held: int, num_bytes: int) -> str:
+        """Request the missing bytes once; a server without ranges sends the whole file, which is
+        taken from the start. Returns what is wrong with the server's file, empty when nothing is.
         """
         with self._open(url, {"Range": f"bytes={num_held}-"} if num_held else {}) as response:
-            at = num_held if response.status == 206 else 0
-            if response.status == 206 and not _is_range(
-                response.headers.get("Content-Range", ""), at, num_bytes
-            ):
+            is_range = response.status == 206
+            at = num_held if is_range else 0
+            content_range = response.headers.get("Content-Range", "")
+            if is_range and not _is_range(content_range, at, num_bytes):
                 raise _Cut("the server sent another range than it was asked for", 416)
             if response.length is not None and at + response.length != num_bytes:
-                raise _Damaged(
-                    f"the server has {at + response.length} bytes, the manifest says {num_bytes}"
-                )
+                return f"the server has {at + response.length} bytes, the manifest says {num_bytes}"
             deadline = self._deadline(num_bytes - at)
             with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as bar:
                 while at < num_bytes and (
@@ -214,8 +200,8 @@ class HttpStore:
                     at += len(chunk)
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
-            if _read(response, 1, deadline):
-                raise _Damaged(f"the server has more bytes than the {num_bytes} of the manifest")
+            has_more = _read(response, 1, deadline)
+        return f"the server has more bytes than the {num_bytes} of the manifest" if has_more else ""
 
     def _open(self, url: str, headers: dict[str, str]) -> HTTPResponse:
         try:
@@ -225,15 +211,12 @@ class HttpStore:
         except HTTPError as error:
             error.close()
             if error.code in (408, 416, 429) or error.code >= 500:
-                raise _Cut(
-                    f"the server answered {error.code} {error.reason}", error.code
-                ) from error
+                reason = f"the server answered {error.code} {error.reason}"
+                raise _Cut(reason, error.code) from error
             raise _refusal(url, error, bool(self._headers)) from None
         except (OSError, HTTPException) as error:
-            raise _Cut(
-                "no answer "
-                f"({error.reason if isinstance(error, URLError) else error or type(error).__name__})"
-            ) from error
+            cause = error.reason if isinstance(error, URLError) else error
+            raise _Cut(f"no answer ({cause or type(error).__name__})") from error
         if response.status not in (200, 206):
             response.close()
             raise _Cut(f"the server answered {response.status}")
@@ -244,20 +227,22 @@ class HttpStore:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would take the token elsewhere."""
+    """Follows no redirect, which would take the token elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class _Patience:
-    """How often a request is tried again, and after which pause."""
+    """Counts how often a request is tried again, and pauses in between."""
 
     def __init__(self, retries: int, backoff_s: float) -> None:
-        self._retries, self._backoff_s, self._num_failures = retries, backoff_s, 0
+        self._retries = retries
+        self._backoff_s = backoff_s
+        self._num_failures = 0
 
     def wait(self, url: str, cut: _Cut) -> None:
-        """Raises StoreError when it is out."""
+        """Pause before the next try. Raises StoreError when there is none."""
         self._num_failures += 1
         if self._num_failures > self._retries:
             raise StoreError(
@@ -272,9 +257,9 @@ class _Patience:
 
 def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
     if error.code in (401, 403):
-        what = "the server refuses the token" if has_token else "the server wants a token"
+        problem = "the server refuses the token" if has_token else "the server wants a token"
         return StoreError(
-            f"{url}: {what} ({error.code}); set FLOWTRAIN_TOKEN to that of the server"
+            f"{url}: {problem} ({error.code}); set FLOWTRAIN_TOKEN to that of the server"
         )
     if error.code in (404, 410):
         return NotThere(
@@ -287,14 +272,11 @@ def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
             f"{url} redirects to {target!r} ({error.code}); redirects are not followed, give the "
             "final address"
         )
-    return StoreError(
-        f"{url}: the server answered {error.code} {error.reason}; is this the address of a weight "
-        "store?"
-    )
+    return StoreError(f"{url}: the server answered {error.code} {error.reason}; {_IS_STORE}")
 
 
 def _read(response: HTTPResponse, num_bytes: int, deadline: float) -> bytes:
-    """What there is of the next bytes; none at the end."""
+    """Read some of the next bytes; none at the end."""
     try:
         data = response.read1(num_bytes)
     except (OSError, HTTPException) as error:
@@ -305,16 +287,9 @@ def _read(response: HTTPResponse, num_bytes: int, deadline: float) -> bytes:
 
 
 def _is_range(text: str, start: int, num_bytes: int) -> bool:
-    """Whether a Content-Range begins where it was asked to, and ends within the file."""
+    """Tell whether a Content-Range begins at `start` and ends within the file."""
     found = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", text.strip())
     return found is not None and int(found[1]) == start and int(found[2]) < num_bytes
-
-
-def _check(path: Path, file: File) -> None:
-    try:
-        check(path, file)
-    except StoreError as error:
-        raise _Damaged(str(error).partition(";")[0]) from error
 
 
 def _folder(version: int) -> str:
@@ -322,13 +297,6 @@ def _folder(version: int) -> str:
 
 
 def _bar(name: str, at: int, num_bytes: int) -> Any:
-    hidden = None if num_bytes >= _BIG else True  # None: when stderr is no terminal
-    return tqdm(
-        desc=name,
-        initial=at,
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        disable=hidden,
-    )
+    hidden = None if num_bytes >= _BIG else True  # None: hidden when stderr is no terminal
+    scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": hidden}
+    return tqdm(desc=name, initial=at, total=num_bytes, **scale)

@@ -1,8 +1,8 @@
-"""Read-only serving of a store to readers on other machines; any static file server that knows byte
-ranges does as well.
+"""Serve a store, read-only, to readers on other machines. Any static file server that knows byte
+ranges would do as well.
 
-Nothing but HEAD and the manifests and safetensors files of published versions is served, and only
-to who has the token.
+Only HEAD and the manifests and safetensors files of published versions are served, and only to
+clients that have the token.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SERVED = re.compile(
 
 
 def serve(store: WeightStore, host: str, port: int) -> None:
-    """Until Ctrl-C or SIGTERM; downloads under way go on from where they are cut."""
+    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut."""
     serving.serve(str(store), lambda token: make_app(store, token), host, port)
 
 
 def make_app(store: WeightStore, token: str) -> ASGIApp:
-    """The ASGI application. It looks the paths up in one pattern: a router, which also redirects,
-    would serve more than is meant.
+    """Build the ASGI application. It matches paths against one pattern, because a router also
+    redirects.
     """
     check_token(token)
     serving.require("starlette.concurrency", "starlette.requests")
@@ -53,40 +53,35 @@ def _answer(store: WeightStore, token: str, request: Request) -> Response:
     from starlette.responses import FileResponse, PlainTextResponse, Response
 
     if not is_allowed(request.headers.get("authorization", ""), token):
-        return PlainTextResponse(
-            "the token is missing or wrong\n", 401, {"WWW-Authenticate": "Bearer"}
-        )
+        headers = {"WWW-Authenticate": "Bearer"}
+        return PlainTextResponse("the token is missing or wrong\n", 401, headers)
     if request.method not in ("GET", "HEAD"):
         return PlainTextResponse("the store is read-only\n", 405, {"Allow": "GET, HEAD"})
     path = _find(store, request.scope["path"])
     if path is None:
         return PlainTextResponse("there is no such file\n", 404)
-    fresh = {"Cache-Control": "no-cache"}
+    headers = {"Cache-Control": "no-cache"}
     if path.suffix == ".safetensors":
-        return FileResponse(path, media_type="application/octet-stream", headers=fresh)
-    return Response(
-        path.read_bytes(),
-        headers=fresh,
-        media_type="application/json" if path.suffix else "text/plain",
-    )
+        return FileResponse(path, headers=headers, media_type="application/octet-stream")
+    media_type = "application/json" if path.suffix else "text/plain"
+    return Response(path.read_bytes(), headers=headers, media_type=media_type)
 
 
 def _find(store: WeightStore, path: str) -> Path | None:
-    """The file that a path of a URL asks for; None where there is none, or none to be seen from
-    outside.
-    """
-    asked = _SERVED.fullmatch(path)
-    if asked is None or (
-        asked["version"] is not None and not _is_published(store, int(asked["version"]))
-    ):
+    """Return the file for the path of a URL; None when there is none or it must not be seen."""
+    match = _SERVED.fullmatch(path)
+    if match is None:
         return None
-    root, found = Path(os.path.realpath(store.root)), Path(os.path.realpath(store.root / path[1:]))
-    return found if found.is_relative_to(root) and found.is_file() else None
+    if match["version"] is not None and not _is_published(store, int(match["version"])):
+        return None
+    root = Path(os.path.realpath(store.root))
+    file = Path(os.path.realpath(store.root / path[1:]))
+    return file if file.is_relative_to(root) and file.is_file() else None
 
 
 def _is_published(store: WeightStore, version: int) -> bool:
     try:
         head = store.head()
-    except StoreError:  # HEAD is damaged, as whoever asks for it will see
+    except StoreError:  # HEAD is damaged; its own request shows that
         return False
     return head is not None and version <= head

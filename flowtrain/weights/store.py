@@ -1,14 +1,13 @@
 """A weight store on a directory: immutable versions and an atomic HEAD.
 
-    weights/HEAD                            "12\\n": the newest complete version
-    weights/v00000012/manifest.json         what the version is and how to get it; see manifest.py
-    weights/v00000012/anchor-r0.safetensors the tensors, one file per rank of the trainer; only some
-    versions have them weights/v00000012/delta-00000011-r0.safetensors     what changed since
-    version 11; see docs/delta-format.md weights/leases/<reader>.json            a version that a
-    reader still needs
+    weights/HEAD                                          "12\\n": the newest complete version
+    weights/v00000012/manifest.json                       see manifest.py
+    weights/v00000012/delta-00000011-r0.safetensors       what changed since version 11
+    weights/v00000012/anchor-r0.safetensors               a full snapshot; only some versions
+    weights/leases/<reader>.json                          a version that a reader still needs
 
-A version is written beside its place and renamed into it, then HEAD is replaced: a reader sees a
-whole version or none.
+Each rank r of the trainer writes files of its own. A version is written in a folder beside its own
+and renamed, then HEAD is replaced: a reader sees a whole version or none.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from flowtrain.utils.errors import user_error
 from flowtrain.weights.files import check
 from flowtrain.weights.manifest import File, Manifest, StoreError
 
 
 class Source(Protocol):
-    """Where versions can be read: a `WeightStore`, or an `HttpStore` somewhere else."""
+    """A store to read from: a `WeightStore`, or an `HttpStore` on another machine."""
 
     def head(self) -> int | None:
-        """The newest complete version; None in an empty store."""
+        """Return the newest complete version; None in an empty store."""
 
     def manifest(self, version: int) -> Manifest:
-        """Raises StoreError when there is no such version."""
+        """Read a manifest. Raises StoreError when there is no such version."""
 
     def fetch(self, version: int, file: File) -> Path:
-        """A local path to a file of a version, its size and checksum verified; raises StoreError."""
+        """Return a local path to a file, its size and checksum verified. Raises StoreError."""
 
     def loaded(self, version: int) -> None:
-        """The reader has reached `version`: what was fetched for it may go."""
+        """Drop cached files: the reader has reached `version`."""
 
 
 class WeightStore:
@@ -62,39 +62,39 @@ class WeightStore:
         return int(text)
 
     def versions(self) -> list[int]:
-        """Versions up to HEAD, in order; a folder beyond it was never published."""
+        """List the versions up to HEAD, in order; a folder beyond HEAD was never published."""
         head = self.head()
-        found = (
-            int(path.name[1:]) for path in self.root.glob("v[0-9]*") if path.name[1:].isdecimal()
-        )
-        return sorted(version for version in found if head is not None and version <= head)
+        names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
+        versions = [int(name) for name in names if name.isdecimal()]
+        return sorted(version for version in versions if head is not None and version <= head)
 
     def manifest(self, version: int) -> Manifest:
-        path = self.place(version) / "manifest.json"
-        if version not in self.versions() or not path.exists():
+        path = self.folder(version) / "manifest.json"
+        versions = self.versions()
+        if version not in versions or not path.exists():
             raise StoreError(
-                f"version {version} is not in {self.root}; it holds {self.versions() or 'nothing'}"
+                f"version {version} is not in {self.root}; it holds {versions or 'nothing'}"
             )
         manifest = Manifest.from_json(path.read_text(errors="replace"), str(path))
         if manifest.version != version:
-            raise StoreError(f"{path} describes version {manifest.version}; somebody moved it")
+            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
         return manifest
 
     def fetch(self, version: int, file: File) -> Path:
-        path = self.place(version) / file.name
+        path = self.folder(version) / file.name
         if not path.exists():
             raise StoreError(f"{path} is missing, though the manifest names it")
         check(path, file)
         return path
 
     def loaded(self, version: int) -> None:
-        """Nothing was copied."""
+        """Do nothing: no file was copied."""
 
     def begin(self, version: int) -> Path:
-        """A folder for the files of a new version.
+        """Make the folder that the files of a new version are written into.
 
         Raises:
-            StoreError: the version exists, or is older than HEAD: versions never change.
+            StoreError: the version is not newer than HEAD: versions never change.
         """
         head = self.head()
         if head is not None and version <= head:
@@ -103,28 +103,26 @@ class WeightStore:
                 "versions never change"
             )
         scratch = self.scratch(version)
-        for left_over in (scratch, self.place(version)):
+        for left_over in (scratch, self.folder(version)):
             shutil.rmtree(left_over, ignore_errors=True)
         scratch.mkdir(parents=True)
         return scratch
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish what was written since `begin`."""
+        """Publish the files that were written since `begin`."""
         scratch = self.scratch(manifest.version)
         _write(scratch / "manifest.json", manifest.to_json())
         _sync(scratch)
-        scratch.rename(self.place(manifest.version))
+        scratch.rename(self.folder(manifest.version))
         _sync(self.root)
         self._set_head(manifest.version)
 
     def abort(self, version: int) -> None:
-        """Forget what was written since `begin`."""
+        """Delete the files that were written since `begin`."""
         shutil.rmtree(self.scratch(version), ignore_errors=True)
 
     def rollback(self, version: int) -> None:
-        """Forget every version after `version`: a resumed run trains on from a checkpoint that is
-        older than HEAD.
-        """
+        """Delete every version after `version`, because a run resumes from an older checkpoint."""
         versions = self.versions()
         older = [v for v in versions if v <= version]
         if older:
@@ -132,58 +130,51 @@ class WeightStore:
         else:
             (self.root / "HEAD").unlink(missing_ok=True)
         for newer in versions[len(older) :]:
-            shutil.rmtree(self.place(newer))
+            shutil.rmtree(self.folder(newer))
 
     def garbage(self, keep: int) -> list[int]:
-        """Versions that neither the newest `keep` nor a leased one needs: all before the anchor of
-        the oldest of those.
+        """List the versions that neither the newest `keep` nor the leased ones need: all before the
+        full snapshot from which the oldest of these is reached.
         """
         if keep < 1:
-            raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead somewhere")
+            raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
         versions = self.versions()
-        wanted = set(versions[-keep:]) | (set(self.leases().values()) & set(versions))
-        if not wanted:
+        needed = set(versions[-keep:]) | (set(self.leases().values()) & set(versions))
+        if not needed:
             return []
-        needed = self.manifest(min(wanted)).anchor
-        return [version for version in versions if version < needed]
+        snapshot = self.manifest(min(needed)).snapshot
+        return [version for version in versions if version < snapshot]
 
     def collect_garbage(self, keep: int) -> list[int]:
-        """Delete them and say which they were."""
+        """Delete the versions that `garbage` lists, and return them."""
         garbage = self.garbage(keep)
         for version in garbage:
-            shutil.rmtree(self.place(version))
+            shutil.rmtree(self.folder(version))
         return garbage
 
     def lease(self, reader: str, version: int, seconds: float) -> None:
-        """Keep `version` and the way from it to newer ones for a while; a reader has one lease,
-        which the next call replaces.
+        """Keep `version`, and the deltas from it to newer ones, for a while. A reader has one
+        lease; the next call replaces it.
         """
         if not reader or not all(c.isalnum() or c in "-_" for c in reader):
             raise ValueError(f"reader must be letters, digits, - or _, not {reader!r}")
-        folder = self.root / "leases"
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(
-            folder / f"{reader}.json",
-            json.dumps({"version": version, "expires": time.time() + seconds}),
-        )
+        path = self.root / "leases" / f"{reader}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, json.dumps({"version": version, "expires": time.time() + seconds}))
 
     def leases(self) -> dict[str, int]:
-        """Leases that have not run out, by reader."""
+        """Return the leased versions by reader; leases that ran out are left out."""
         found = {}
         for path in sorted((self.root / "leases").glob("*.json")):
-            try:
+            problem = f"{path} is no lease; delete it if no reader needs it"
+            with user_error(problem, ValueError, TypeError, KeyError, raises=StoreError):
                 record = json.loads(path.read_text())
                 version, expires = int(record["version"]), float(record["expires"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise StoreError(
-                    f"{path} is no lease ({type(error).__name__}: {error}); delete it if no reader "
-                    "needs it"
-                ) from error
             if expires > time.time():
                 found[path.stem] = version
         return found
 
-    def place(self, version: int) -> Path:
+    def folder(self, version: int) -> Path:
         return self.root / f"v{version:08d}"
 
     def scratch(self, version: int) -> Path:
@@ -208,7 +199,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names of files survive a power cut only when their folder was flushed too."""
+    """Flush a folder, or the names of its files would not survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

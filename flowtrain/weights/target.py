@@ -1,4 +1,4 @@
-"""What a reader writes to: tensors as the store names them, wherever their words are."""
+"""The tensors that a reader writes to, by the names of the store, wherever their words are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.files import Blob
+from flowtrain.weights.deltas import DeltaBatch
 from flowtrain.weights.manifest import Manifest, StoreError
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.tensor_shards import Digest, Layout, Piece, Words, spec_of, words_of
-
-Step = dict[tuple[str, int], Blob]
-"""Deltas between two versions by tensor and first word."""
+from flowtrain.weights.tensor_shards import U16, Digest, Layout, TensorShard, spec_of, u16_view
 
 
 class Target(Protocol):
@@ -27,32 +24,31 @@ class Target(Protocol):
     def ranks(self) -> Ranks: ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raises StoreError when the version is of another model."""
+        """Raise StoreError when the version is of another model."""
 
-    def base(self, name: str, first: int, num_words: int) -> Words:
-        """Words of a tensor as they are; deltas at level 2 cannot be read without. Raises
-        StoreError or DeltaError.
+    def base(self, name: str, first: int, num_words: int) -> U16:
+        """Return a tensor's current words; deltas at level 2 need them to decode. Raises StoreError
+        or DeltaError.
         """
 
-    def apply(self, step: Step) -> None:
-        """All of the deltas, or none.
+    def apply(self, batch: DeltaBatch) -> None:
+        """Apply all of the deltas, or none.
 
         Raises:
-            DeltaError: a delta is damaged, or the words are not its base. On every rank alike, as
-                is what follows.
-            Exception: anything else that happened.
+            DeltaError: a delta is damaged, or the words are not its base; on every rank.
+            Exception: anything else that happened; on every rank.
         """
 
-    def write(self, found: Sequence[Piece]) -> None:
-        """Every word of every tensor, checked before."""
+    def write(self, shards: Sequence[TensorShard]) -> None:
+        """Write every word of every tensor; the shards were checked before."""
 
     def digests(self) -> dict[str, Digest]:
-        """Of whole tensors, by reading all words; a tensor that is only another name for one may be
-        left out.
+        """Read all words and return the digests of whole tensors; a tensor that is another name of
+        one may be left out.
         """
 
     def finish(self) -> None:
-        """A load is over: make what was written take effect."""
+        """Make a load take effect."""
 
 
 class HostTensors:
@@ -71,26 +67,22 @@ class HostTensors:
     def check(self, manifest: Manifest) -> None:
         check_layout(self._layout, manifest.layout, manifest.version)
 
-    def base(self, name: str, first: int, num_words: int) -> Words:
-        return part_of(name, words_of(self._host[name]), first, num_words)
+    def base(self, name: str, first: int, num_words: int) -> U16:
+        return slice_of(name, self._host[name], first, num_words)
 
-    def apply(self, step: Step) -> None:
-        slices = [
-            self.base(name, first, _delta.info(blob)["num_words"])
-            for (name, first), blob in step.items()
-        ]
-        _delta.apply(list(step.values()), slices, num_threads=self._num_threads)
-        self._written |= {name for name, _ in step}
+    def apply(self, batch: DeltaBatch) -> None:
+        words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
+        _delta.apply(list(batch.values()), words, num_threads=self._num_threads)
+        self._written |= {name for name, _ in batch}
 
-    def write(self, found: Sequence[Piece]) -> None:
+    def write(self, shards: Sequence[TensorShard]) -> None:
         self._written |= self._tensors.keys()
-        for piece in found:  # everything was checked: nothing in this loop can fail
-            words = piece.words()
-            words_of(self._host[piece.name])[piece.first : piece.first + len(words)] = words
+        for shard in shards:
+            write_shard(self._host[shard.name], shard)
 
     def digests(self) -> dict[str, Digest]:
         return {
-            name: _delta.digest(words_of(host), num_threads=self._num_threads)
+            name: _delta.digest(u16_view(host), num_threads=self._num_threads)
             for name, host in self._host.items()
         }
 
@@ -104,33 +96,39 @@ class HostTensors:
 
 
 def check_layout(ours: Layout, theirs: Layout, version: int) -> None:
-    """Raises StoreError that names what differs."""
-    if ours != theirs:
-        differing = sorted(
-            name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
-        )
-        examples = "; ".join(
-            f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in differing[:3]
-        )
-        raise StoreError(
-            f"version {version} holds another model than the one here: {len(differing)} tensors "
-            f"differ ({examples})"
-        )
+    """Raise StoreError, with examples, when two layouts differ."""
+    if ours == theirs:
+        return
+    names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    examples = [f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in names[:3]]
+    raise StoreError(
+        f"version {version} holds another model than the one here: {len(names)} tensors differ "
+        f"({'; '.join(examples)})"
+    )
 
 
-def part_of(name: str, words: Words, first: int, num_words: int) -> Words:
-    """The words that a delta is for. Raises StoreError when the tensor has not so many."""
+def slice_of(name: str, tensor: Tensor, first: int, num_words: int) -> U16:
+    """Return the words of a CPU tensor that a delta is for. Raises StoreError when the tensor is
+    too short.
+    """
+    words = u16_view(tensor)
     if first + num_words > len(words):
         raise StoreError(
             f"a delta of {name!r} covers words {first} to {first + num_words}; the tensor has "
             f"{len(words)}"
         )
-    part: Words = words[first : first + num_words]
+    part: U16 = words[first : first + num_words]
     return part
 
 
+def write_shard(tensor: Tensor, shard: TensorShard) -> None:
+    """Copy a shard to its place in a whole CPU tensor."""
+    words = shard.u16()
+    u16_view(tensor)[shard.first : shard.first + len(words)] = words
+
+
 def _host(tensor: Tensor) -> Tensor:
-    """The tensor itself where its memory can be written to, else one like it on the CPU."""
+    """Return the tensor itself if its memory can be written to, else an empty copy on the CPU."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype)

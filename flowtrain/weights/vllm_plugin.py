@@ -1,25 +1,28 @@
-"""vLLM takes sparse deltas in place: a weight transfer engine named "sparse_delta", found through
-the entry point `vllm.general_plugins`.
+"""Sparse deltas in vLLM: a weight transfer engine named "sparse_delta" that updates weights in
+place. vLLM finds it through the entry point `vllm.general_plugins`.
 
     WeightTransferConfig(backend="sparse_delta")
-    init_weight_transfer_engine(WeightTransferInitRequest({"location": "runs/7/weights",
-    "verify_every": 0}))       once start_weight_update()
-    update_weights(WeightTransferUpdateRequest({"version": 8, "stage": True}))      if at all:
-    fetches in the background pause_generation(mode="keep", clear_cache=True)
+    # Once:
+    init_weight_transfer_engine(WeightTransferInitRequest({"location": "runs/7/weights"}))
+    # For each version, the first update_weights only if it shall be fetched in the background:
+    start_weight_update()
+    update_weights(WeightTransferUpdateRequest({"version": 8, "stage": True}))
+    pause_generation(mode="keep", clear_cache=True)
     update_weights(WeightTransferUpdateRequest({"version": 8}))
-    finish_weight_update(weight_version="8") resume_generation()
+    finish_weight_update(weight_version="8")
+    resume_generation()
 
 When `update_weights` raises, the weights are those of the version before, and `resume_generation`
-alone goes on. There are two exceptions, which `WeightReports.held_weights` tells: an anchor from
-which the deltas did not lead on, whose version it then is; and a full load that broke off in the
-middle, None, after which nothing may be resumed before another update. Never update an engine that
-sleeps: its weights are not in memory.
+goes on with them. There are two exceptions, which `WeightReports.held_weights` reports: when deltas
+from a full snapshot fail, the weights are those of the snapshot's version; when a full load breaks
+off in the middle, the version is None, and another update must come before generation resumes.
+Never update an engine that sleeps: its weights are not in memory.
 
-With `clear_cache=True` what runs is preempted: its tokens stay, their keys and values are computed
-anew by the new weights, and so every later token is sampled by the new weights alone, which is what
-a trainer recomputes. `clear_cache=False` spares that and keeps what the old weights made for the
-requests that run; give each prompt a `cache_salt` that names the version then, lest new prompts
-find it.
+With `clear_cache=True` vLLM preempts the running requests: their tokens stay, and their keys and
+values are computed again by the new weights. So every later token is sampled by the new weights
+alone, which is what a trainer recomputes. `clear_cache=False` is faster and keeps the old keys and
+values for running requests; then give each prompt a `cache_salt` that names the version, so that
+new prompts do not reuse them.
 """
 
 from __future__ import annotations
@@ -45,22 +48,22 @@ from flowtrain.types import UserError
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader
 from flowtrain.weights.remote import open_source
-from flowtrain.weights.strided_view import BoxTarget, Plan
+from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights.target import HostTensors, Target
-from flowtrain.weights.tensor_shards import Digest, add
+from flowtrain.weights.tensor_shards import Digest, add, digest_hex
 from flowtrain.weights.vllm_plan import make_plan, prove
 
 BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
-"""Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; 0.25.1 and 0.32
-were read, and agree."""
+"""Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; the code of
+0.25.1 and 0.32 was compared and agrees."""
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Quantisation methods that leave a parameter as the loader wrote it."""
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, perhaps more than once."""
+    """Register the engine. vLLM calls this in each of its processes, perhaps more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SparseDeltaEngine)
         if vllm.platforms.current_platform.is_cpu():
@@ -68,10 +71,10 @@ def register() -> None:
 
 
 def keep_linear_weights_plain() -> None:
-    """The one patch of vLLM, and only on a CPU: there it packs linear weights after loading, and
-    empties the parameters.
+    """Keep vLLM on a CPU from packing linear weights after loading, which empties the parameters.
 
-    Engines that do not use this backend pack as before. No option of vLLM does the same.
+    This is the only patch of vLLM; no option does the same. Engines that do not use this backend
+    pack as before.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
@@ -97,28 +100,28 @@ def keep_linear_weights_plain() -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Of `init_weight_transfer_engine`."""
+    """Arguments of `init_weight_transfer_engine`."""
 
     location: str
-    """Folder of the store, or its URL."""
+    """Folder or URL of the store."""
     verify_every: int = 0
     """Updates between two comparisons of all words with the digests of the version; 0: never."""
     token: str = field(default="", repr=False)
-    """For a URL that asks for one."""
+    """Token of a URL that needs one."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Of `update_weights`."""
+    """Arguments of `update_weights`."""
 
     version: int
     stage: bool = False
-    """Fetch and check it in the background, and change nothing yet."""
+    """Fetch and check the version in the background, and change nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRanks:
-    """The workers that hold one model between them; see `Ranks`."""
+    """The workers that hold the shards of one model; see `Ranks`."""
 
     rank: int
     size: int
@@ -126,9 +129,9 @@ class WorkerRanks:
     def gather_text(self, text: str) -> list[str]:
         texts = [text]
         for group in (get_tp_group(), get_pp_group()):
-            said: list[Any] = [None] * group.world_size
-            dist.all_gather_object(said, texts, group=group.cpu_group)
-            texts = [each for part in said for each in part]
+            gathered: list[Any] = [None] * group.world_size
+            dist.all_gather_object(gathered, texts, group=group.cpu_group)
+            texts = [text for part in gathered for text in part]
         return texts
 
 
@@ -140,14 +143,14 @@ class SparseDeltaEngine(WeightTransferEngine):
     supports_draft_weight_update = False
 
     loaded: Loaded | None
-    """What the last update did."""
+    """What the last update did; None before the first."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Find out where the model has the store's tensors, and prove it.
+        """Find where the model has the store's tensors, and prove it.
 
         Raises:
-            UserError: the store is empty, or this model cannot be updated in place; the text names
-                the tensor or the option.
+            UserError: the store is empty, or this model cannot be updated in place; the message
+                names the tensor or the option.
         """
         if "://" not in init_info.location and not Path(init_info.location).is_dir():
             raise UserError(
@@ -158,16 +161,13 @@ class SparseDeltaEngine(WeightTransferEngine):
         refuse_unsupported(self.model, self.vllm_config)
         tp, pp = get_tp_group(), get_pp_group()
         size = tp.world_size * pp.world_size
-        ranks: Ranks = (
-            Alone()
-            if size == 1
-            else WorkerRanks(pp.rank_in_group * tp.world_size + tp.rank_in_group, size)
-        )
+        rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+        ranks: Ranks = Alone() if size == 1 else WorkerRanks(rank, size)
         head = together(ranks, source.head)
         if head is None:
             raise UserError(
-                f"the weight store {init_info.location} is empty; publish a version before vLLM is "
-                "told of it"
+                f"the weight store {init_info.location} is empty; publish a version before vLLM "
+                "connects to it"
             )
         tensors = [*self.model.parameters(), *self.model.buffers()]
         plan = make_plan(source.manifest(head).layout, self.model.load_weights, tensors, ranks)
@@ -179,62 +179,42 @@ class SparseDeltaEngine(WeightTransferEngine):
                 name,
                 why,
             )
-        self.reader = WeightReader(
-            source, self._target(plan, ranks), torch.get_num_threads(), init_info.verify_every
+        num_threads = torch.get_num_threads()
+        self.sharded = ShardedTarget(
+            plan, ranks, lambda found: self.model.load_weights(found.items()), num_threads
         )
+        own_tensors = _plain_tensors(plan) if ranks.size == 1 else None
+        target: Target = (
+            self.sharded if own_tensors is None else HostTensors(own_tensors, num_threads)
+        )
+        self.reader = WeightReader(source, target, num_threads, init_info.verify_every)
         self.cache, self.loaded = cache, None
-
-    def _target(self, plan: Plan, ranks: Ranks) -> Target:
-        """Where every tensor is one run of CPU memory, those are the reader's own tensors; else
-        through boxes.
-        """
-        self.boxes = BoxTarget(
-            plan,
-            ranks,
-            lambda found: self.model.load_weights(found.items()),
-            torch.get_num_threads(),
-        )
-        views = {}
-        for name, found in plan.boxes.items():
-            spec = plan.layout[name]
-            if (
-                len(found) == 1
-                and found[0].is_run
-                and found[0].num_words == spec.num_words
-                and found[0].words.device.type == "cpu"
-            ):
-                views[name] = found[0].live().view(spec.torch_dtype).view(spec.shape)
-        return (
-            HostTensors(views, torch.get_num_threads())
-            if ranks.size == 1 and views.keys() == plan.layout.keys()
-            else self.boxes
-        )
 
     def start_weight_update(self) -> None:
         if not hasattr(self, "reader"):
             raise UserError(
-                "init_weight_transfer_engine must be called before start_weight_update: it says "
-                "where the weight store is"
+                "init_weight_transfer_engine must be called before start_weight_update: it names "
+                "the weight store"
             )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # where vLLM's own would fail
+        if self.device.type != "cpu":  # there vLLM's own method would fail
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises StoreError, and the weights are as before."""
+        """Load or stage a version. When it raises StoreError, the weights are as before."""
         if update_info.stage:
             self.reader.stage(update_info.version)
         else:
             self.loaded = self.reader.load(update_info.version)
 
     def finish_weight_update(self) -> None:
-        """The update has taken effect already."""
+        """Do nothing: the update has taken effect already."""
 
     def digests(self) -> dict[str, Digest]:
-        """Of the weights as they are now, by the names of the store, from all words of all workers."""
-        return self.boxes.digests()
+        """Read all words of all workers and return the digests by the names of the store."""
+        return self.sharded.digests()
 
     def shutdown(self) -> None:
         if hasattr(self, "cache"):
@@ -242,52 +222,56 @@ class SparseDeltaEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM 0.25 asks for it. Trainers publish to the store."""
+        """Refuse: vLLM 0.25 requires the method, but trainers publish to the store."""
         raise NotImplementedError(
             "the trainer publishes to the weight store; vLLM pulls from there"
         )
 
 
 class WeightReports:
-    """Methods of a worker for `collective_rpc`: pass
+    """Adds methods for `collective_rpc` to a vLLM worker: pass
     `worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports"`.
     """
 
     weight_transfer_engine: Any
 
     def held_weights(self) -> dict[str, Any]:
-        """The version that the weights are, None when unknown; and what the last update did."""
-        reader = getattr(self.weight_transfer_engine, "reader", None)
-        loaded = getattr(self.weight_transfer_engine, "loaded", None)
-        report = (
-            {}
-            if loaded is None
-            else {
-                "mode": loaded.mode,
-                "reason": loaded.reason,
-                "seconds": loaded.seconds,
-                **loaded.metrics(),
-            }
-        )
-        return {"version": reader.version if reader else None, **report}
+        """Report the version of the weights, None when unknown, and what the last update did."""
+        engine = self.weight_transfer_engine
+        reader, loaded = getattr(engine, "reader", None), getattr(engine, "loaded", None)
+        report: dict[str, Any] = {"version": reader.version if reader else None}
+        if loaded is not None:
+            report |= {"mode": loaded.mode, "reason": loaded.reason, "seconds": loaded.seconds}
+            report |= loaded.metrics()
+        return report
 
     def staged_weights(self) -> bool:
-        """Nothing is being staged any more."""
+        """Tell whether staging has ended."""
         return bool(self.weight_transfer_engine.reader.is_staged)
 
     def digest_weights(self) -> dict[str, str]:
-        """The digests of all tensors as they are now, in 32 hex digits each, as manifests write
-        them.
-        """
-        return {
-            name: "".join(f"{part:016x}" for part in add(digest))
-            for name, digest in self.weight_transfer_engine.digests().items()
-        }
+        """Read all words and return the digests of all tensors in hex, as manifests write them."""
+        digests = self.weight_transfer_engine.digests()
+        return {name: digest_hex(add(digest)) for name, digest in digests.items()}
+
+
+def _plain_tensors(plan: LoadPlan) -> dict[str, torch.Tensor] | None:
+    """Return the store's tensors if each one is a single run of CPU memory, else None."""
+    tensors = {}
+    for name, spec in plan.layout.items():
+        views = plan.views.get(name, [])
+        if len(views) != 1 or not views[0].is_run or views[0].num_words != spec.num_words:
+            return None
+        words = views[0].live()
+        if words.device.type != "cpu":
+            return None
+        tensors[name] = words.view(spec.torch_dtype).view(spec.shape)
+    return tensors
 
 
 def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
-    """Raises UserError where what the model computes with is not what its loader writes: that, no
-    probe of the loader can see.
+    """Raise UserError for a model that computes with other weights than its loader writes, which
+    watching the loader cannot show.
     """
     if getattr(config.model_config, "use_mla", False):
         raise UserError(

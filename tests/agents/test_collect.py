@@ -21,6 +21,7 @@ from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,
     BranchPoint,
+    Call,
     Completion,
     FinishReason,
     Group,
@@ -59,13 +60,8 @@ class FakePlanner:
             raise
         self.now -= 1
         said = rng.randrange(10**6)
-        done = Completion((said,), (-1.0,), (), FinishReason.STOP)
-        return Plan(
-            (turn,),
-            done,
-            str(said),
-            Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"),
-        )
+        call = Call((turn,), (said,), (-1.0,), (), FinishReason.STOP, str(said))
+        return Plan(call, Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"))
 
 
 class FakeEcho:
@@ -99,7 +95,7 @@ def said(trajectory: Trajectory) -> tuple[object, ...]:
         trajectory.seed,
         trajectory.answer,
         trajectory.truncated,
-        [turn.response_ids for turn in trajectory.turns],
+        [turn.calls["planner"].response_ids for turn in trajectory.turns],
     )
 
 
@@ -326,7 +322,8 @@ def test_a_mistake_of_the_user_comes_out_as_such() -> None:
 class BranchingPlanner(FakePlanner):
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         rest = Completion((1000 + seed % 1000,), (-2.0,), (), FinishReason.STOP)
-        return Plan(prefix.prompt_ids, prefix.joined(rest), "", Action("", "", "resumed", "Echo"))
+        call = Call.of(prefix.prompt_ids, prefix.joined(rest), "")
+        return Plan(call, Action("", "", "resumed", "Echo"))
 
 
 def test_groups_are_filled_up_with_branches_and_then_with_whole_rollouts() -> None:
@@ -342,12 +339,9 @@ def test_groups_are_filled_up_with_branches_and_then_with_whole_rollouts() -> No
         [None] * 3,
     ]
     first = grown[0].trajectories
-    assert first[4].turns[0].response_ids[0] == first[0].turns[0].response_ids[0], (
-        "the prefix of its root"
-    )
-    assert len({t.turns[0].response_ids for t in first[4:]}) == 2, (
-        "two branches of one place differ"
-    )
+    responses = [t.turns[0].calls["planner"].response_ids for t in first]
+    assert responses[4][0] == responses[0][0], "the prefix of its root"
+    assert len(set(responses[4:])) == 2, "two branches of one place differ"
     assert len({t.seed for group in grown for t in group.trajectories}) == 12
     again = collect_branches(
         flow(BranchingPlanner()), groups, points, group_size=6, seed=2, max_in_flight=1

@@ -16,7 +16,7 @@ from flowtrain.agents.planner import Plan, ResponsePrefix
 from flowtrain.agents.refiner import LLMRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
-from flowtrain.types import Action, Completion, FinishReason, Task, Trajectory
+from flowtrain.types import Action, Call, FinishReason, Task, Trajectory
 
 TASK = Task("t", "How large are Chad and Mali?", ("x",))
 GOALS = (
@@ -34,7 +34,7 @@ class Planner:
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
         action = None if turn == 1 else Action("", "", *GOALS[turn])
-        return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "", action)
+        return Plan(Call((1,), (2,), (-1.0,), (), FinishReason.STOP), action)
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         raise AssertionError
@@ -96,7 +96,7 @@ def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> Non
         f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)
     ]
     assert all(
-        set(sample.weights) == {1.0} and len(sample.weights) == len(sample.response_ids)
+        set(sample.loss_weights) == {1.0} and len(sample.loss_weights) == len(sample.response_ids)
         for sample in samples
     )
     assert ("characters left out" in model.asked[1]) == bool(memory_tokens)

@@ -22,9 +22,10 @@ from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import (
     Action,
     BranchPoint,
+    Call,
     Completion,
     FinishReason,
-    KeptTokens,
+    SamplingMask,
     Task,
     Trajectory,
     Turn,
@@ -53,16 +54,16 @@ class FakePlanner:
         said = self.script[turn % len(self.script)]
         if isinstance(said, Exception):
             raise said
-        return Plan((turn, 1), completion(turn), f"turn {turn}", said)
+        return Plan(Call.of((turn, 1), completion(turn), f"turn {turn}"), said)
 
 
 SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
-KEPT = KeptTokens.of([(0, 1, 2), (8,), (9, 3)])
+MASK = SamplingMask.of([(0, 1, 2), (8,), (9, 3)])
 
 
 def completion(turn: int) -> Completion:
     """Sampled by version 3 and, from the second token on, by version 4."""
-    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, KEPT)
+    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, MASK)
 
 
 class FakeTool:
@@ -234,7 +235,9 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
         MALFORMED,
         Verdict.CONTINUE,
     )
-    assert first.response_ids == completion(0).ids, "its tokens are trained like any others"
+    assert first.calls["planner"].response_ids == completion(0).ids, (
+        "its tokens are trained like any others"
+    )
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
     assert isinstance(loop.planner, FakePlanner)
     memory = loop.planner.asked[1][0]
@@ -379,18 +382,8 @@ def test_a_memory_is_immutable_and_starts_empty() -> None:
 def test_turns_carry_exactly_what_the_engine_sampled() -> None:
     trajectory = run(flow([ECHO, None, ECHO]))
     for index, turn in enumerate(trajectory.turns):
-        sampled = Completion(
-            turn.response_ids,
-            turn.response_logprobs,
-            turn.spans,
-            turn.finish_reason,
-            turn.response_kept,
-        )
-        assert (sampled, turn.prompt_ids, turn.response_text) == (
-            completion(index),
-            (index, 1),
-            f"turn {index}",
-        )
+        call = Call.of((index, 1), completion(index), f"turn {index}")
+        assert turn.calls == {"planner": call}
         assert isinstance(turn, Turn) and 0 <= turn.seconds <= trajectory.seconds
 
 
@@ -474,7 +467,7 @@ class Branching(FakePlanner):
         said = self.script[turn % len(self.script)]
         assert not isinstance(said, Exception)
         rest = Completion((70, 71), (-7.0, -7.1), (VersionSpan(0, 2, 5),), FinishReason.STOP)
-        return Plan(prefix.prompt_ids, prefix.joined(rest), "branched", said)
+        return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), said)
 
 
 def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branching]:
@@ -494,10 +487,10 @@ def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, to
         "tool results included; nothing is run again"
     )
     assert len(trajectory.turns) == 3 and trajectory.branch == BranchPoint(0, turn, token, 1.5)
-    left, was = trajectory.turns[turn], root.turns[turn]
+    left, was = (each.turns[turn].calls["planner"] for each in (trajectory, root))
     assert left.prompt_ids == was.prompt_ids
     assert left.response_ids == (*was.response_ids[:token], 70, 71)
-    assert left.response_logprobs == (*was.response_logprobs[:token], -7.0, -7.1)
+    assert left.logprobs == (*was.logprobs[:token], -7.0, -7.1)
     assert [(s.start, s.end, s.version) for s in left.spans] == [
         *[(0, 1, 3), (1, 2, 4)][:token],
         (token, token + 2, 5),

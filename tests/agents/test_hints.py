@@ -9,7 +9,7 @@ import pytest
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.refiner import Finding, LLMRefiner, RuleRefiner
-from flowtrain.types import Action, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
+from flowtrain.types import Action, Call, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
 GOALS = (
     SubGoal(("Chad",), 0.6, "country with capital N'Djamena"),
@@ -25,19 +25,8 @@ TASK = Task(
 
 def turn(written: str, result: str) -> Turn:
     action, found = Action("", "", written, "Search"), ToolResult(output=result)
-    return Turn(
-        (1,),
-        (2,),
-        (-1.0,),
-        (),
-        FinishReason.STOP,
-        written,
-        action,
-        "",
-        found,
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP, written)
+    return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
 
 
 LOST = turn("N'Djamena", "nothing")

@@ -209,7 +209,10 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     assert first.result.output == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
     assert first.verdict_text == "Do not stop too early.\nConclusion: CONTINUE"
-    assert len(engine.prompts) == 2 and tuple(map(ord, engine.prompts[1])) == second.prompt_ids
+    assert (
+        len(engine.prompts) == 2
+        and tuple(map(ord, engine.prompts[1])) == second.calls["planner"].prompt_ids
+    )
 
 
 def test_every_prompt_holds_what_its_module_must_know() -> None:
@@ -522,20 +525,17 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
     def samples(groups: list[Group]) -> list[Sample]:
         """Without the place of each trajectory in its group."""
         return [
-            replace(sample, origin=None) for sample in flow_grpo(groups, mode, num_groups=2).samples
+            replace(sample, sample_id=None)
+            for sample in flow_grpo(groups, mode, num_groups=2).samples
         ]
 
     assert len(alone.trajectories) == 4 and len(samples(groups)) == 4 * 2
     assert samples(groups) == samples([alone])
-    assert {sample.origin[1] for sample in flow_grpo(groups, mode).samples if sample.origin} == {
-        0,
-        2,
-        4,
-        5,
-    }, "the log finds its turns"
+    ids = [sample.sample_id for sample in flow_grpo(groups, mode).samples]
+    assert {each.trajectory for each in ids if each} == {0, 2, 4, 5}, "the log finds its turns"
     lost = Group(1, tuple(t for t in group.trajectories if t.error))
     assert samples([alone, lost]) == samples([alone])
-    assert flow_grpo([lost], mode).num_dropped == 1
+    assert flow_grpo([lost], mode).num_groups_dropped == 1
 
 
 # ---- prompts

@@ -94,7 +94,7 @@ def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, la
         assert trajectory.answer == f"heard tell SECRET-{i}-END"
         # The last prompt holds three turns of its own, so that the check above had something to
         # look at.
-        last = "".join(map(chr, trajectory.turns[-1].prompt_ids))
+        last = "".join(map(chr, trajectory.turns[-1].calls["planner"].prompt_ids))
         assert last.count(f"heard tell SECRET-{i}-END") == 3
     order = [SECRET.findall(text)[0] for text in engine.prompts]
     assert order != sorted(order, key=lambda secret: order.index(secret)), (

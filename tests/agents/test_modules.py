@@ -331,17 +331,14 @@ def expert(error: float) -> ScriptedPlanner:
 
 def test_the_expert_speaks_in_the_tokens_of_the_one_that_learns_from_it() -> None:
     plan = asyncio.run(expert(0.0).plan(SUM, memory(*done(0)), 1, 5, 1.0))
-    assert plan.prompt_ids == tuple(
-        map(ord, CompactPrompt().render(SUM.question, memory(*done(0))))
-    )
-    assert plan.text == " area of Mali\nTool Name: Search"
-    assert plan.completion.ids == (*map(ord, plan.text), 999)
-    assert (plan.completion.logprobs, plan.completion.spans) == (
-        (0.0,) * len(plan.completion.ids),
-        (),
-    )
-    assert plan.completion.finish_reason is FinishReason.STOP
-    assert plan.action == parse_action(CompactPrompt.prefix + plan.text, ("Search",))
+    call = plan.call
+    prompt = CompactPrompt().render(SUM.question, memory(*done(0)))
+    assert call.prompt_ids == tuple(map(ord, prompt))
+    assert call.text == " area of Mali\nTool Name: Search"
+    assert call.response_ids == (*map(ord, call.text), 999)
+    assert (call.logprobs, call.spans) == ((0.0,) * len(call.response_ids), ())
+    assert call.finish_reason is FinishReason.STOP
+    assert plan.action == parse_action(CompactPrompt.prefix + call.text, ("Search",))
 
 
 def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> None:

@@ -437,14 +437,13 @@ def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
     engine = FakeEngine(" area of Chad\nTool Name: search")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(STEPS), 0, 0, 5.0))
     assert (
-        plan.prompt_ids
+        plan.call.prompt_ids
         == engine.asked[0][0]
         == tuple(map(ord, CompactPrompt().render(TASK.question, Memory(STEPS))))
     )
-    assert plan.completion.ids == tuple(map(ord, engine.line)) and plan.completion.spans == (
-        VersionSpan(0, len(engine.line), 7),
-    )
-    assert (plan.text, plan.action) == (engine.line, Action("", "", "area of Chad", "Search"))
+    assert plan.call.response_ids == tuple(map(ord, engine.line))
+    assert plan.call.spans == (VersionSpan(0, len(engine.line), 7),)
+    assert (plan.call.text, plan.action) == (engine.line, Action("", "", "area of Chad", "Search"))
 
 
 def test_the_policy_sees_neither_answers_nor_plan() -> None:

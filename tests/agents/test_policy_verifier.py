@@ -5,7 +5,6 @@ script.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -29,15 +28,14 @@ from flowtrain.types import (
     Call,
     Completion,
     FinishReason,
-    KeptTokens,
     PlanStep,
     Sampling,
+    SamplingMask,
     Task,
     Turn,
     UserError,
     Verdict,
     VersionSpan,
-    calls_of,
 )
 
 PLAN = (
@@ -47,7 +45,7 @@ PLAN = (
 )
 TASK = Task("t", "What is the area of Chad plus the area of Mali?", ("2524",), plan=PLAN)
 OWN = Config.model_validate({"roles": {"verifier": "own"}})
-KEPT = KeptTokens.of([(1, 2)])
+MASK = SamplingMask.of([(1, 2)])
 
 
 class Engine:
@@ -65,7 +63,7 @@ class Engine:
         self.asked.append(("".join(map(chr, prompt_ids)), sampling))
         ids = tuple(map(ord, self.line))
         return Completion(
-            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 7),), self.reason, KEPT
+            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 7),), self.reason, MASK
         )
 
 
@@ -99,7 +97,7 @@ def test_it_keeps_the_tokens_that_were_sampled() -> None:
     prompt_ids, ids = tuple(map(ord, engine.asked[0][0])), tuple(map(ord, " CONTINUE"))
     spans = (VersionSpan(0, len(ids), 7),)
     assert done.call == Call(
-        prompt_ids, ids, (-0.5,) * len(ids), spans, FinishReason.STOP, KEPT, " CONTINUE"
+        prompt_ids, ids, (-0.5,) * len(ids), spans, FinishReason.STOP, " CONTINUE", MASK
     )
     assert (done.verdict, done.text) == (Verdict.CONTINUE, "Conclusion: CONTINUE")
 
@@ -222,18 +220,16 @@ def test_the_full_prompt_is_that_of_other_verifiers_and_needs_a_template() -> No
 # ---- in the flow
 
 
+PLANNER_CALL = Call((1, 2), (3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH, "said")
+
+
 class Planner:
     """Searches; in tokens of its own."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
-        return Plan(
-            (1, 2),
-            Completion((3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH),
-            "said",
-            Action("", "", "area of Chad", "X"),
-        )
+        return Plan(PLANNER_CALL, Action("", "", "area of Chad", "X"))
 
     def measure(self, memory: Memory) -> int:
         return 0
@@ -259,16 +255,9 @@ def turns(engine: Engine) -> tuple[Turn, ...]:
 def test_a_turn_holds_the_calls_of_both_policies() -> None:
     (turn,) = turns(Engine(" STOP"))
     assert (turn.verdict, turn.verdict_text) == (Verdict.STOP, "Conclusion: STOP")
-    assert calls_of(turn, "planner") == Call(
-        (1, 2), (3,), (-1.0,), (VersionSpan(0, 1, 4),), FinishReason.LENGTH, None, "said"
-    )
-    theirs = calls_of(turn, "verifier")
-    assert (
-        theirs is not None
-        and theirs is turn.verifier_call
-        and (theirs.text, theirs.spans[0].version) == (" STOP", 7)
-    )
-    assert calls_of(dataclasses.replace(turn, verifier_call=None), "verifier") is None
+    assert turn.calls["planner"] == PLANNER_CALL
+    theirs = turn.calls["verifier"]
+    assert (theirs.text, theirs.spans[0].version) == (" STOP", 7)
 
 
 def test_turns_have_seeds_of_their_own() -> None:

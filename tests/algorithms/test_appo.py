@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flowtrain.algorithms import appo
 from flowtrain.types import (
     BranchPoint,
+    Call,
     FinishReason,
     Group,
     Task,
@@ -25,22 +26,15 @@ from flowtrain.types import (
 TASK = Task("t", "q", ("a",))
 
 
+def call(num_tokens: int) -> Call:
+    ids = tuple(range(num_tokens))
+    return Call((7,), ids, (-1.0,) * num_tokens, (), FinishReason.STOP)
+
+
 def rollout(reward: float, *lengths: int, branch: tuple[int, int, int] | None = None) -> Trajectory:
     """`branch`: (root, turn, token)."""
     turns = tuple(
-        Turn(
-            (7,),
-            tuple(range(n)),
-            (-1.0,) * n,
-            (),
-            FinishReason.STOP,
-            "",
-            None,
-            "",
-            ToolResult(),
-            Verdict.CONTINUE,
-            seconds=0.0,
-        )
+        Turn({"planner": call(n)}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
         for n in lengths
     )
     point = None if branch is None else BranchPoint(*branch, score=1.0)
@@ -108,9 +102,9 @@ def test_only_roots_are_trained_and_every_token_counts_alike() -> None:
     assert [len(s.response_ids) for s in out.samples] == [4, 2, 2], (
         "neither branches nor turns without tokens"
     )
-    assert out.num_excluded == {"empty": 1}
-    assert all(set(s.weights) == {1.0} and s.minibatch == 1 for s in out.samples)
-    assert [s.origin for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
+    assert out.num_filtered == {"empty": 1}
+    assert all(set(s.loss_weights) == {1.0} and s.minibatch == 1 for s in out.samples)
+    assert [s.sample_id for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
 
 
 def test_groups_without_signal_are_left_out() -> None:
@@ -120,10 +114,10 @@ def test_groups_without_signal_are_left_out() -> None:
         rollout(1, 2, branch=(0, 0, 1)),
         rollout(1, 2, branch=(1, 0, 1)),
     )
-    assert appo([Group(0, flat)]).num_dropped == 1 and appo([Group(0, flat)]).samples == ()
+    assert appo([Group(0, flat)]).num_groups_dropped == 1 and appo([Group(0, flat)]).samples == ()
     in_branches = (*flat[:3], replace(flat[3], reward=0.0))
     out = appo([Group(0, in_branches)])
-    assert out.num_dropped == 0 and [list(s.advantages) for s in out.samples] == [
+    assert out.num_groups_dropped == 0 and [list(s.advantages) for s in out.samples] == [
         approx([A, 0]),
         approx([-A, 0]),
     ]
@@ -181,12 +175,12 @@ def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
     for number, root in enumerate(made):
         for index, turn in enumerate(root.turns):
             row = []
-            for token in range(len(turn.response_ids)):
+            for token in range(len(turn.calls["planner"].response_ids)):
                 points = [(f.branch, a) for f, a in zip(forks, of_forks, strict=True)]
                 mine = [
                     a
                     for p, a in points
-                    if p and p.root == number and (index, token) < (p.turn, p.token)
+                    if p and p.parent == number and (index, token) < (p.turn, p.token)
                 ]
                 row.append(plain[number] + (sum(mine) / len(mine) if mine else 0.0))
             wanted.append(row)

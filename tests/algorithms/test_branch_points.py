@@ -22,7 +22,18 @@ from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import ResponseScores, Trainer
 from flowtrain.training.tree import pack
-from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Sample,
+    SampleId,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 TASK = Task("t", "q", ("a",))
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
@@ -32,20 +43,8 @@ def turn(
     ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Sequence[float] | None = None
 ) -> Turn:
     logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
-    done = ToolResult()
-    return Turn(
-        tuple(prompt),
-        tuple(ids),
-        tuple(logprobs),
-        (),
-        FinishReason.STOP,
-        "",
-        None,
-        "",
-        done,
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call(tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP)
+    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
 
 
 def rollout(*turns: Turn) -> Trajectory:
@@ -75,7 +74,7 @@ def points(
     is_blank = NOT_BLANK.clone()
     is_blank[list(blank)] = True
     return [
-        [(p.root, p.turn, p.token) for p in found]
+        [(p.parent, p.turn, p.token) for p in found]
         for found in find_points(groups, score, rule, num, 0, is_blank)
     ]
 
@@ -199,7 +198,7 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
     (found,) = points([group], scores([float(x) for x in ids]), rule, num)
     assert len(found) == (num if ids else 0)
     assert all(
-        token < len(group.trajectories[root].turns[index].response_ids)
+        token < len(group.trajectories[root].turns[index].calls["planner"].response_ids)
         for root, index, token in found
     )
 
@@ -326,7 +325,10 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
     """
     loss, samples = (
         LossSpec(kl_coef=0.3),
-        [replace(s, minibatch=n % 2, origin=(0, n, 0)) for n, s in enumerate(random_samples(8))],
+        [
+            replace(s, minibatch=n % 2, sample_id=SampleId(0, n, 0))
+            for n, s in enumerate(random_samples(8))
+        ],
     )
     updates = []
     for is_given in (True, False):
@@ -336,7 +338,7 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
                 parameter.mul_(1.05)
         trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
         scores = trainer.score_samples(samples, 1000, against_reference=True)
-        batch = attach_logprobs(samples, scores.by_origin(samples, is_given, is_given))
+        batch = attach_logprobs(samples, scores.by_sample(samples, is_given, is_given))
         rows, stats = pack(batch, 2, 1000), dict[str, float]()
         num_scored = num_passes(reference, lambda: stats.update(trainer.step(rows)))  # noqa: B023
         assert num_scored == (0 if is_given else 2)

@@ -21,8 +21,8 @@ from flowtrain.types import (
     Call,
     FinishReason,
     Group,
-    KeptTokens,
     Sample,
+    SamplingMask,
     Task,
     ToolResult,
     Trajectory,
@@ -42,19 +42,8 @@ def turn(
     ids: Sequence[int], logprobs: Sequence[float] | None = None, prompt: Sequence[int] = (7,)
 ) -> Turn:
     logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
-    return Turn(
-        tuple(prompt),
-        tuple(ids),
-        tuple(logprobs),
-        (),
-        FinishReason.STOP,
-        "",
-        None,
-        "",
-        ToolResult(),
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call(tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP)
+    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
 
 
 def trajectory(reward: float, *turns: Turn) -> Trajectory:
@@ -70,10 +59,14 @@ def approx(value: Any) -> Any:
 
 
 def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
-    kept = [KeptTokens.of([(1, 2), (3,)]), None, KeptTokens.of([(4,), (5, 6)])]
-    turns = [replace(turn((1, 3)), response_kept=each) for each in kept]
+    masks = [SamplingMask.of([(1, 2), (3,)]), None, SamplingMask.of([(4,), (5, 6)])]
+    call = turn((1, 3)).calls["planner"]
+    turns = [
+        replace(turn((1, 3)), calls={"planner": replace(call, sampling_mask=mask)})
+        for mask in masks
+    ]
     out = flow_grpo([Group(0, (trajectory(1, *turns[:2]), trajectory(0, turns[2])))])
-    assert [sample.kept for sample in out.samples] == kept
+    assert [sample.sampling_mask for sample in out.samples] == masks
 
 
 # --- another policy ---
@@ -81,17 +74,21 @@ def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
 
 def judged(planner: Sequence[int], verifier: Sequence[int] | None) -> Turn:
     """A turn with tokens of both policies; None: the verifier sampled nothing."""
-    call = (
-        None
-        if verifier is None
-        else Call(
-            (8, 8), tuple(verifier), (-2.0,) * len(verifier), (), FinishReason.STOP, KEPT_SETS
-        )
+    one = turn(planner)
+    if verifier is None:
+        return one
+    call = Call(
+        prompt_ids=(8, 8),
+        response_ids=tuple(verifier),
+        logprobs=(-2.0,) * len(verifier),
+        spans=(),
+        finish_reason=FinishReason.STOP,
+        sampling_mask=MASK,
     )
-    return replace(turn(planner), verifier_call=call)
+    return replace(one, calls={**one.calls, "verifier": call})
 
 
-KEPT_SETS = KeptTokens.of([(5,)])
+MASK = SamplingMask.of([(5,)])
 
 
 def test_the_verifiers_calls_are_its_samples() -> None:
@@ -113,10 +110,10 @@ def test_the_verifiers_calls_are_its_samples() -> None:
         ((8, 8), (9,), (-2.0,)),
     ]
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a])
-    assert [s.weights[0] for s in out.samples] == approx([1 / 8, 1 / 4, 1 / 2])
-    assert [s.origin for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
-    assert all(s.kept is KEPT_SETS for s in out.samples)
-    assert out.num_excluded == {"empty": 1}
+    assert [s.loss_weights[0] for s in out.samples] == approx([1 / 8, 1 / 4, 1 / 2])
+    assert [s.sample_id for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
+    assert all(s.sampling_mask is MASK for s in out.samples)
+    assert out.num_filtered == {"empty": 1}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -143,7 +140,7 @@ def test_a_verifier_that_is_no_policy_has_no_samples() -> None:
         [Group(0, (trajectory(1, judged((1,), None)), trajectory(0, judged((2,), None))))],
         policy="verifier",
     )
-    assert out.samples == () and out.num_excluded == {"empty": 2}
+    assert out.samples == () and out.num_filtered == {"empty": 2}
 
 
 # --- advantages and weights
@@ -162,14 +159,14 @@ def test_paper_mode_by_hand() -> None:
     a = 0.5 / 0.500001
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
     # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5); T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
-    assert [s.weights[0] for s in out.samples] == approx(
+    assert [s.loss_weights[0] for s in out.samples] == approx(
         [1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40]
     )
-    assert all(s.weights == (s.weights[0],) * len(s.response_ids) for s in out.samples)
+    assert all(s.loss_weights == (s.loss_weights[0],) * len(s.response_ids) for s in out.samples)
     assert all(s.advantages == (s.advantages[0],) * len(s.response_ids) for s in out.samples)
     assert [len(s.response_ids) for s in out.samples] == [2, 4, 5, 1, 1, 3, 10]
-    assert sum(sum(s.weights) for s in out.samples) == approx(1.0)
-    assert out.num_dropped == 0
+    assert sum(sum(s.loss_weights) for s in out.samples) == approx(1.0)
+    assert out.num_groups_dropped == 0
 
 
 def test_paper_mode_takes_the_population_std() -> None:
@@ -190,7 +187,7 @@ def test_released_mode_by_hand() -> None:
     out = flow_grpo([group], "released")
     std = math.sqrt(0.3) + 1e-6
     assert [s.advantages[0] for s in out.samples] == approx([0.4 / std] * 3 + [-0.6 / std] * 2)
-    assert [s.weights for s in out.samples] == [(1.0,) * n for n in (2, 4, 1, 5, 7)]
+    assert [s.loss_weights for s in out.samples] == [(1.0,) * n for n in (2, 4, 1, 5, 7)]
 
 
 def test_rewards_need_not_be_binary() -> None:
@@ -213,18 +210,18 @@ def test_groups_of_one_reward(reward: float) -> None:
     same = Group(0, (with_lengths(reward, 2), with_lengths(reward, 1, 3)))
     mixed = Group(1, (with_lengths(1, 1), with_lengths(0, 1)))
     paper = flow_grpo([same, mixed, same])
-    assert paper.num_dropped == 2 and len(paper.samples) == 2
+    assert paper.num_groups_dropped == 2 and len(paper.samples) == 2
     released = flow_grpo([same, mixed, same], "released")
-    assert released.num_dropped == 0 and len(released.samples) == 8
+    assert released.num_groups_dropped == 0 and len(released.samples) == 8
     assert [s.advantages[0] for s in released.samples[:3]] == [0, 0, 0]
-    assert released.samples[1].weights == (1.0,)
+    assert released.samples[1].loss_weights == (1.0,)
     assert flow_grpo([same]).samples == ()
 
 
 def test_released_mode_keeps_the_reward_of_a_lone_sample() -> None:
     (sample,) = flow_grpo([Group(0, (with_lengths(1, 3),))], "released").samples
     assert sample.advantages[0] == approx(1 / 1.000001)
-    assert flow_grpo([Group(0, (with_lengths(1, 3),))]).num_dropped == 1
+    assert flow_grpo([Group(0, (with_lengths(1, 3),))]).num_groups_dropped == 1
 
 
 def test_turns_without_tokens_are_not_trained() -> None:
@@ -233,7 +230,7 @@ def test_turns_without_tokens_are_not_trained() -> None:
     """
     group = Group(0, (with_lengths(1, 2, 0, 4), with_lengths(0, 0), with_lengths(0, 3)))
     paper = flow_grpo([group]).samples
-    assert [s.weights[0] for s in paper] == approx(
+    assert [s.loss_weights[0] for s in paper] == approx(
         [1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)]
     )
     std = math.sqrt(2) / 3 + 1e-6  # rewards 1, 0, 0
@@ -266,10 +263,14 @@ def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
         for i, group in enumerate(batch)
     ]
     out = flow_grpo(groups)
-    assert sum(sum(s.weights) for s in out.samples) == pytest.approx(len(groups) - out.num_dropped)
-    assert sum(sum(s.weights) * s.advantages[0] for s in out.samples) == pytest.approx(0, abs=1e-9)
+    assert sum(sum(s.loss_weights) for s in out.samples) == pytest.approx(
+        len(groups) - out.num_groups_dropped
+    )
+    assert sum(sum(s.loss_weights) * s.advantages[0] for s in out.samples) == pytest.approx(
+        0, abs=1e-9
+    )
     released = flow_grpo(groups, "released")
-    assert sum(sum(s.weights) for s in released.samples) == sum(
+    assert sum(sum(s.loss_weights) for s in released.samples) == sum(
         sum(each) for group in batch for _, each in group
     )
     assert sum(s.advantages[0] for s in released.samples) == pytest.approx(0, abs=1e-6)
@@ -373,11 +374,11 @@ def loss_and_gradient(
         ids,
         spec=spec,
         advantage_T=torch.tensor([x for s in samples for x in s.advantages]),
-        weight_T=torch.tensor([w for s in samples for w in s.weights]),
+        weight_T=torch.tensor([w for s in samples for w in s.loss_weights]),
         old_logprob_T=torch.tensor([x for s in samples for x in s.logprobs]),
         ref_logprob_T=None if ref is None else ref.float().log_softmax(0)[ids],
     )
-    normaliser = sum(sum(s.weights) for s in samples)
+    normaliser = sum(sum(s.loss_weights) for s in samples)
     (gradient,) = torch.autograd.grad(out.loss / normaliser, theta)
     return out.loss.item() / normaliser, gradient.double()
 
@@ -476,10 +477,11 @@ def paper_objective(
         for each, reward in zip(group.trajectories, r, strict=True):
             advantage = float((reward - r.mean()) / (r.std(correction=0) + 1e-6))
             for one in each.turns:
-                for token, old in zip(one.response_ids, one.response_logprobs, strict=True):
+                call = one.calls["planner"]
+                for token, old in zip(call.response_ids, call.logprobs, strict=True):
                     value = token_objective(spec, logp, ref, token, old, advantage)
                     total = total + value / len(group.trajectories) / len(each.turns) / len(
-                        one.response_ids
+                        call.response_ids
                     )
     return total / num_kept
 
@@ -499,7 +501,8 @@ def released_objective(
         for each in group.trajectories:
             advantage = float((each.reward - r.mean()) / (r.std(correction=1) + 1e-6))
             for one in each.turns:
-                for token, old in zip(one.response_ids, one.response_logprobs, strict=True):
+                call = one.calls["planner"]
+                for token, old in zip(call.response_ids, call.logprobs, strict=True):
                     values.append(token_objective(spec, logp, ref, token, old, advantage))
     return torch.stack(values).mean()
 

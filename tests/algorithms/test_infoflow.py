@@ -11,19 +11,8 @@ from flowtrain.algorithms import flow_grpo, infoflow
 from flowtrain.types import Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))
-TURN = Turn(
-    (7,),
-    (1, 2),
-    (-1.0, -1.0),
-    (),
-    FinishReason.STOP,
-    "",
-    None,
-    "",
-    ToolResult(),
-    Verdict.CONTINUE,
-    seconds=0.0,
-)
+CALL = Call((7,), (1, 2), (-1.0, -1.0), (), FinishReason.STOP)
+TURN = Turn({"planner": CALL}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
 
 
 def rollout(reward: float, sub_goals: float, hint_turn: int | None = None) -> Trajectory:
@@ -50,7 +39,9 @@ def test_sub_goals_tell_wrong_answers_apart() -> None:
     wrong = rollout(0, 0), rollout(0, 0.5), rollout(0, 1)
     std = 0.015**0.5 + 1e-6
     assert advantages(*wrong) == pytest.approx([-0.15 / std, 0, 0.15 / std])
-    assert flow_grpo([Group(0, wrong)]).num_dropped == 1, "without them there is nothing to learn"
+    assert flow_grpo([Group(0, wrong)]).num_groups_dropped == 1, (
+        "without them there is nothing to learn"
+    )
 
 
 def test_a_right_answer_is_worth_more_than_all_sub_goals() -> None:
@@ -81,8 +72,8 @@ def test_hinted_rollouts_may_be_compared_among_themselves() -> None:
     assert [s.advantages[0] for s in out.samples] == pytest.approx(
         [-half, half, 0, 0.3 / std, -0.3 / std]
     )
-    assert sum(sum(s.weights) for s in out.samples) == pytest.approx(2.0)
-    assert [s.origin for s in out.samples] == [(0, member, 0) for member in (0, 2, 1, 3, 4)]
+    assert sum(sum(s.loss_weights) for s in out.samples) == pytest.approx(2.0)
+    assert [s.sample_id for s in out.samples] == [(0, member, 0) for member in (0, 2, 1, 3, 4)]
 
 
 def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
@@ -90,17 +81,17 @@ def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
         [Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))],
         splits_hinted=True,
     )
-    assert (len(out.samples), out.num_dropped) == (2, 1)
+    assert (len(out.samples), out.num_groups_dropped) == (2, 1)
     assert (
-        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_dropped == 0
+        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_groups_dropped
+        == 0
     ), "an empty half is none"
 
 
 def test_it_credits_the_verifiers_calls_too() -> None:
     call = Call((9,), (4, 5, 6), (-1.0,) * 3, (), FinishReason.STOP)
-    rollouts = [
-        replace(rollout(0, share), turns=(replace(TURN, verifier_call=call),)) for share in (0, 1)
-    ]
+    turn = replace(TURN, calls={"planner": CALL, "verifier": call})
+    rollouts = [replace(rollout(0, share), turns=(turn,)) for share in (0, 1)]
     samples = infoflow([Group(0, tuple(rollouts))], policy="verifier").samples
     assert [sample.response_ids for sample in samples] == [(4, 5, 6)] * 2
     assert [sample.advantages[0] for sample in samples] == pytest.approx([-1, 1], rel=1e-4)

@@ -15,12 +15,23 @@ import torch
 from flowkernels import LossSpec
 from torch import Tensor
 
-from flowtrain.algorithms import TrainBatch, filter_samples, flow_grpo
+from flowtrain.algorithms import filter_samples, flow_grpo
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import FinishReason, Group, Sample, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Sample,
+    Task,
+    ToolResult,
+    TrainBatch,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
 BAD = {
@@ -30,7 +41,7 @@ BAD = {
     "a NaN advantage": (replace(GOOD, advantages=(0.5, math.nan)), "advantage"),
     "an infinite advantage": (replace(GOOD, advantages=(-math.inf, 0.5)), "advantage"),
     "one token too many": (replace(GOOD, prompt_ids=(1,) * 9), "too_long"),
-    "an empty response": (replace(GOOD, response_ids=(), logprobs=(), weights=()), "empty"),
+    "an empty response": (replace(GOOD, response_ids=(), logprobs=(), loss_weights=()), "empty"),
 }
 
 
@@ -43,7 +54,7 @@ def test_what_cannot_be_trained_is_left_out_and_counted(name: str) -> None:
     bad, reason = BAD[name]
     out = screened(GOOD, bad, GOOD, bad)
     assert out.samples == (GOOD, GOOD)
-    assert out.num_excluded == {"empty": 0, "too_long": 0, "advantage": 0, "logprob": 0, reason: 2}
+    assert out.num_filtered == {"empty": 0, "too_long": 0, "advantage": 0, "logprob": 0, reason: 2}
 
 
 def test_what_fits_exactly_stays() -> None:
@@ -53,7 +64,7 @@ def test_what_fits_exactly_stays() -> None:
 
 
 def test_a_token_of_weight_0_may_carry_anything() -> None:
-    sample = replace(GOOD, logprobs=(math.nan, -1.0), weights=(0.0, 1.0))
+    sample = replace(GOOD, logprobs=(math.nan, -1.0), loss_weights=(0.0, 1.0))
     assert screened(sample).samples == (sample,)
 
 
@@ -69,19 +80,8 @@ def test_what_is_too_long_is_told_with_its_length(caplog: pytest.LogCaptureFixtu
 
 def turn(num_tokens: int) -> Turn:
     ids, logprobs = (5,) * num_tokens, (-1.0,) * num_tokens
-    return Turn(
-        (7,),
-        ids,
-        logprobs,
-        (),
-        FinishReason.DEADLINE,
-        "",
-        None,
-        "",
-        ToolResult(),
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call((7,), ids, logprobs, (), FinishReason.DEADLINE)
+    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
 
 
 def group(index: int, *rollouts: tuple[float, list[int]]) -> Group:
@@ -105,7 +105,7 @@ def test_empty_turns_are_counted_and_a_reward_that_is_no_number_spoils_its_group
     )
     out = filter_samples(flow_grpo([good, spoiled], mode, num_groups=2), 100)
     assert out.samples == flow_grpo([good], mode, num_groups=2).samples and len(out.samples) == 2
-    assert out.num_excluded == {"empty": 4, "too_long": 0, "advantage": 3, "logprob": 0}
+    assert out.num_filtered == {"empty": 4, "too_long": 0, "advantage": 3, "logprob": 0}
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
-"""Options: defaults, the TOML file over them, the command line over that; and what a person is told
-who got one wrong.
+"""Options: defaults, the TOML file over them, the command line over that; and the messages about
+wrong ones.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flowtrain.config import Chat, Config, Policy
-from flowtrain.config import command as commands
-from flowtrain.config.command import Interrupt, run_command
-from flowtrain.config.options import NAMED, check_allowed, help_text, parse, parse_over, to_toml
+from flowtrain.config.options import (
+    FIRST,
+    NAMED,
+    check_allowed,
+    help_text,
+    help_topic,
+    parse,
+    parse_over,
+    to_toml,
+)
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -50,7 +55,7 @@ def parsed(*argv: str) -> Config:
 
 
 def complaint(*argv: str) -> str:
-    """What the person is told; always one line."""
+    """The message that the arguments cause; always one line."""
     with pytest.raises(UserError) as caught:
         parse(argv)
     assert "\n" not in str(caught.value)
@@ -60,7 +65,7 @@ def complaint(*argv: str) -> str:
 # ---- defaults
 
 
-def test_without_words_everything_has_its_default() -> None:
+def test_without_arguments_every_option_has_its_default() -> None:
     config = parsed()
     assert config == Config()
     assert (config.agent.max_turns, config.rollout.group_size, config.algorithm.kl_coef) == (
@@ -128,7 +133,7 @@ def test_resume_has_a_short_form(words: list[str]) -> None:
     assert parsed(*words).run.resume == "auto"
 
 
-def test_of_a_key_given_twice_the_last_counts() -> None:
+def test_the_last_of_two_values_of_a_key_wins() -> None:
     assert parsed("--run.seed", "1", "--run.seed=2").run.seed == 2
 
 
@@ -159,11 +164,11 @@ def test_values_are_read_as_toml_or_as_text(
 @pytest.mark.parametrize(
     "name", ["1.10", "1e5", "007", "1_000", "0x10", "true", "2026-11-20", "inf", "[x]", "runs/#1"]
 )
-def test_a_key_that_holds_text_takes_any_word_as_it_stands(name: str) -> None:
+def test_a_text_option_takes_any_word_unquoted(name: str) -> None:
     assert parsed("--run.dir", name).run.dir == name
 
 
-def test_help_asks_for_no_config() -> None:
+def test_help_returns_no_config() -> None:
     assert parse(["--help"]) is None
     assert parse(["--no.such.key", "x", "-h"]) is None
 
@@ -220,7 +225,7 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
             "agent.tools",
             "['Search', 'Search']",
             "['Search', 'Search']",
-            "'Search' stands there twice",
+            "'Search' is listed twice",
         ),
         ("tasks.held_out_share", "1", "1", "less than 1"),
         ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
@@ -273,7 +278,7 @@ def test_a_bad_value_is_named_with_its_key(
         ),
     ],
 )
-def test_keys_that_do_not_go_together_are_named_both(words: list[str], parts: list[str]) -> None:
+def test_options_that_exclude_each_other_are_both_named(words: list[str], parts: list[str]) -> None:
     message = complaint(*words)
     assert all(part in message for part in parts), message
 
@@ -290,21 +295,21 @@ def test_keys_that_do_not_go_together_are_named_both(words: list[str], parts: li
         ("[[run]]\nseed = 1\n", "'run' must stand in a section"),
     ],
 )
-def test_a_file_that_is_no_config_is_named_with_the_reason(
+def test_a_malformed_file_is_refused_with_the_reason(
     text: str | bytes, reason: str, toml: Callable[[str | bytes], str]
 ) -> None:
     path = toml(text)
     assert complaint("--config", path).startswith(f"--config {path}: {reason}")
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert complaint("--config", str(tmp_path / "no.toml")).endswith(
         "no.toml: No such file or directory"
     )
     assert "Is a directory" in complaint("--config", str(tmp_path))
 
 
-def test_words_that_are_no_options() -> None:
+def test_arguments_that_are_no_options_are_refused() -> None:
     assert (
         complaint("train.lr", "1")
         == "'train.lr' is not an option; write --section.key value (see --help)"
@@ -314,15 +319,15 @@ def test_words_that_are_no_options() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, "9" * 5000])
-def test_values_that_overwhelm_the_parser_are_bad_values(text: str) -> None:
+def test_values_that_overflow_the_parser_are_refused(text: str) -> None:
     assert complaint("--run.seed", text).startswith("run.seed=")
 
 
 # ---- help and files written
 
 
-def test_help_lists_every_key_with_type_default_and_meaning() -> None:
-    lines = help_text("flowtrain.train").splitlines()
+def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
+    lines = help_text("flowtrain.train", "all").splitlines()
     assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
     assert [key for key in shown if not key.startswith(("engines.", "policies."))] == KEYS
@@ -345,9 +350,49 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = 0.2"
 
 
-def test_every_default_of_the_help_can_be_given_back() -> None:
+def test_help_shows_the_options_that_people_set_first() -> None:
+    lines = help_text("flowtrain.train").splitlines()
+    shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
+    assert shown == list(FIRST) and len(shown) == 20
+    assert set(shown) <= set(KEYS) and shown == sorted(shown, key=KEYS.index), "order of Config"
+    closing = " ".join(lines[-3:])
+    assert "--help all shows every option, --help SECTION those of a section: run, mod" in closing
+
+
+@pytest.mark.parametrize("topic", Config.model_fields)
+def test_help_of_a_section_lists_its_options(topic: str) -> None:
+    lines = help_text("flowtrain.train", topic).splitlines()
+    shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
+    table = f"{topic}.NAME" if topic in NAMED else topic
+    assert all(name.rpartition(".")[0] == table for name in shown)
+    assert topic in NAMED or shown == [key for key in KEYS if key.startswith(f"{topic}.")]
+    assert len(lines) > 2 and all(len(line) <= 100 for line in lines if not line.startswith("  --"))
+
+
+def test_help_knows_no_other_section() -> None:
+    with pytest.raises(UserError, match=r"--help rolout: unknown section; there are all, run, mod"):
+        help_text("flowtrain.train", "rolout")
+
+
+@pytest.mark.parametrize(
+    ("argv", "topic"),
+    [
+        (["--run.seed", "1"], None),
+        (["--help"], ""),
+        (["-h", "--run.seed", "1"], ""),
+        (["--run.seed", "1", "--help", "all"], "all"),
+        (["--help=rollout"], "rollout"),
+    ],
+)
+def test_help_topic(argv: list[str], topic: str | None) -> None:
+    assert help_topic(argv) == topic
+
+
+def test_every_default_in_the_help_parses_to_itself() -> None:
     words = [
-        line.split(" = ", 1) for line in help_text("x").splitlines() if line.startswith("  --")
+        line.split(" = ", 1)
+        for line in help_text("x", "all").splitlines()
+        if line.startswith("  --")
     ]
     given = [
         word for head, default in words if default != "unset" for word in (head.split()[0], default)
@@ -378,9 +423,7 @@ CONFIGS: list[dict[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("values", CONFIGS)
-def test_what_is_written_reads_back_the_same(
-    values: dict[str, dict[str, Any]], toml: Callable[[str], str]
-) -> None:
+def test_to_toml_roundtrip(values: dict[str, dict[str, Any]], toml: Callable[[str], str]) -> None:
     config = Config.model_validate(values)
     assert parsed("--config", toml(to_toml(config))) == config
 
@@ -391,7 +434,7 @@ def test_what_is_written_reads_back_the_same(
     st.floats(0, exclude_min=True, allow_infinity=False),
     st.lists(st.text("ab '\"\\\n"), min_size=1, unique=True),
 )
-def test_any_text_number_and_list_reads_back_the_same(
+def test_to_toml_roundtrip_of_any_text_number_and_list(
     tmp_path_factory: Any, text: str, number: float, tools: list[str]
 ) -> None:
     values = {"run": {"dir": text}, "train": {"lr": number}, "agent": {"tools": tools}}
@@ -429,7 +472,7 @@ WORDS = st.one_of(
 
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(st.lists(WORDS, max_size=6))
-def test_any_words_give_a_config_or_a_user_error(argv: list[str]) -> None:
+def test_any_arguments_give_a_config_or_a_user_error(argv: list[str]) -> None:
     try:
         config = parse(argv)
     except UserError as error:
@@ -441,80 +484,10 @@ def test_any_words_give_a_config_or_a_user_error(argv: list[str]) -> None:
         assert config is None or isinstance(config, Config)
 
 
-# ---- the command around it
+# ---- configs as records and files
 
 
-def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:
-    monkeypatch.setattr(sys, "argv", ["prog", *argv])
-    return run_command("flowtrain.test", body)
-
-
-def test_a_command_gives_the_exit_code_of_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command(monkeypatch, ["--run.seed", "4"], lambda config: config.run.seed) == 4
-
-
-def test_a_user_error_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(config: Config) -> int:
-        raise UserError("the disk is on fire")
-
-    assert command(monkeypatch, [], body) == 2
-    assert capsys.readouterr() == ("", "flowtrain.test: the disk is on fire\n")
-
-
-def test_under_torchrun_only_rank_0_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert command(monkeypatch, ["--nonsense", "1"], lambda config: 0) == 2
-    assert capsys.readouterr() == ("", "")
-
-
-def test_help_prints_and_runs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(config: Config) -> int:
-        raise AssertionError
-
-    assert command(monkeypatch, ["--help"], body) == 0
-    assert "--train.lr" in capsys.readouterr().out
-
-
-def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(config: Config) -> int:
-        raise KeyboardInterrupt
-
-    def broken(config: Config) -> int:
-        raise ValueError("a bug")
-
-    assert command(monkeypatch, [], interrupted) == 130
-    with pytest.raises(ValueError, match="a bug"):
-        command(monkeypatch, [], broken)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_asks_once_and_later_insists(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun passes on what the terminal has sent already, so two signals at once are one."""
-    now = [100.0]
-    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with Interrupt() as interrupt:
-        assert not interrupt.requested
-        signal.raise_signal(number)
-        signal.raise_signal(number)
-        assert interrupt.requested
-        now[0] += 10
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_the_records_refuse_unknown_keys_too() -> None:
+def test_a_config_built_in_code_refuses_unknown_keys() -> None:
     """For code that builds a config without the parser."""
     with pytest.raises(ValidationError, match="not permitted"):
         Config.model_validate({"run": {"sed": 1}})
@@ -531,7 +504,7 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
 # ---- tables that the user names
 
 
-def test_a_mixture_is_a_table_in_the_file_or_a_word(toml: Callable[[str], str]) -> None:
+def test_a_mixture_is_a_table_in_the_file_or_an_inline_table(toml: Callable[[str], str]) -> None:
     path = toml('[tasks]\nname = "file"\n[tasks.mixture]\n"nq.parquet" = 1\n"math.parquet" = 3\n')
     assert parsed("--config", path).tasks.mixture == {"nq.parquet": 1.0, "math.parquet": 3.0}
     assert parsed("--config", path, "--tasks.mixture", '{"own.jsonl" = 2}').tasks.mixture == {
@@ -540,10 +513,10 @@ def test_a_mixture_is_a_table_in_the_file_or_a_word(toml: Callable[[str], str]) 
     assert "tasks.mixture.nq.parquet=0: " in complaint(
         "--config", path, "--tasks.mixture", '{"nq.parquet" = 0}'
     )
-    assert "  --tasks.mixture TABLE = {}" in help_text("x")
+    assert "  --tasks.mixture TABLE = {}" in help_text("x", "tasks")
 
 
-def test_named_tables_come_from_file_and_words(toml: Callable[[str], str]) -> None:
+def test_named_tables_come_from_file_and_command_line(toml: Callable[[str], str]) -> None:
     path = toml('[engines.helper]\nmodel = "small"\n[plugins.My_Tool]\ndepth = 3')
     config = parsed(
         "--config",
@@ -573,7 +546,7 @@ def test_named_tables_come_from_file_and_words(toml: Callable[[str], str]) -> No
         (("--engines.helper.max_tokens", "0"), "engines.helper.max_tokens=0: "),
     ],
 )
-def test_a_named_table_is_checked(words: tuple[str, ...], message: str) -> None:
+def test_options_of_a_named_table_are_checked(words: tuple[str, ...], message: str) -> None:
     assert message in complaint(*words)
 
 
@@ -606,14 +579,14 @@ def test_appo_has_its_clips() -> None:
         (("--algorithm.loss", "gspo"), "appo.future_coef must be 0"),
     ],
 )
-def test_appos_budgets_must_fit(words: tuple[str, ...], message: str) -> None:
+def test_appo_refuses_budgets_that_do_not_fit(words: tuple[str, ...], message: str) -> None:
     assert message in complaint(*APPO, *words)
 
 
 # ---- policies
 
 
-def test_a_policy_samples_as_its_table_says_or_else_as_the_rollout_does() -> None:
+def test_sampling_of_a_policy_falls_back_to_the_rollout_section() -> None:
     config = parsed(
         "--roles.verifier", "own", "--policies.verifier.path", "v", "--rollout.temperature", "0.7"
     )
@@ -679,7 +652,7 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
         ),
     ],
 )
-def test_policies_that_cannot_be(argv: tuple[str, ...], line: str) -> None:
+def test_impossible_policies_are_refused(argv: tuple[str, ...], line: str) -> None:
     assert line in complaint(*argv)
 
 
@@ -717,12 +690,14 @@ NODES = ("--dataflow.url", "http://flow:8400")
         ),
     ],
 )
-def test_what_does_not_go_with_stale_rollouts_or_nodes(argv: tuple[str, ...], line: str) -> None:
+def test_options_that_stale_rollouts_or_nodes_exclude_are_refused(
+    argv: tuple[str, ...], line: str
+) -> None:
     assert line in complaint(*argv)
 
 
-def test_a_config_as_text_with_options_over_it() -> None:
-    """What a rollout node makes of the run's config."""
+def test_parse_over_puts_options_over_a_stored_config() -> None:
+    """A rollout node reads the run's config so."""
     config = parse(
         [
             "--roles.verifier",
@@ -760,7 +735,7 @@ def test_a_config_as_text_with_options_over_it() -> None:
         ["--run.device", "cpu", "--run.dir=x"],
     ],
 )
-def test_options_that_are_not_for_who_sets_them(words: list[str]) -> None:
+def test_check_allowed_refuses_all_other_options(words: list[str]) -> None:
     allowed = ("run.device", "vllm.*")
     check_allowed(["--run.device", "cpu", "--vllm.sleep", "true"], allowed)
     with pytest.raises(

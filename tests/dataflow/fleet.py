@@ -145,7 +145,7 @@ class Notes:
                     span.version
                     for rollout in unpack_group(payload).trajectories
                     for turn in rollout.turns
-                    for span in turn.spans
+                    for span in turn.calls["planner"].spans
                 ]
                 assert versions and all(
                     step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions

@@ -47,13 +47,9 @@ class Clock:
 def turn(spans: tuple[VersionSpan, ...], num_prompt: int = 5) -> Turn:
     num = spans[-1].end if spans else 0
     ids = tuple(range(num))
+    call = Call(tuple(range(num_prompt)), ids, (-0.5,) * num, spans, FinishReason.STOP, "text")
     return Turn(
-        prompt_ids=tuple(range(num_prompt)),
-        response_ids=ids,
-        response_logprobs=(-0.5,) * num,
-        spans=spans,
-        finish_reason=FinishReason.STOP,
-        response_text="text",
+        calls={"planner": call},
         action=Action("because", "", "look", "Search"),
         command="",
         result=ToolResult("found"),
@@ -75,12 +71,8 @@ def group(
     """
     one = turn(_span(num_tokens, version))
     if verifier is not None:
-        one = replace(
-            one,
-            verifier_call=Call(
-                (1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP
-            ),
-        )
+        call = Call((1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP)
+        one = replace(one, calls={**one.calls, "verifier": call})
     rollouts = tuple(
         Trajectory(
             task,

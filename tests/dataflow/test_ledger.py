@@ -209,10 +209,19 @@ def _with_turn(
     logprobs: tuple[float, ...] = (-0.5,) * 4,
 ) -> Group:
     whole = group(task)
-    one = replace(whole.trajectories[1].turns[0], spans=spans, response_logprobs=logprobs)
+    one = whole.trajectories[1].turns[0]
+    call = replace(one.calls["planner"], spans=spans, logprobs=logprobs)
+    one = replace(one, calls={"planner": call})
     return replace(
         whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,)))
     )
+
+
+def _without_planner(task: Task) -> Group:
+    whole = group(task)
+    turns = (replace(whole.trajectories[0].turns[0], calls={}),)
+    failed = replace(whole.trajectories[0], turns=turns, reward=None, error="generator: down")
+    return replace(whole, trajectories=(failed, whole.trajectories[1]))
 
 
 def _of_two_tasks(task: Task) -> Group:
@@ -239,6 +248,7 @@ def _of_two_tasks(task: Task) -> Group:
         (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "finite log-probs"),
         (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "finite log-probs"),
         (_of_two_tasks, "rollouts of one group"),
+        (_without_planner, "a turn has no call of the planner"),
     ],
 )
 def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(
@@ -776,6 +786,11 @@ def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
     assert (answer.group_size, answer.lease_s, answer.run) == (2, 60.0, flow.run)
     assert "group_size = 2" in answer.config
     assert answer.policies["planner"].layout == LAYOUT
-    with pytest.raises(Refused, match="protocol 99"):
-        flow.join(Join("n9", "a", protocol=99))
     assert options().rollout.group_size == 2
+
+
+def test_a_peer_with_another_protocol_is_refused_with_both_versions(flow: Ledger) -> None:
+    with pytest.raises(Refused, match="the node speaks protocol 1, this service 2: install"):
+        flow.join(Join("n9", "a", protocol=1))
+    with pytest.raises(Refused, match="the trainer speaks protocol 1, this service 2: install"):
+        flow.register(Register("planner", LAYOUT, "weights", 2, 1, protocol=1))

@@ -213,17 +213,7 @@ class LedgerMachine(RuleBasedStateMachine):
             rollouts = unpack_group(each.payload).trajectories
             assert {rollout.reward for rollout in rollouts} == {self.committed[each.unit]}
             turns = [turn for rollout in rollouts for turn in rollout.turns]
-            spans = [
-                s
-                for t in turns
-                for s in (
-                    t.spans
-                    if policy == "planner"
-                    else t.verifier_call.spans
-                    if t.verifier_call
-                    else ()
-                )
-            ]
+            spans = [s for t in turns if policy in t.calls for s in t.calls[policy].spans]
             assert all(0 <= step - 1 - span.version <= STALENESS[policy] for span in spans)
 
     @rule(policy=st.sampled_from(POLICIES))

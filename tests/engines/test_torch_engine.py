@@ -123,11 +123,15 @@ def test_the_entropies_are_those_that_the_trainer_computes(
     for prompt, done in zip(PROMPTS, completions, strict=True):
         ones = (1.0,) * len(done.ids)
         (row,) = pack_rows(
-            [Sample(prompt, done.ids, done.logprobs, ones, ones, kept=done.kept)], 1000
+            [Sample(prompt, done.ids, done.logprobs, ones, ones, sampling_mask=done.sampling_mask)],
+            1000,
         )
         with torch.no_grad():
             truth = logprobs(
-                forward_rows(policy, row), row.target_ids_T, temperature=0.7, sampling_mask=row.kept
+                forward_rows(policy, row),
+                row.target_ids_T,
+                temperature=0.7,
+                sampling_mask=row.sampling_mask,
             ).entropy_T
         assert (
             done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
@@ -210,9 +214,10 @@ def test_tokens_are_drawn_from_the_softmax(
 
 
 def kept_of(completion: Completion) -> list[set[int]]:
-    assert completion.kept is not None
-    ids = iter(completion.kept.ids)
-    sets = [{next(ids) for _ in range(count)} for count in completion.kept.counts]
+    mask = completion.sampling_mask
+    assert mask is not None
+    ids = iter(mask.ids)
+    sets = [{next(ids) for _ in range(count)} for count in mask.counts]
     assert next(ids, None) is None
     return sets
 
@@ -264,15 +269,14 @@ def test_bounds_of_one_request_are_none_of_another(engine: TorchEngine) -> None:
         assert (
             mine.ids == other.ids
             and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            and mine.kept == other.kept
+            and mine.sampling_mask == other.sampling_mask
         )
-    assert [c.kept is None for c in together] == [True, False, False, True, False, True], (
-        "greedy knows no bound"
-    )
+    is_whole = [c.sampling_mask is None for c in together]
+    assert is_whole == [True, False, False, True, False, True], "greedy knows no bound"
     assert all(
         token in kept
         for c in together
-        if c.kept
+        if c.sampling_mask
         for token, kept in zip(c.ids, kept_of(c), strict=True)
     )
     assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"

@@ -46,6 +46,7 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import (
+    Call,
     Completion,
     FinishReason,
     Sample,
@@ -232,7 +233,7 @@ class TestVllm:
         lm_head.equip(policy)
         ones = (1.0,) * 40
         samples = [
-            Sample(p, c.ids, c.logprobs, ones, ones, kept=c.kept)
+            Sample(p, c.ids, c.logprobs, ones, ones, sampling_mask=c.sampling_mask)
             for (p, _), c in zip(requests, completions, strict=True)
         ]
         stats = Trainer(
@@ -243,7 +244,7 @@ class TestVllm:
             and abs(stats["ratio_min"] - 1) <= 2e-5
             and stats["logprob_mismatch"] <= 1e-5
         )
-        assert all((c.kept is None) == (top_k == 0) for c in completions)
+        assert all((c.sampling_mask is None) == (top_k == 0) for c in completions)
 
     @pytest.mark.parametrize("num_kept", [0, 1, 11])
     def test_a_branch_goes_on_from_its_roots_tokens(self, at_0: Setup, num_kept: int) -> None:
@@ -252,24 +253,20 @@ class TestVllm:
         """
         sampling = Sampling(12, 0.8, 20, 0.9, ignore_end=True, seed=1)
         (root,) = generate(at_0.engine, [(PROMPTS[2], sampling)])
-        done, what = (
-            (root.spans, root.finish_reason, "", None, "", ToolResult(), Verdict.CONTINUE),
-            (root.ids, root.logprobs),
-        )
-        turn = Turn(PROMPTS[2], *what, *done, seconds=0.0, response_kept=root.kept)
+        calls = {"planner": Call.of(PROMPTS[2], root, "")}
+        turn = Turn(calls, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
         opening = ResponsePrefix.of(turn, num_kept)
         planner = PolicyPlanner(
             at_0.engine, at_0.tokenizer, CompactPrompt(), ("Search",), 12, 0.8, 60.0, 20, 0.9
         )
-        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).completion
-        assert (
-            branch.ids[:num_kept] == root.ids[:num_kept]
-            and branch.logprobs[:num_kept] == root.logprobs[:num_kept]
-        )
-        assert branch.kept is not None and len(branch.kept.counts) == len(branch.ids) > num_kept
+        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).call
+        assert branch.response_ids[:num_kept] == root.ids[:num_kept]
+        assert branch.logprobs[:num_kept] == root.logprobs[:num_kept]
+        mask, num_tokens = branch.sampling_mask, len(branch.response_ids)
+        assert mask is not None and len(mask.counts) == num_tokens > num_kept
         assert [(s.start, s.end) for s in branch.spans] == [
             *[(0, num_kept)][: num_kept > 0],
-            (num_kept, len(branch.ids)),
+            (num_kept, num_tokens),
         ]
         expected = truth(at_0.model, PROMPTS[2], branch, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5

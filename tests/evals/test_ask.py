@@ -189,14 +189,16 @@ def test_a_chat_engine_plans_from_the_question_and_the_memory() -> None:
     planner = ChatPlanner(echo, FullPrompt([], PlainText()), ("Search",), 7.0)
     memory = Memory((MemoryEntry("Search", "area of Mali", "x", "The area of Mali is 1240."),))
     plan = asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0))
-    assert plan.action == Action("j", "c", "area of Chad", "Search") and plan.text == echo.reply
+    assert (
+        plan.action == Action("j", "c", "area of Chad", "Search") and plan.call.text == echo.reply
+    )
     ((prompt, seed, deadline_s),) = echo.asked
     assert (
-        plan.prompt_text == prompt
+        plan.call.prompt_text == prompt
         and TASKS[0].question in prompt
         and "The area of Mali is 1240." in prompt
     )
-    assert deadline_s == 7.0 and (plan.prompt_ids, plan.completion.ids) == ((), ())
+    assert deadline_s == 7.0 and (plan.call.prompt_ids, plan.call.response_ids) == ((), ())
     asyncio.run(planner.plan(TASKS[0], memory, 2, 5, 3.0))
     assert echo.asked[1][0] == prompt and echo.asked[1][1] != seed and echo.asked[1][2] == 3.0
     assert planner.measure(memory) > planner.measure(Memory()) >= 0

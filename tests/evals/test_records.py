@@ -13,6 +13,7 @@ from flowtrain.evals.pins import check_same, config_pins
 from flowtrain.evals.records import RecordLog, read_entries, rollout_record
 from flowtrain.types import (
     Action,
+    Call,
     FinishReason,
     Task,
     ToolResult,
@@ -27,19 +28,8 @@ TASK = Task("7", "What is 1 plus 1?", ("2",))
 
 def trajectory(answer: str = "2", reward: float | None = 1.0, error: str = "") -> Trajectory:
     action = Action("", "", "1 + 1", "Python_Coder")
-    turn = Turn(
-        (5, 6, 7),
-        (8, 9),
-        (-0.5, -0.25),
-        (),
-        FinishReason.STOP,
-        "text",
-        action,
-        "command",
-        ToolResult("2"),
-        Verdict.STOP,
-        0.5,
-    )
+    call = Call((5, 6, 7), (8, 9), (-0.5, -0.25), (), FinishReason.STOP, "text")
+    turn = Turn({"planner": call}, action, "command", ToolResult("2"), Verdict.STOP, 0.5)
     return Trajectory(TASK, (turn,), answer, 1.5, 42, "", reward, "math", error=error)
 
 

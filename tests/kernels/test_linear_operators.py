@@ -57,7 +57,7 @@ def operator_arguments(
     batch = small_batch(dtype=dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
     head[2] = head[2] if has_bias else None
-    kept = mask_of(SUBSETS)
+    sampling_mask = mask_of(SUBSETS)
     of_rows = (
         (
             torch.linspace(0.5, 2, NUM_TOKENS),

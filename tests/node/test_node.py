@@ -36,6 +36,7 @@ from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
     Action,
+    Call,
     FinishReason,
     Task,
     ToolResult,
@@ -90,18 +91,12 @@ class Store:
 
 def trajectory(task: Task, seed: int, version: int = 0) -> Trajectory:
     ids = (seed % 97, 5)
+    spans = (VersionSpan(0, 2, version),)
     turn = Turn(
-        *(
-            (1, 2),
-            ids,
-            (-1.0, -1.0),
-            (VersionSpan(0, 2, version),),
-            FinishReason.STOP,
-            "",
-            Action("", "", "", "Search"),
-            "",
-            ToolResult("r"),
-        ),
+        calls={"planner": Call((1, 2), ids, (-1.0, -1.0), spans, FinishReason.STOP)},
+        action=Action("", "", "", "Search"),
+        command="",
+        result=ToolResult("r"),
         verdict=Verdict.STOP,
         seconds=0.1,
     )

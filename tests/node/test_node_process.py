@@ -77,7 +77,7 @@ def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 def versions(groups: list[Group]) -> list[set[int]]:
     """Of each rollout."""
     return [
-        {span.version for turn in t.turns for span in turn.spans}
+        {span.version for turn in t.turns for span in turn.calls["planner"].spans}
         for group in groups
         for t in group.trajectories
     ]
@@ -199,7 +199,7 @@ def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
         )
         try:
             calls = [
-                turn.verifier_call
+                turn.calls.get("verifier")
                 for group in planner.step(1)
                 for t in group.trajectories
                 for turn in t.turns

@@ -12,6 +12,7 @@ import pytest
 
 from flowtrain.types import (
     Action,
+    Call,
     FinishReason,
     Task,
     ToolResult,
@@ -55,14 +56,17 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return fill
 
 
-def make_turn(action: Action | None, **changes: Any) -> Turn:
+def make_turn(action: Action | None, text: str = "raw response", **changes: Any) -> Turn:
+    call = Call(
+        prompt_ids=(1, 2, 3),
+        response_ids=(4, 5),
+        logprobs=(-0.123456789, -2.0),
+        spans=(VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)),
+        finish_reason=FinishReason.STOP,
+        text=text,
+    )
     fields: dict[str, Any] = {
-        "prompt_ids": (1, 2, 3),
-        "response_ids": (4, 5),
-        "response_logprobs": (-0.123456789, -2.0),
-        "spans": (VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)),
-        "finish_reason": FinishReason.STOP,
-        "response_text": "raw response",
+        "calls": {"planner": call},
         "action": action,
         "command": 'lookup("Chad")',
         "result": ToolResult(output="N'Djamena", seconds=0.1),
@@ -79,7 +83,7 @@ def trajectory() -> Trajectory:
     lookup = Action("because", "the question", "Find the capital of Chad", "Lookup_Tool")
     malformed = make_turn(
         None,
-        response_text="I would\nrather chat",
+        text="I would\nrather chat",
         command="nothing ran: malformed action",
         result=ToolResult(error="malformed"),
         verdict=Verdict.CONTINUE,

@@ -24,6 +24,7 @@ from flowtrain.types import (
     Group,
     ToolResult,
     Trajectory,
+    Turn,
     TurnTraining,
     UserError,
     VersionSpan,
@@ -303,9 +304,15 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
     )
 
 
+def with_call(turn: Turn, **changes: Any) -> Turn:
+    """The turn with changes to its planner's call."""
+    call = dataclasses.replace(turn.calls["planner"], **changes)
+    return dataclasses.replace(turn, calls={"planner": call})
+
+
 def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
     prompts = ((1, 2, 3), (1, 2, 4, 5), (7,), (7, 8))
-    turns = tuple(dataclasses.replace(trajectory.turns[0], prompt_ids=ids) for ids in prompts)
+    turns = tuple(with_call(trajectory.turns[0], prompt_ids=ids) for ids in prompts)
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
     ((*logged,),) = (record["turns"] for record in read(log.path))
@@ -318,9 +325,8 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
 
 
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
-    turn = dataclasses.replace(
-        trajectory.turns[1], training=TurnTraining(-0.5, 1, (-0.25, float("nan")))
-    )
+    training = TurnTraining(-0.5, 1, (-0.25, float("nan")))
+    turn = with_call(trajectory.turns[1], training=training)
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
@@ -342,7 +348,8 @@ def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
         FinishReason.STOP,
         training=TurnTraining(0.5, 0, (-0.2, -1.0)),
     )
-    turns = (trajectory.turns[0], dataclasses.replace(trajectory.turns[0], verifier_call=call))
+    first = trajectory.turns[0]
+    turns = (first, dataclasses.replace(first, calls={**first.calls, "verifier": call}))
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
     rule, policy = read(log.path)[0]["turns"]
@@ -372,9 +379,8 @@ def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: T
 
 def test_text_of_any_kind_survives(tmp_path: Path, trajectory: Trajectory) -> None:
     odd = 'Äpfel\n"quoted"\u2028\ud800\x00'
-    turn = dataclasses.replace(
-        trajectory.turns[1], result=ToolResult(output=odd), response_logprobs=(float("-inf"), -1.0)
-    )
+    turn = with_call(trajectory.turns[1], logprobs=(float("-inf"), -1.0))
+    turn = dataclasses.replace(turn, result=ToolResult(output=odd))
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     assert "Äpfel" in log.path.read_text()

@@ -311,7 +311,8 @@ def test_versions_are_those_of_the_policy_that_is_trained() -> None:
     call = Call((1,), (2, 3), (-0.1, -0.2), (VersionSpan(0, 2, 9),), FinishReason.STOP)
     both = spans(3, 4)
     (trajectory,) = both.trajectories
-    turns = (replace(trajectory.turns[0], verifier_call=call), trajectory.turns[1])
+    first, second = trajectory.turns
+    turns = (replace(first, calls={**first.calls, "verifier": call}), second)
     both = replace(
         both,
         trajectories=(replace(trajectory, turns=turns), replace(trajectory, error="planner: down")),

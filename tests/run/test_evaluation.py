@@ -25,7 +25,7 @@ from flowtrain.training.world import World
 from flowtrain.types import (
     Action,
     BranchPoint,
-    Completion,
+    Call,
     FinishReason,
     Task,
     ToolResult,
@@ -42,8 +42,8 @@ def turn(tool: str | None, num_prompt: int, num_response: int, error: str | None
     action = None if tool is None else Action("", "", "x", tool)
     result = ToolResult("" if error else "found", error)
     ids = tuple(range(num_response))
-    done = (ids, (-1.0,) * num_response, (), FinishReason.STOP)
-    return Turn((0,) * num_prompt, *done, "", action, "", result, Verdict.CONTINUE, 0.1)
+    call = Call((0,) * num_prompt, ids, (-1.0,) * num_response, (), FinishReason.STOP)
+    return Turn({"planner": call}, action, "", result, Verdict.CONTINUE, 0.1)
 
 
 def rollout(reward: float | None, *turns: Turn, truncated: str = "") -> Trajectory:
@@ -273,7 +273,7 @@ class FakePlanner:
     ) -> Plan:
         if task.kind == self.kind:
             return await self.right.plan(task, memory, turn, seed, deadline_s)
-        return Plan((1,), Completion((2,), (-1.0,), (), FinishReason.STOP), "well", None)
+        return Plan(Call((1,), (2,), (-1.0,), (), FinishReason.STOP, "well"), None)
 
 
 def test_rewards_are_told_apart_by_kind_and_by_turns(

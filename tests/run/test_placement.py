@@ -15,7 +15,7 @@ from flowtrain.run.placement import Placement, share
 from flowtrain.training.tree import in_order
 from flowtrain.training.wire import from_bytes, scores_from_bytes, scores_to_bytes, to_bytes
 from flowtrain.training.world import World
-from flowtrain.types import KeptTokens, Sample, UserError
+from flowtrain.types import Sample, SampleId, SamplingMask, UserError
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple)
 FLOATS = st.floats(width=32, allow_nan=False)
@@ -27,9 +27,10 @@ def a_sample(draw: st.DrawFn) -> Sample:
     response = draw(IDS)
     per_token = st.lists(FLOATS, min_size=len(response), max_size=len(response)).map(tuple)
     kept = draw(
-        st.none() | st.lists(IDS, min_size=len(response), max_size=len(response)).map(KeptTokens.of)
+        st.none()
+        | st.lists(IDS, min_size=len(response), max_size=len(response)).map(SamplingMask.of)
     )
-    minibatch, origin = draw(st.integers(0, 3)), draw(st.none() | ORIGINS)
+    minibatch, origin = draw(st.integers(0, 3)), SampleId(*draw(ORIGINS))
     return Sample(
         draw(IDS),
         response,
@@ -64,11 +65,13 @@ def test_scores_arrive_as_they_left(scores: dict[tuple[int, int, int], tuple[flo
 
 
 def test_a_float_arrives_as_what_a_row_makes_of_it() -> None:
-    (sample,) = from_bytes(to_bytes([Sample((1,), (2,), (-0.1,), (0.1,), (1 / 3,))]))
+    (sample,) = from_bytes(
+        to_bytes([Sample((1,), (2,), (-0.1,), (0.1,), (1 / 3,), 0, SampleId(0, 0, 0))])
+    )
     for ours, whole in (
         (sample.logprobs[0], -0.1),
         (sample.advantages[0], 0.1),
-        (sample.weights[0], 1 / 3),
+        (sample.loss_weights[0], 1 / 3),
     ):
         assert ours == float(torch.tensor(whole, dtype=torch.float32)) != whole
 

@@ -16,21 +16,8 @@ CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
 
 def turn(tool: str, text: str, verdict: Verdict, call: Call | None = CALL) -> Turn:
     action, result = Action("", "", "area of Chad", tool), ToolResult("The area of Chad is 1284.")
-    return Turn(
-        (1,),
-        (2,),
-        (-1.0,),
-        (),
-        FinishReason.STOP,
-        "",
-        action,
-        "",
-        result,
-        verdict,
-        0.1,
-        verdict_text=text,
-        verifier_call=call,
-    )
+    calls = {"planner": CALL} if call is None else {"planner": CALL, "verifier": call}
+    return Turn(calls, action, "", result, verdict, 0.1, verdict_text=text)
 
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))

@@ -14,6 +14,7 @@ from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.sub_goals import check, solved, solved_weight, sought
 from flowtrain.types import (
     Action,
+    Call,
     FinishReason,
     SubGoal,
     Task,
@@ -36,19 +37,8 @@ TASK = Task(
 def turn(written: str, result: str, error: str | None = None, is_malformed: bool = False) -> Turn:
     action = None if is_malformed else Action("", "", written, "Search")
     found = ToolResult(output=result) if error is None else ToolResult(error=error)
-    return Turn(
-        (1,),
-        (2,),
-        (-1.0,),
-        (),
-        FinishReason.STOP,
-        written,
-        action,
-        "",
-        found,
-        Verdict.CONTINUE,
-        seconds=0.0,
-    )
+    call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP, written)
+    return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
 
 
 FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")

@@ -26,12 +26,12 @@ from flowtrain.agents.planner import Plan
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
 from flowtrain.config.options import parse
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.types import Action, Completion, FinishReason, Task
+from flowtrain.types import Action, Call, FinishReason, Task
 
 class Planner:
     async def plan(self, task, memory, turn, seed, deadline_s):
         sub_goal = ("3 miles into km", "3 mile to km")[turn]  # the first one the tool does not understand
-        return Plan((), Completion((), (), (), FinishReason.STOP), "", Action("", "", sub_goal, "Length_Converter"))
+        return Plan(Call((), (), (), (), FinishReason.STOP), Action("", "", sub_goal, "Length_Converter"))
 
 config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
 tools = make_tools(config, TaskSet((), {}, ()))

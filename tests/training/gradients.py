@@ -59,10 +59,12 @@ def reference_of(path: str, noise: float = 0.05) -> Any:
 
 def among(logits: Tensor, sample: Sample) -> Tensor:
     """Log-probs [response, V] among what was sampled from, as a dense mask."""
-    if sample.kept is not None:
+    if sample.sampling_mask is not None:
         mask = torch.full_like(logits, -torch.inf)
-        at = torch.repeat_interleave(torch.arange(len(logits)), torch.tensor(sample.kept.counts))
-        mask[at, torch.tensor(sample.kept.ids, dtype=torch.int64)] = 0.0
+        at = torch.repeat_interleave(
+            torch.arange(len(logits)), torch.tensor(sample.sampling_mask.counts)
+        )
+        mask[at, torch.tensor(sample.sampling_mask.ids, dtype=torch.int64)] = 0.0
         logits = logits + mask
     return logits.log_softmax(-1)
 
@@ -118,7 +120,7 @@ class Plain:
 
     def gradient(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradient of the weighted mean over all samples of all batches."""
-        normaliser, total = sum(sum(s.weights) for batch in batches for s in batch), 0.0
+        normaliser, total = sum(sum(s.loss_weights) for batch in batches for s in batch), 0.0
         for batch in batches:
             logits = self.logits(self.model, batch)
             refs = (
@@ -130,7 +132,7 @@ class Plain:
                 self.token_losses(s, z, ref) for s, z, ref in zip(batch, logits, refs, strict=True)
             ]
             weighted = [
-                (each * torch.tensor(s.weights).double()).sum()
+                (each * torch.tensor(s.loss_weights).double()).sum()
                 for each, s in zip(losses, batch, strict=True)
             ]
             loss = torch.stack(weighted).sum() / normaliser

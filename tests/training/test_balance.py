@@ -18,7 +18,7 @@ from flowtrain.training import balance as balancing
 from flowtrain.training.balance import assign, balance
 from flowtrain.training.tree import PackedRow, empty_row, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.types import Sample, SampleId
 
 costs_of_ranks = st.lists(st.lists(st.integers(1, 100), max_size=5), min_size=1, max_size=4)
 
@@ -68,9 +68,7 @@ def same(ours: PackedRow, theirs: PackedRow) -> bool:
 
 
 def test_a_row_arrives_as_it_was(random_samples: Callable[..., list[Sample]]) -> None:
-    samples = [
-        replace(s, origin=(n, 2, 3) if n % 3 else None) for n, s in enumerate(random_samples(9))
-    ]
+    samples = [replace(s, sample_id=SampleId(n, 2, 3)) for n, s in enumerate(random_samples(9))]
     rows = [*pack_rows(samples, 20), empty_row()]
     rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2)
     found = balancing._decode(balancing._encode(dict(enumerate(rows))))

@@ -21,7 +21,7 @@ from flowtrain.training import model as models
 from flowtrain.training.lm_head import task_head
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import empty_row, pack_row, pack_rows
-from flowtrain.types import Completion, KeptTokens, Sample, Sampling
+from flowtrain.types import Completion, Sample, Sampling, SamplingMask
 from flowtrain.weights import WeightStore
 
 MakeTrainer = Callable[..., Trainer]
@@ -46,7 +46,7 @@ def truncated(samples: list[Sample]) -> list[Sample]:
         logprobs = [
             -math.log(len(each)) + 0.3 * float(torch.randn((), generator=rng)) for each in sets
         ]
-        return replace(sample, kept=KeptTokens.of(sets), logprobs=tuple(logprobs))
+        return replace(sample, sampling_mask=SamplingMask.of(sets), logprobs=tuple(logprobs))
 
     return [sample if index % 3 == 0 else truncate(sample) for index, sample in enumerate(samples)]
 
@@ -54,10 +54,10 @@ def truncated(samples: list[Sample]) -> list[Sample]:
 def test_nothing_is_kept_where_all_tokens_could_be_sampled(random_samples: MakeSamples) -> None:
     row = pack_row(random_samples(4))
     assert (
-        row.kept is None
-        and row.kept_ids_K is None
-        and row.kept_offsets_T1 is None
-        and empty_row().kept is None
+        row.sampling_mask is None
+        and row.mask_ids_K is None
+        and row.mask_offsets_T1 is None
+        and empty_row().sampling_mask is None
     )
 
 
@@ -69,15 +69,15 @@ def test_the_example_of_a_row() -> None:
         (0.0,) * 2,
         (0.0,) * 2,
         (1.0,) * 2,
-        kept=KeptTokens(array("i", [8, 1, 9]), array("i", [2, 1])),
+        sampling_mask=SamplingMask(array("i", [8, 1, 9]), array("i", [2, 1])),
     )
-    two = Sample((1,), (2,), (0.0,), (0.0,), (1.0,), kept=KeptTokens.of([(2, 4, 6)]))
+    two = Sample((1,), (2,), (0.0,), (0.0,), (1.0,), sampling_mask=SamplingMask.of([(2, 4, 6)]))
     free = Sample((3,), (4, 4), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2)
     for samples, ids, offsets in (
         ([one, free, two], [8, 1, 9, 2, 4, 6], [0, 2, 3, 3, 3, 6]),
         ([two, one, free], [2, 4, 6, 8, 1, 9], [0, 3, 5, 6, 6, 6]),
     ):
-        kept = pack_row(samples).to(torch.device("cpu")).kept
+        kept = pack_row(samples).to(torch.device("cpu")).sampling_mask
         assert kept is not None and (kept.token_ids_K.tolist(), kept.offsets_T1.tolist()) == (
             ids,
             offsets,
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_dense_masks(
     assert (task_head(trainer.model) is not None) == has_head
     for token_budget in (1000, 25):
         assert distance(gradient_of(trainer, pack_rows(samples, token_budget)), truth) < TOLERANCE
-    whole = [replace(sample, kept=None) for sample in samples]
+    whole = [replace(sample, sampling_mask=None) for sample in samples]
     assert distance(gradient_of(trainer, pack_rows(whole, 1000)), truth) > 0.1, (
         "or the sets would not matter"
     )
@@ -144,12 +144,14 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
         return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     done = asyncio.run(sample())
-    assert [c.kept is None for c in done] == [i % 4 == 3 for i in range(12)]
+    assert [c.sampling_mask is None for c in done] == [i % 4 == 3 for i in range(12)]
     samples = [
-        Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, kept=c.kept)
+        Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, sampling_mask=c.sampling_mask)
         for (p, _), c in zip(requests, done, strict=True)
     ]
-    counts = [count for s in samples if s.kept is not None for count in s.kept.counts]
+    counts = [
+        count for s in samples if s.sampling_mask is not None for count in s.sampling_mask.counts
+    ]
     assert max(counts) <= top_k and (top_p < 1 or min(counts) == top_k)
     for rescore in (False, True):
         stats = make_trainer(LossSpec(), temperature, rescore=rescore).step(
@@ -159,7 +161,7 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
         assert stats["ratio_min"] == pytest.approx(1, abs=2e-5) and stats[
             "ratio_max"
         ] == pytest.approx(1, abs=2e-5)
-    whole = [replace(sample, kept=None) for sample in samples]
+    whole = [replace(sample, sampling_mask=None) for sample in samples]
     assert (
         make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]
         > 0.05

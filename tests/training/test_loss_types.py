@@ -26,7 +26,7 @@ def gradient_of(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
     """Of one batch, over all parameters; prepared as `step` does."""
     prepared = trainer._prepare(rows)
     trainer.forward_backward(
-        prepared, sum(float(row.weight_T.sum()) for row in prepared), StepMetrics()
+        prepared, sum(float(row.loss_weight_T.sum()) for row in prepared), StepMetrics()
     )
     gradient = torch.cat(
         [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
@@ -62,7 +62,7 @@ def test_gspo_through_packed_rows_is_the_sequence_loss(
     trainer = make_trainer(LossSpec("gspo", clip_low=0.1, clip_high=0.1), grad_clip=0.0)
     samples = near(trainer, random_samples(9), 0.3)
     samples = [
-        replace(s, weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in samples
+        replace(s, loss_weights=(1 / len(s.response_ids),) * len(s.response_ids)) for s in samples
     ]
     losses, num_clipped = [], 0
     for sample in samples:
@@ -104,10 +104,12 @@ def test_masked_tokens_leave_the_normaliser(
         ratio_T = (score.logprob_T - torch.tensor(sample.logprobs)).exp()
         keep_T = (ratio_T >= low) & (ratio_T <= high)
         by_hand.append(
-            replace(sample, weights=tuple((torch.tensor(sample.weights) * keep_T).tolist()))
+            replace(
+                sample, loss_weights=tuple((torch.tensor(sample.loss_weights) * keep_T).tolist())
+            )
         )
     num_kept, num_all = (
-        sum(w != 0 for s in group for w in s.weights) for group in (by_hand, samples)
+        sum(w != 0 for s in group for w in s.loss_weights) for group in (by_hand, samples)
     )
     assert 0.2 < num_kept / num_all < 0.8, "the case is to have dropped and kept tokens"
     expected = gradient_of(plain, pack_rows(by_hand, budget))
@@ -128,7 +130,7 @@ def test_truncated_importance_sampling_weighs_the_policy_term(
             response_ids=s.response_ids[:1],
             logprobs=s.logprobs[:1],
             advantages=s.advantages[:1],
-            weights=s.weights[:1],
+            loss_weights=s.loss_weights[:1],
         )
         for s in random_samples(9)
     ]
@@ -164,7 +166,7 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
     )
     samples = near(trainer, random_samples(9), 0.3)
     rows = trainer._prepare(pack_rows(samples, 25))
-    normaliser = sum(float(row.weight_T.sum()) for row in rows)
+    normaliser = sum(float(row.loss_weight_T.sum()) for row in rows)
     with torch.no_grad():
         rng = torch.Generator().manual_seed(3)
         for parameter in trainer.model.parameters():
@@ -183,7 +185,7 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
         surrogate = torch.minimum(
             ratio * row.advantage_T, ratio.clamp(1 - clip, 1 + clip) * row.advantage_T
         )
-        losses.append(-(behave.clamp(max=cap) * surrogate * row.weight_T).sum())
+        losses.append(-(behave.clamp(max=cap) * surrogate * row.loss_weight_T).sum())
         num_capped, num_clipped = (
             num_capped + int((behave > cap).sum()),
             num_clipped + int((surrogate < ratio * row.advantage_T).sum()),
@@ -218,7 +220,7 @@ def test_m2po_looks_at_the_whole_mini_batch(
         [logp - row.old_logprob_T for logp, row in zip(logps, rows, strict=True)]
     )
     advantage_T, weight_T = (
-        torch.cat([getattr(row, name) for row in rows]) for name in ("advantage_T", "weight_T")
+        torch.cat([getattr(row, name) for row in rows]) for name in ("advantage_T", "loss_weight_T")
     )
     size_T = log_ratio_T.detach().abs()
     away = ((weight_T != 0) & (advantage_T * log_ratio_T.detach() > 0)).nonzero()[:, 0].tolist()

@@ -18,7 +18,9 @@ from flowtrain.types import (
     Call,
     FinishReason,
     Group,
+    PolicyName,
     Sample,
+    SampleId,
     Task,
     ToolResult,
     Trajectory,
@@ -41,26 +43,32 @@ def plain_logprobs(path: str, sample: Sample) -> list[float]:
     return [float(logprobs[first + n, token]) for n, token in enumerate(sample.response_ids)]
 
 
-def with_origins(samples: list[Sample]) -> list[Sample]:
-    return [replace(sample, origin=(n // 4, n % 4 // 2, n % 2)) for n, sample in enumerate(samples)]
+def with_ids(samples: list[Sample]) -> list[Sample]:
+    return [
+        replace(sample, sample_id=SampleId(n // 4, n % 4 // 2, n % 2))
+        for n, sample in enumerate(samples)
+    ]
 
 
 @pytest.mark.parametrize("token_budget", [1000, 12])
 def test_scores_are_the_models_whatever_the_packing(
     tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, token_budget: int
 ) -> None:
-    samples, trainer = with_origins(random_samples(9)), make_trainer()
+    samples, trainer = with_ids(random_samples(9)), make_trainer()
     trainer.step([pack_rows(samples[::-1], token_budget)])
     found = trainer.own_scores()
-    assert list(found) != [s.origin for s in samples] and set(found) == {s.origin for s in samples}
+    ids = [s.sample_id for s in samples]
+    assert list(found) != ids and set(found) == set(ids)
     for sample in samples:
-        assert found[sample.origin] == pytest.approx(plain_logprobs(tiny_path, sample), abs=1e-5)
+        assert found[sample.sample_id] == pytest.approx(plain_logprobs(tiny_path, sample), abs=1e-5)
 
 
 def test_a_token_that_does_not_count_has_none(
     make_trainer: MakeTrainer, random_samples: MakeSamples
 ) -> None:
-    samples = [replace(s, weights=(0.0, *s.weights[1:])) for s in with_origins(random_samples(4))]
+    samples = [
+        replace(s, loss_weights=(0.0, *s.loss_weights[1:])) for s in with_ids(random_samples(4))
+    ]
     trainer = make_trainer()
     trainer.step([pack_rows(samples, 1000)])
     for logprobs in trainer.own_scores().values():
@@ -70,12 +78,12 @@ def test_a_token_that_does_not_count_has_none(
 def test_a_step_forgets_the_one_before(
     make_trainer: MakeTrainer, random_samples: MakeSamples
 ) -> None:
-    first, second = with_origins(random_samples(2)), with_origins(random_samples(1, seed=1))
+    first, second = with_ids(random_samples(2)), with_ids(random_samples(1, seed=1))
     trainer = make_trainer()
     assert trainer.own_scores() == {}
     trainer.step([pack_rows(first, 1000)])
     trainer.step([pack_rows(second, 1000)])
-    assert set(trainer.own_scores()) == {second[0].origin}
+    assert set(trainer.own_scores()) == {second[0].sample_id}
     trainer.step([pack_rows(random_samples(2), 1000)])
     assert trainer.own_scores() == {}, "samples that nobody asks about"
 
@@ -84,8 +92,8 @@ def make_group(index: int, samples: list[Sample], rewards: tuple[float, float]) 
     """Two trajectories, each of a turn without tokens and two with."""
 
     def turn(sample: Sample) -> Turn:
-        facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
-        return Turn(sample.prompt_ids, sample.response_ids, sample.logprobs, (), *facts)
+        call = Call(sample.prompt_ids, sample.response_ids, sample.logprobs, (), FinishReason.STOP)
+        return Turn({"planner": call}, None, "", ToolResult(), Verdict.STOP, 0.0)
 
     empty = Sample((1,), (), (), (), ())
     pairs = zip((samples[:2], samples[2:4]), rewards, strict=True)
@@ -114,8 +122,11 @@ def test_every_trained_turn_gets_its_own(
     assert [[len(t.turns) for t in group.trajectories] for group in annotated] == [[3, 3]] * 3
     for group, before in zip(annotated, groups, strict=True):
         for trajectory, old in zip(group.trajectories, before.trajectories, strict=True):
-            assert tuple(replace(turn, training=None) for turn in trajectory.turns) == old.turns
-            empty, *turns = (turn.training for turn in trajectory.turns)
+            calls = [turn.calls["planner"] for turn in trajectory.turns]
+            assert [replace(call, training=None) for call in calls] == [
+                turn.calls["planner"] for turn in old.turns
+            ]
+            empty, *turns = (call.training for call in calls)
             assert empty is None
             if group.index == 1:
                 assert turns == [None, None], "one reward only: nothing was trained"
@@ -124,13 +135,13 @@ def test_every_trained_turn_gets_its_own(
                 [2 * trajectory.reward - 1] * 2, rel=1e-4
             )
             assert [turn.minibatch for turn in turns if turn] == [int(group.index == 2)] * 2
-            for turn in trajectory.turns[1:]:
-                assert turn.training is not None
+            for call in calls[1:]:
+                assert call.training is not None
                 truth = plain_logprobs(
-                    tiny_path, Sample(turn.prompt_ids, turn.response_ids, (), (), ())
+                    tiny_path, Sample(call.prompt_ids, call.response_ids, (), (), ())
                 )
                 distance = max(
-                    abs(a - b) for a, b in zip(turn.training.logprobs, truth, strict=True)
+                    abs(a - b) for a, b in zip(call.training.logprobs, truth, strict=True)
                 )
                 assert distance < 1e-5 if group.index == 0 else distance > 1e-3
 
@@ -138,8 +149,12 @@ def test_every_trained_turn_gets_its_own(
 def test_scores_of_the_verifier_stand_in_its_calls() -> None:
     def turn(number: int) -> Turn:
         call = Call((5,), (6, 7), (-1.0, -1.0), (), FinishReason.STOP)
-        facts = (FinishReason.STOP, "", None, "", ToolResult(), Verdict.STOP, 0.0)
-        return Turn((1,), (2,), (-2.0,), (), *facts, verifier_call=call if number else None)
+        calls: dict[PolicyName, Call] = {
+            "planner": Call((1,), (2,), (-2.0,), (), FinishReason.STOP)
+        }
+        if number:
+            calls["verifier"] = call
+        return Turn(calls, None, "", ToolResult(), Verdict.STOP, 0.0)
 
     trajectories = tuple(
         Trajectory(Task("t", "", ()), (turn(0), turn(1)), "", 0.0, 0, reward=reward)
@@ -147,12 +162,12 @@ def test_scores_of_the_verifier_stand_in_its_calls() -> None:
     )
     groups = [Group(4, trajectories)]
     batch = flow_grpo(groups, num_groups=8, policy="verifier")
-    scores = {sample.origin: (-0.5, -0.25) for sample in batch.samples if sample.origin is not None}
+    scores = {sample.sample_id: (-0.5, -0.25) for sample in batch.samples if sample.sample_id}
     (annotated,) = with_training_stats(groups, batch.samples, scores, "verifier")
     for trajectory, sign in zip(annotated.trajectories, (1, -1), strict=True):
         first, second = trajectory.turns
-        assert first == turn(0) and second.training is None, "none of it is the planner's"
-        assert second.verifier_call is not None and second.verifier_call.training is not None
-        assert second.verifier_call.training == TurnTraining(
+        assert first == turn(0)
+        assert second.calls["planner"].training is None, "none of it is the planner's"
+        assert second.calls["verifier"].training == TurnTraining(
             pytest.approx(sign * 1.0, rel=1e-4), 0, (-0.5, -0.25)
         )

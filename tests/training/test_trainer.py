@@ -79,11 +79,11 @@ def test_the_normaliser_is_the_sum_of_all_weights(
     """
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
     truth = gradient_of(trainer, pack_rows(samples, 30))
-    scaled = [replace(s, weights=tuple(8 * w for w in s.weights)) for s in samples]
+    scaled = [replace(s, loss_weights=tuple(8 * w for w in s.loss_weights)) for s in samples]
     assert distance(gradient_of(trainer, pack_rows(scaled, 30)), truth) < TOLERANCE
     assert distance(gradient_of(trainer, pack_rows(samples * 2, 30)), truth) < TOLERANCE
     (extra,) = random_samples(1, seed=9)
-    ignored = replace(extra, weights=(0.0,) * len(extra.weights))
+    ignored = replace(extra, loss_weights=(0.0,) * len(extra.loss_weights))
     assert distance(gradient_of(trainer, pack_rows([*samples, ignored], 30)), truth) < TOLERANCE
 
 
@@ -92,10 +92,10 @@ def test_weights_decide_how_much_a_token_counts(
 ) -> None:
     """A sample of triple weight is three samples."""
     first, second = random_samples(2)
-    first, second = (replace(s, weights=(1.0,) * len(s.weights)) for s in (first, second))
+    first, second = (replace(s, loss_weights=(1.0,) * len(s.loss_weights)) for s in (first, second))
     trainer = make_trainer(grad_clip=0.0)
     heavy = gradient_of(
-        trainer, [pack_row([replace(first, weights=(3.0,) * len(first.weights)), second])]
+        trainer, [pack_row([replace(first, loss_weights=(3.0,) * len(first.loss_weights)), second])]
     )
     assert (
         distance(heavy, gradient_of(trainer, [pack_row([first, first, first, second])])) < TOLERANCE
@@ -108,8 +108,8 @@ def test_an_ignored_token_poisons_nothing(
     tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, broken: float
 ) -> None:
     samples = random_samples(4)
-    weights = [(0.0, *s.weights[1:]) for s in samples]
-    samples = [replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
+    weights = [(0.0, *s.loss_weights[1:]) for s in samples]
+    samples = [replace(s, loss_weights=w) for s, w in zip(samples, weights, strict=True)]
     spoiled = [replace(s, logprobs=(broken, *s.logprobs[1:])) for s in samples]
     trainer = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path), grad_clip=0.0)
     clean = gradient_of(trainer, pack_rows(samples, 20))
@@ -216,7 +216,9 @@ def test_batches_without_samples_move_nothing(
     rows = pack_rows(random_samples(3), 30)
     trainer.step([rows])  # there is momentum now
     before = weights_of(trainer)
-    ignored = [pack_row([replace(s, weights=(0.0,) * len(s.weights)) for s in random_samples(2)])]
+    ignored = [
+        pack_row([replace(s, loss_weights=(0.0,) * len(s.loss_weights)) for s in random_samples(2)])
+    ]
     for minibatches in ([], [[]], [[], []], [ignored]):
         stats = trainer.step(minibatches)
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
@@ -452,7 +454,7 @@ def test_statistics_are_means_over_the_trained_tokens(
 ) -> None:
     """Whatever the packing; each is computed here from the log-probs of plain transformers."""
     samples = random_samples(10)
-    samples[3] = replace(samples[3], weights=(0.0,) * len(samples[3].weights))
+    samples[3] = replace(samples[3], loss_weights=(0.0,) * len(samples[3].loss_weights))
     reference = reference_of(tiny_path)
     spec = replace(FULL_LOSS, entropy_coef=0.0)
     plain = Plain(tiny_path, spec, 1.0, reference)
@@ -464,7 +466,7 @@ def test_statistics_are_means_over_the_trained_tokens(
             plain.logits(plain.reference, samples),
             strict=True,
         ):
-            if sample.weights[0] == 0:
+            if sample.loss_weights[0] == 0:
                 continue
             targets = torch.tensor(sample.response_ids)[:, None]
             logp = logits.log_softmax(-1).gather(1, targets)[:, 0]

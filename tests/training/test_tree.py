@@ -69,7 +69,7 @@ def unpack(row: PackedRow) -> list[Sample]:
         )
         logprobs, advantages, weights = (
             tuple(x[start:end].tolist())
-            for x in (row.sampler_logprob_T, row.advantage_T, row.weight_T)
+            for x in (row.sampler_logprob_T, row.advantage_T, row.loss_weight_T)
         )
         samples.append(Sample(tuple(prompt), tuple(targets), logprobs, advantages, weights))
     assert torch.equal(row.old_logprob_T, row.sampler_logprob_T) and row.ref_logprob_T is None
@@ -82,7 +82,7 @@ def key(sample: Sample) -> tuple[object, ...]:
         sample.response_ids,
         sample.logprobs,
         sample.advantages,
-        sample.weights,
+        sample.loss_weights,
     )
 
 
@@ -118,7 +118,7 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
             )
         ]
         assert set(dtypes) == {torch.int64}
-        assert {row.advantage_T.dtype, row.weight_T.dtype, row.old_logprob_T.dtype} == {
+        assert {row.advantage_T.dtype, row.loss_weight_T.dtype, row.old_logprob_T.dtype} == {
             torch.float32
         }
     for members, following in pairwise(unpacked):
@@ -168,7 +168,7 @@ def test_the_example_of_a_row() -> None:
         [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
     )
     assert row.advantage_T.tolist() == [1.5, 1.25, -1.0, 0.5, 0.5, 2.0, 2.0]
-    assert row.weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
+    assert row.loss_weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
 
 @settings(derandomize=True, deadline=None)
@@ -204,7 +204,7 @@ def test_minibatches_get_their_own_samples(samples: list[Sample]) -> None:
 
 def test_an_empty_row_trains_nothing() -> None:
     row = empty_row()
-    assert row.weight_T.tolist() == [0] and is_valid_tree(row.subtree_end_N)
+    assert row.loss_weight_T.tolist() == [0] and is_valid_tree(row.subtree_end_N)
     assert len(row.input_ids_N) == len(row.target_ids_T) == 1
     assert row.ref_logprob_T is not None, "a loss with a KL term must take it"
 

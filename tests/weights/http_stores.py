@@ -1,6 +1,4 @@
-"""Small stores to look at, over HTTP and on the command line, or to damage; and a server that
-misbehaves as it is told.
-"""
+"""Small stores, over HTTP and for the command line, and a server that misbehaves on request."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ from torch import Tensor
 from flowtrain.utils.serving import address
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.__main__ import main
-from flowtrain.weights.files import seal, write_anchor
+from flowtrain.weights.files import seal, write_snapshot
 from flowtrain.weights.manifest import File
 from flowtrain.weights.serve import make_app
-from flowtrain.weights.tensor_shards import pieces
+from flowtrain.weights.tensor_shards import local_shards
 
 TOKEN = "a-token-of-the-tests"
 LAST = 5
@@ -46,7 +44,7 @@ def weights_at(version: int) -> dict[str, Tensor]:
 
 
 def fill(root: Path, level: int = 1) -> WeightStore:
-    """Versions 0 to 5: an anchor, then deltas, at 4 also one from 0."""
+    """Versions 0 to 5: a full snapshot, then deltas, at 4 also one from 0."""
     store = WeightStore(root)
     publisher = Publisher(store, PublishOptions(level=level))
     for version in range(LAST + 1):
@@ -139,7 +137,7 @@ def misbehaving(root: Path) -> Iterator[Misbehaving]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[str]:
-    """Takes connections and never says a word."""
+    """Listen and never answer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield address(listener)
 
@@ -222,13 +220,13 @@ def endless(handler: Handler) -> None:
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    """To be read only."""
+    """A store that tests only read."""
     return fill(tmp_path_factory.mktemp("store") / "weights")
 
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy between us and ourselves, and no token."""
+    """No proxy for local addresses, and no token."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("FLOWTRAIN_TOKEN", raising=False)
 
@@ -240,7 +238,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The exit code, what was printed, and what was complained about."""
+    """Run the command; returns exit code, stdout and stderr."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         try:
@@ -255,7 +253,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def copied(filled: WeightStore, tmp_path: Path) -> WeightStore:
-    """One to damage."""
+    """A store that tests may damage."""
     shutil.copytree(filled.root, tmp_path / "weights")
     return WeightStore(tmp_path / "weights")
 
@@ -267,17 +265,17 @@ def flip(path: Path) -> None:
 
 
 def delta_path(store: WeightStore, base: int, version: int) -> Path:
-    return store.place(version) / f"delta-{base:08d}-r0.safetensors"
+    return store.folder(version) / f"delta-{base:08d}-r0.safetensors"
 
 
 def rewrite(store: WeightStore, version: int, **changes: Any) -> None:
-    """A manifest that is in itself all right, and says something else."""
+    """Change fields of a manifest; it stays valid."""
     manifest = replace(store.manifest(version), **changes)
-    (store.place(version) / "manifest.json").write_text(manifest.to_json())
+    (store.folder(version) / "manifest.json").write_text(manifest.to_json())
 
 
 def reseal(store: WeightStore, base: int, version: int) -> None:
-    """The manifest takes a delta file as it is now."""
+    """Put the present checksum of a delta file into its manifest."""
     manifest = store.manifest(version)
     rewrite(
         store,
@@ -286,7 +284,8 @@ def reseal(store: WeightStore, base: int, version: int) -> None:
     )
 
 
-def add_anchor(store: WeightStore, version: int) -> File:
-    return write_anchor(
-        store.place(version) / "anchor-r0.safetensors", pieces(weights_at(version), None, 0, 1)
+def add_snapshot(store: WeightStore, version: int) -> File:
+    return write_snapshot(
+        store.folder(version) / "anchor-r0.safetensors",
+        local_shards(weights_at(version), None, 0, 1),
     )

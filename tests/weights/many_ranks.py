@@ -14,7 +14,7 @@ from weight_samples import chain
 
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights import publisher as module
-from flowtrain.weights.tensor_shards import Piece, spec_of
+from flowtrain.weights.tensor_shards import TensorShard, spec_of
 
 
 @dataclass
@@ -48,14 +48,14 @@ class ThreadRank:
         return found
 
 
-def rows_of(tensors: dict[str, Tensor], _: object, rank: int, num_ranks: int) -> list[Piece]:
+def rows_of(tensors: dict[str, Tensor], _: object, rank: int, num_ranks: int) -> list[TensorShard]:
     """As torch.chunk cuts; a rank may get none of a short tensor."""
     found = []
     for name, tensor in sorted(tensors.items()):
         chunks = tensor.chunk(num_ranks)
         first = sum(chunk.numel() for chunk in chunks[:rank]) * tensor.element_size() // 2
         if rank < len(chunks):
-            found.append(Piece(name, spec_of(name, tensor), first, chunks[rank]))
+            found.append(TensorShard(name, spec_of(name, tensor), first, chunks[rank]))
     return found
 
 
@@ -72,6 +72,6 @@ def publish_together(
         for version in versions:
             publisher.publish(chain(version), version)
 
-    with mock.patch.object(module, "pieces", rows_of), ThreadPoolExecutor(num_ranks) as pool:
+    with mock.patch.object(module, "local_shards", rows_of), ThreadPoolExecutor(num_ranks) as pool:
         for done in [pool.submit(run, rank) for rank in range(num_ranks)]:
             done.result()

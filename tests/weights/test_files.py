@@ -1,4 +1,4 @@
-"""Manifests and files that lie: refused by name, before anything is done with them."""
+"""Malformed manifests and files are refused with their names, before they are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
-from flowtrain.weights.files import open_delta, read_anchor
+from flowtrain.weights.files import open_delta, read_snapshot
 from flowtrain.weights.manifest import Manifest
 from flowtrain.weights.tensor_shards import TensorSpec
 
@@ -30,16 +30,16 @@ def circle(record: dict[str, Any]) -> None:
     record["delta_files"]["2"] = record["delta_files"].pop("1")
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a circle": (circle, "not before it"),
-    "a later anchor": (lambda r: r.update(anchor=3), "not before it"),
+    "a later snapshot": (lambda r: r.update(anchor=3), "not before it"),
     "no dtype": (
         lambda r: r["tensors"]["w"].update(dtype="bfloat17"),
-        "no dtype that this torch knows",
+        "is not a dtype of this torch",
     ),
     "no dtype but a name": (
         lambda r: r["tensors"]["w"].update(dtype="nn"),
-        "no dtype that this torch knows",
+        "is not a dtype of this torch",
     ),
     "a negative shape": (
         lambda r: r["tensors"]["w"].update(shape=[-4]),
@@ -73,9 +73,9 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies(store: WeightStore, lie: str) -> None:
-    path, (change, message) = store.place(2) / "manifest.json", LIES[lie]
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_contradictory_manifest_is_refused(store: WeightStore, case: str) -> None:
+    path, (change, message) = store.folder(2) / "manifest.json", CONTRADICTIONS[case]
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
@@ -86,17 +86,17 @@ def test_a_manifest_that_lies(store: WeightStore, lie: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "[]", "null", "", '{"format": "1"}', '{"format": 1}', "\udcff"]
 )
-def test_text_that_is_no_manifest(store: WeightStore, text: str) -> None:
-    (store.place(2) / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+def test_text_that_is_no_manifest_is_refused(store: WeightStore, text: str) -> None:
+    (store.folder(2) / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(StoreError, match=r"manifest.json is (damaged|no manifest)"):
         store.manifest(2)
 
 
-def test_a_folder_that_was_moved(store: WeightStore) -> None:
-    store.place(1).rename(store.root / "v00000001-old")
-    store.place(0).rename(store.place(1))
+def test_a_moved_folder_is_refused(store: WeightStore) -> None:
+    store.folder(1).rename(store.root / "v00000001-old")
+    store.folder(0).rename(store.folder(1))
     assert store.versions() == [1, 2], "other names are not looked at"
-    with pytest.raises(StoreError, match="describes version 0; somebody moved it"):
+    with pytest.raises(StoreError, match="describes version 0; it was moved"):
         store.manifest(1)
 
 
@@ -118,7 +118,7 @@ BYTES = torch.zeros(3, dtype=torch.uint8)
         (HEAD, BYTES.view(3, 1), "a delta is a run of bytes"),
     ],
 )
-def test_a_file_that_is_no_delta(
+def test_a_file_that_is_no_delta_is_refused(
     tmp_path: Path, head: Any, tensor: torch.Tensor, message: str
 ) -> None:
     metadata = (
@@ -132,19 +132,17 @@ def test_a_file_that_is_no_delta(
 
 
 @pytest.mark.parametrize("first", ["{", "[]", "3", '{"w": "x"}', '{"w": null}', '{"v": 0}', None])
-def test_an_anchor_that_does_not_say_where_its_rows_belong(
-    tmp_path: Path, first: str | None
-) -> None:
+def test_a_snapshot_without_row_offsets_is_refused(tmp_path: Path, first: str | None) -> None:
     save_file(
         {"w": torch.zeros(3)},
         tmp_path / "x.safetensors",
         metadata={} if first is None else {"first": first},
     )
     with pytest.raises(StoreError, match="holds 'w'"):
-        read_anchor(tmp_path / "x.safetensors", {"w": TensorSpec("float32", (3,))})
+        read_snapshot(tmp_path / "x.safetensors", {"w": TensorSpec("float32", (3,))})
 
 
-def test_tied_weights_are_anchored(tmp_path: Path) -> None:
+def test_tied_weights_are_written_to_snapshots(tmp_path: Path) -> None:
     """safetensors refuses tensors that share memory."""
     head = torch.arange(12.0).view(3, 4)
     store = WeightStore(tmp_path)
@@ -157,12 +155,12 @@ def test_tied_weights_are_anchored(tmp_path: Path) -> None:
     )
 
 
-def test_garbage_is_named_before_it_is_deleted(store: WeightStore) -> None:
+def test_garbage_is_listed_before_it_is_deleted(store: WeightStore) -> None:
     assert store.garbage(1) == [] and store.collect_garbage(1) == []
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
         store.garbage(0)
 
 
-def test_what_a_manifest_says_survives_json(store: WeightStore) -> None:
+def test_manifest_json_roundtrip(store: WeightStore) -> None:
     manifest = store.manifest(2)
     assert Manifest.from_json(manifest.to_json(), "here") == manifest

@@ -146,7 +146,7 @@ def test_each_rank_encodes_its_own_rows(results: dict[int, Path]) -> None:
         file.num_bytes for file in WeightStore(results[2] / "weights").manifest(3).delta_files[2]
     ]
     assert len(sizes) == 2 and max(sizes) < 2 * min(sizes)
-    assert len(WeightStore(results[2] / "weights").manifest(1).anchor_files) == 2
+    assert len(WeightStore(results[2] / "weights").manifest(1).snapshot_files) == 2
 
 
 def test_a_failure_on_one_rank_fails_all_and_loses_nothing(results: dict[int, Path]) -> None:
@@ -182,7 +182,7 @@ def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: We
         mesh = init_device_mesh("cpu", (1,))
         columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
         with pytest.raises(
-            ValueError, match=r"tensor 'w' is placed as .*; the store takes rows over all 1"
+            ValueError, match=r"tensor 'w' is placed as .*; the store needs Shard.0. over all 1"
         ):
             Publisher(store).publish({"w": columns}, 1)
         Publisher(store).publish({"w": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])}, 1)

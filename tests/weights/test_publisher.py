@@ -1,4 +1,4 @@
-"""What is published: anchors, deltas, skips; and that a publish which fails leaves store and
+"""A publisher writes snapshots, deltas and skips; a publish that fails leaves store and
 publisher as they were.
 """
 
@@ -16,18 +16,26 @@ from safetensors.torch import load_file
 from weight_samples import chain, empty_like, same_bits, weights
 
 from flowtrain import _delta
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    SnapshotPolicy,
+    StoreError,
+    WeightReader,
+    WeightStore,
+    pull,
+)
 from flowtrain.weights import publisher as module
-from flowtrain.weights.baseline import DeviceCopy
+from flowtrain.weights.baseline import DeviceBaseline
 from flowtrain.weights.files import read_delta
 
 
-def test_an_anchor_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:
+def test_a_snapshot_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:
     published = Publisher(store).publish(weights(3), 3)
-    (file,) = store.manifest(3).anchor_files
+    (file,) = store.manifest(3).snapshot_files
     assert same_bits(load_file(store.fetch(3, file)), weights(3))
     assert published.reason == "the publisher has just started" and published.delta_bytes == 0
-    assert published.anchor_bytes == file.num_bytes > 108 * 4 + 508 * 2
+    assert published.snapshot_bytes == file.num_bytes > 108 * 4 + 508 * 2
     assert published.num_changed == published.num_words == 2 * 108 + 508 + 2 * 35 + 2
     assert "weights_bytes_per_change" not in published.metrics()
 
@@ -47,7 +55,7 @@ def test_a_delta_is_a_safetensors_file_of_what_changed(store: WeightStore) -> No
     )
     assert (
         published.num_changed == (ours != theirs).sum()
-        and published.anchor_bytes == 0
+        and published.snapshot_bytes == 0
         and published.reason == ""
     )
     assert published.delta_bytes == file.num_bytes
@@ -66,7 +74,7 @@ def test_every_version_of_a_chain_is_what_was_published(store: WeightStore, leve
 
 
 def test_skips_come_every_fourth_sixteenth_and_64th_version(store: WeightStore) -> None:
-    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=1000))
     small = {"w": torch.zeros(5000, dtype=torch.bfloat16)}
     for version in range(66):
         small["w"].view(torch.int16)[version] += 1
@@ -83,21 +91,23 @@ def test_skips_come_every_fourth_sixteenth_and_64th_version(store: WeightStore) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dense_share": 0.001}, "of the full size"),
-        ({"anchor_every": 2}, "the last anchor is 2 versions old"),
+        ({"max_delta_share": 0.001}, "of the full size"),
+        ({"max_deltas": 2}, "the last full snapshot is 2 versions old"),
     ],
 )
-def test_when_an_anchor_is_due(store: WeightStore, options: dict[str, Any], message: str) -> None:
-    publisher = Publisher(store, PublishOptions(**options))
+def test_when_a_snapshot_is_due(store: WeightStore, options: dict[str, Any], message: str) -> None:
+    publisher = Publisher(store, policy=SnapshotPolicy(**options))
     reasons = [publisher.publish(chain(version), version).reason for version in (1, 2, 3)]
-    with_anchor = [bool(store.manifest(version).anchor_files) for version in (1, 2, 3)]
-    assert with_anchor == [bool(reason) for reason in reasons] and message in reasons[2]
+    with_snapshot = [bool(store.manifest(version).snapshot_files) for version in (1, 2, 3)]
+    assert with_snapshot == [bool(reason) for reason in reasons] and message in reasons[2]
     has_delta = [bool(store.manifest(version).delta_files) for version in (1, 2, 3)]
-    assert has_delta == ([False, False, False] if "dense_share" in options else [False, True, True])
+    assert has_delta == (
+        [False, False, False] if "max_delta_share" in options else [False, True, True]
+    )
     assert same_bits(pull(store, 3), chain(3))
 
 
-def test_deltas_that_add_up_to_half_the_size_ask_for_an_anchor(store: WeightStore) -> None:
+def test_deltas_that_add_up_to_half_the_size_cause_a_snapshot(store: WeightStore) -> None:
     publisher = Publisher(store)
     found = {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
     reasons = []
@@ -107,10 +117,12 @@ def test_deltas_that_add_up_to_half_the_size_ask_for_an_anchor(store: WeightStor
         reasons.append(publisher.publish(found, version).reason)
         assert same_bits(pull(store, version), found)
     due = [version for version, reason in enumerate(reasons) if "add up to" in reason]
-    assert due and all(store.manifest(v).anchor == v and store.manifest(v).delta_files for v in due)
+    assert due and all(
+        store.manifest(v).snapshot == v and store.manifest(v).delta_files for v in due
+    )
 
 
-def test_a_changed_layout_asks_for_an_anchor(store: WeightStore) -> None:
+def test_a_changed_layout_causes_a_snapshot(store: WeightStore) -> None:
     publisher = Publisher(store)
     publisher.publish(chain(1), 1)
     other = {**chain(2), "new": torch.ones(3, dtype=torch.bfloat16)}
@@ -151,7 +163,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
-    "place", ["write_delta", "write_anchor", "WeightStore.commit", "WeightStore.begin"]
+    "place", ["write_delta", "write_snapshot", "WeightStore.commit", "WeightStore.begin"]
 )
 @pytest.mark.parametrize(
     "error", [FULL, SafetensorError("I/O error: no space left")], ids=["OSError", "SafetensorError"]
@@ -160,7 +172,7 @@ def test_a_failed_publish_leaves_store_and_publisher_as_they_were(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
     """And the next one starts from the version before: what was not published is not lost."""
-    publisher = Publisher(store, PublishOptions(anchor_every=1))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=1))
     publisher.publish(chain(1), 1)
     reader = WeightReader(store, empty_like(chain(1)))
     reader.load(1)
@@ -208,13 +220,13 @@ def test_a_restarted_publisher_goes_on_with_the_chain(store: WeightStore) -> Non
     again = Publisher(store)
     assert (
         again.resume(chain(4), 4)
-        and again._baseline is not None
-        and again._baseline.num_bytes_since == sum(sizes)
+        and again._base is not None
+        and again._base.chain.num_bytes == sum(sizes)
     )
 
 
 @pytest.mark.parametrize("case", ["other weights", "other layout", "not HEAD", "empty store"])
-def test_a_restart_with_anything_else_starts_with_an_anchor(store: WeightStore, case: str) -> None:
+def test_a_restart_with_anything_else_starts_with_a_snapshot(store: WeightStore, case: str) -> None:
     if case != "empty store":
         publisher = Publisher(store)
         publisher.publish(chain(1), 1)
@@ -228,7 +240,7 @@ def test_a_restart_with_anything_else_starts_with_an_anchor(store: WeightStore, 
     assert same_bits(pull(store, 3), found)
 
 
-# ---- weights on a device, here on the CPU
+# ---- the kernels of a device, here on the CPU
 
 
 def test_changes_found_on_a_device_make_the_same_files(
@@ -238,7 +250,7 @@ def test_changes_found_on_a_device_make_the_same_files(
     files = []
     for each in (store, on_device):
         if each is on_device:
-            monkeypatch.setattr(module, "make_copy", lambda piece, num_threads: DeviceCopy(piece))
+            monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
         publisher = Publisher(each)
         for version in range(1, 6):
             publisher.publish(chain(version), version)
@@ -257,7 +269,7 @@ def test_changes_found_on_a_device_make_the_same_files(
 def test_level_2_is_refused_on_a_device(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "make_copy", lambda piece, num_threads: DeviceCopy(piece))
+    monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
     publisher = Publisher(store, PublishOptions(level=2))
     publisher.publish(chain(1), 1)
     with pytest.raises(ValueError, match="level=2 needs the weights on the CPU"):

@@ -1,5 +1,5 @@
-"""What a reader does: the smallest way, in place, all or nothing; an anchor with a reason where
-deltas do not lead.
+"""A reader updates in place, all or nothing, by the smallest files; where deltas do not lead, it
+loads a full snapshot and says why.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from torch import Tensor
 from weight_samples import Weights, chain, empty_like, same_bits, weights
 
 from flowtrain import _delta
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    SnapshotPolicy,
+    StoreError,
+    WeightReader,
+    WeightStore,
+    pull,
+)
 from flowtrain.weights.files import seal, write_delta
 from flowtrain.weights.manifest import File
-from flowtrain.weights.reader import find_path
-from flowtrain.weights.tensor_shards import TensorSpec, words_of
+from flowtrain.weights.reader import find_chain
+from flowtrain.weights.tensor_shards import TensorSpec, u16_view
 
 NUM_VERSIONS = 40
 
@@ -51,7 +59,7 @@ def reader_at(store: WeightStore, version: int) -> tuple[WeightReader, Weights]:
 
 def file_of(store: WeightStore, version: int, base: int) -> Path:
     (file,) = store.manifest(version).delta_files[base]
-    return store.place(version) / file.name
+    return store.folder(version) / file.name
 
 
 def test_a_reader_follows_in_place(full: WeightStore) -> None:
@@ -59,7 +67,7 @@ def test_a_reader_follows_in_place(full: WeightStore) -> None:
     pointers = {name: t.data_ptr() for name, t in own.items()}
     for version in range(2, NUM_VERSIONS + 1):
         loaded = reader.load(version)
-        assert (loaded.mode, loaded.num_steps, loaded.version) == (
+        assert (loaded.mode, loaded.num_deltas, loaded.version) == (
             "delta",
             1,
             version,
@@ -71,11 +79,11 @@ def test_a_reader_follows_in_place(full: WeightStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "num_steps"),
+    ("start", "end", "num_deltas"),
     [(1, 17, 1), (1, 33, 2), (2, 40, 11), (5, 9, 1), (17, 40, 5), (3, 4, 1)],
 )
 def test_a_late_reader_applies_one_composed_delta(
-    full: WeightStore, monkeypatch: pytest.MonkeyPatch, start: int, end: int, num_steps: int
+    full: WeightStore, monkeypatch: pytest.MonkeyPatch, start: int, end: int, num_deltas: int
 ) -> None:
     reader, own = reader_at(full, start)
     applied = []
@@ -89,27 +97,27 @@ def test_a_late_reader_applies_one_composed_delta(
         ),
     )
     loaded = reader.load(end)
-    assert (loaded.mode, loaded.num_steps) == ("delta", num_steps)
+    assert (loaded.mode, loaded.num_deltas) == ("delta", num_deltas)
     assert applied == [2], "one delta for each of the two tensors that change"
     assert same_bits(own, chain(end)) and reader.damaged() == []
 
 
-def test_the_way_is_logarithmic(tmp_path: Path) -> None:
+def test_the_chain_is_logarithmic(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
-    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=1000))
     words = {"w": torch.zeros(70_000, dtype=torch.bfloat16)}
     for version in range(200):
         words["w"].view(torch.int16)[version] += 1
         publisher.publish(words, version)
     longest = max(
-        len(find_path(store, start, store.manifest(end)))
+        len(find_chain(store, start, store.manifest(end)))
         for start in range(0, 200, 7)
         for end in range(start + 1, 200, 11)
     )
     assert longest <= 3 * 2 * 3 + 3, (
-        "three steps on each of three tiers, up and down, and three of 64"
+        "three skips on each of three tiers, up and down, and three of 64"
     )
-    assert [base for base, _ in find_path(store, 0, store.manifest(199))] == [
+    assert [base for base, _ in find_chain(store, 0, store.manifest(199))] == [
         0,
         64,
         128,
@@ -120,14 +128,14 @@ def test_the_way_is_logarithmic(tmp_path: Path) -> None:
     ]
 
 
-def test_a_first_load_and_a_return_to_an_older_version_use_anchors(full: WeightStore) -> None:
+def test_a_first_load_and_a_return_to_an_older_version_use_snapshots(full: WeightStore) -> None:
     reader, own = reader_at(full, 9)
     loaded = reader.load(4)
-    assert loaded.mode == "anchor" and "no deltas lead from version 9 to 4" in loaded.reason
+    assert loaded.mode == "snapshot" and "no deltas lead from version 9 to 4" in loaded.reason
     assert same_bits(own, chain(4)) and reader.version == 4
 
 
-def test_deltas_longer_than_the_weights_give_way_to_an_anchor(store: WeightStore) -> None:
+def test_deltas_longer_than_the_weights_are_replaced_by_a_snapshot(store: WeightStore) -> None:
     publisher = Publisher(store)
     found = {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
     for version in range(1, 12):
@@ -143,7 +151,7 @@ def test_deltas_longer_than_the_weights_give_way_to_an_anchor(store: WeightStore
             reader.load(3)
     loaded = reader.load(11)
     assert (
-        loaded.mode == "anchor"
+        loaded.mode == "snapshot"
         and "are longer than the weights" in loaded.reason
         and same_bits(own, found)
     )
@@ -173,7 +181,7 @@ def damages() -> Iterator[tuple[str, str]]:
     yield "truncated", r"bytes, its manifest says"
     yield "bit flip", "does not have the checksum of its manifest"
     yield "sealed garbage", "is no safetensors file"
-    yield "of another step", "leads from version"
+    yield "of another version", "leads from version"
     yield "not a delta", "is not a delta of this store"
     yield "of another model", "belongs to a model of another layout"
     yield "newer", "has format 9; this code reads up to 1"
@@ -193,12 +201,12 @@ def damage(store: WeightStore, kind: str) -> None:
         data[len(data) // 2] ^= 4
     elif kind == "sealed garbage":
         data = bytearray(b"garbage")
-    elif kind == "of another step":
+    elif kind == "of another version":
         data = bytearray(file_of(store, 7, 6).read_bytes())
     elif kind == "not a delta":
-        data = bytearray((store.place(1) / store.manifest(1).anchor_files[0].name).read_bytes())
+        data = bytearray((store.folder(1) / store.manifest(1).snapshot_files[0].name).read_bytes())
     elif kind == "of another model":
-        write_delta(path, {"matrix": _delta.encode(*[words_of(chain(5)["still"])] * 2)}, {}, 5, 6)
+        write_delta(path, {"matrix": _delta.encode(*[u16_view(chain(5)["still"])] * 2)}, {}, 5, 6)
         data = bytearray(path.read_bytes())
     elif kind == "newer":
         data = bytearray(bytes(data).replace(b'\\"format\\": 1', b'\\"format\\": 9'))
@@ -215,15 +223,15 @@ def damage(store: WeightStore, kind: str) -> None:
     if kind not in ("truncated", "bit flip"):
         sealed: File = seal(path)
         manifest.delta_files[5] = (sealed,)
-        (store.place(6) / "manifest.json").write_text(manifest.to_json())
+        (store.folder(6) / "manifest.json").write_text(manifest.to_json())
 
 
 @pytest.mark.parametrize(("kind", "message"), list(damages()))
-def test_a_delta_that_is_not_right_gives_way_to_an_anchor_with_the_reason(
+def test_a_delta_that_is_not_right_is_replaced_by_a_snapshot_with_the_reason(
     copy: WeightStore, caplog: pytest.LogCaptureFixture, kind: str, message: str
 ) -> None:
-    """The way from 5 to 6 is closed, and the one from the anchor at 1 leads over it, too: version 6
-    is lost, those after it are not.
+    """The path from 5 to 6 is damaged, and the one from the snapshot at 1 leads over it: version 6
+    is lost, later versions are not.
     """
     damage(copy, kind)
     reader, own = reader_at(copy, 5)
@@ -238,24 +246,24 @@ def test_a_delta_that_is_not_right_gives_way_to_an_anchor_with_the_reason(
     Publisher(copy).publish(chain(10), 10)
     reader, own = reader_at(copy, 9)
     damage_free = reader.load(10)
-    assert damage_free.mode == "anchor" and same_bits(own, chain(10))
+    assert damage_free.mode == "snapshot" and same_bits(own, chain(10))
 
 
-def test_a_missing_delta_with_an_anchor_behind_it_is_logged_and_overcome(
+def test_a_missing_delta_is_logged_and_replaced_by_a_snapshot(
     store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = Publisher(store, PublishOptions(anchor_every=2))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=2))
     for version in (1, 2, 3):
         publisher.publish(chain(version), version)
     reader, own = reader_at(store, 2)
     file_of(store, 3, 2).unlink()
     with caplog.at_level(logging.WARNING):
         loaded = reader.load(3)
-    assert loaded.mode == "anchor" and "is missing" in loaded.reason and same_bits(own, chain(3))
+    assert loaded.mode == "snapshot" and "is missing" in loaded.reason and same_bits(own, chain(3))
 
 
-def test_weights_that_were_changed_by_something_else_are_not_built_upon(full: WeightStore) -> None:
-    """Where the delta touches them, at once; elsewhere when all words are compared."""
+def test_weights_that_something_else_changed_are_replaced_by_a_snapshot(full: WeightStore) -> None:
+    """At once where a delta touches them; elsewhere when all words are compared."""
     at = int(
         (chain(5)["matrix"].view(torch.int16) != chain(6)["matrix"].view(torch.int16))
         .flatten()
@@ -265,13 +273,13 @@ def test_weights_that_were_changed_by_something_else_are_not_built_upon(full: We
     own["matrix"].view(-1)[at] += 1
     loaded = reader.load(6)
     assert (
-        loaded.mode == "anchor"
+        loaded.mode == "snapshot"
         and "not its base, or were damaged" in loaded.reason
         and same_bits(own, chain(6))
     )
 
 
-def test_scrubbing_finds_and_mends_what_deltas_do_not_touch(
+def test_verify_every_finds_and_repairs_damage_that_deltas_do_not_touch(
     full: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = empty_like(chain(1))
@@ -282,15 +290,15 @@ def test_scrubbing_finds_and_mends_what_deltas_do_not_touch(
     loaded = reader.load(6)
     assert (
         loaded.num_damaged == 1
-        and loaded.mode == "anchor"
+        and loaded.mode == "snapshot"
         and same_bits(own, chain(6))
         and reader.damaged() == []
     )
-    assert "1 tensors were not those of version 6 and are loaded anew: still" in caplog.text
+    assert "1 tensors were not those of version 6 and are loaded again: still" in caplog.text
     assert loaded.metrics()["weights_damaged"] == 1
 
 
-def test_a_version_that_was_published_anew_is_recognised(store: WeightStore) -> None:
+def test_a_version_that_was_published_again_is_recognised(store: WeightStore) -> None:
     """The trainer went back to 2 and published another 3: a reader that holds the old 3 must not
     take the new delta to 4.
     """
@@ -304,7 +312,7 @@ def test_a_version_that_was_published_anew_is_recognised(store: WeightStore) -> 
     again.publish(chain(13), 3)
     again.publish(chain(14), 4)
     loaded = reader.load(4)
-    assert loaded.mode == "anchor" and "do not lead there" in loaded.reason
+    assert loaded.mode == "snapshot" and "do not lead there" in loaded.reason
     assert same_bits(own, chain(14))
 
 
@@ -325,8 +333,8 @@ def test_another_model_is_refused_and_changes_nothing(full: WeightStore, kind: s
 
 
 @pytest.mark.parametrize("kind", ["missing", "bit flip", "half"])
-def test_a_damaged_anchor_is_refused_and_changes_nothing(copy: WeightStore, kind: str) -> None:
-    path = copy.place(1) / copy.manifest(1).anchor_files[0].name
+def test_a_damaged_snapshot_is_refused_and_changes_nothing(copy: WeightStore, kind: str) -> None:
+    path = copy.folder(1) / copy.manifest(1).snapshot_files[0].name
     if kind == "missing":
         path.unlink()
     else:
@@ -339,23 +347,23 @@ def test_a_damaged_anchor_is_refused_and_changes_nothing(copy: WeightStore, kind
     assert not any(t.any() for t in own.values())
 
 
-def test_an_anchor_with_another_digest_than_its_manifest_is_refused(copy: WeightStore) -> None:
-    path = copy.place(1) / copy.manifest(1).anchor_files[0].name
+def test_a_snapshot_with_another_digest_than_its_manifest_is_refused(copy: WeightStore) -> None:
+    path = copy.folder(1) / copy.manifest(1).snapshot_files[0].name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     manifest = copy.manifest(1)
-    text = manifest.to_json().replace(manifest.anchor_files[0].xxh3, seal(path).xxh3)
-    (copy.place(1) / "manifest.json").write_text(text)
-    with pytest.raises(StoreError, match="the anchor of version 1 is damaged at"):
+    text = manifest.to_json().replace(manifest.snapshot_files[0].xxh3, seal(path).xxh3)
+    (copy.folder(1) / "manifest.json").write_text(text)
+    with pytest.raises(StoreError, match="the full snapshot of version 1 is damaged at"):
         pull(copy, 1)
 
 
-def test_shapes_that_no_machine_holds_are_refused(store: WeightStore) -> None:
+def test_shapes_beyond_any_memory_are_refused(store: WeightStore) -> None:
     Publisher(store).publish(chain(1), 1)
     manifest = store.manifest(1)
     manifest.layout["vector"] = TensorSpec("bfloat16", (2**40, 2**20))
-    (store.place(1) / "manifest.json").write_text(manifest.to_json())
+    (store.folder(1) / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(StoreError, match=r"version 1 .* has tensors that do not fit into memory"):
         pull(store, 1)
 
@@ -363,8 +371,8 @@ def test_shapes_that_no_machine_holds_are_refused(store: WeightStore) -> None:
 # ---- other numbers of ranks
 
 
-def test_a_chain_over_a_change_of_the_number_of_ranks(store: WeightStore) -> None:
-    """Pieces are then cut otherwise, so deltas are applied one after another."""
+def test_a_chain_across_a_change_of_the_number_of_ranks(store: WeightStore) -> None:
+    """The shards are then cut otherwise, so deltas are applied one after another."""
     publish_together(store, 1, range(1, 4))
     publish_together(store, 3, range(4, 7), resume=True)
     publish_together(store, 2, range(7, 9), resume=True)

@@ -1,5 +1,5 @@
-"""A store over HTTP: whatever the server does, what is fetched is the file of the manifest, or
-there is an error that says what to do.
+"""A store over HTTP: whatever the server does, a fetch returns the file of the manifest or raises
+an error that says what to do.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def store_at(
     return HttpStore(url, cache, token, timeout_s, retries, backoff_s=0.0)
 
 
-def anchor_of(filled: WeightStore) -> File:
-    return filled.manifest(0).anchor_files[0]
+def snapshot_of(filled: WeightStore) -> File:
+    return filled.manifest(0).snapshot_files[0]
 
 
 # ---- the real server
@@ -54,21 +54,21 @@ def test_a_reader_follows_a_store_over_http(filled: WeightStore, tmp_path: Path)
         assert isinstance(source, HttpStore) and str(source) == url and source.head() == LAST
         tensors = {name: torch.empty_like(tensor) for name, tensor in weights_at(0).items()}
         reader = WeightReader(source, tensors)
-        for version, mode, num_steps in ((0, "anchor", 0), (1, "delta", 1), (LAST, "delta", 4)):
+        for version, mode, num_deltas in ((0, "snapshot", 0), (1, "delta", 1), (LAST, "delta", 4)):
             loaded = reader.load(version)
-            assert (loaded.mode, loaded.num_steps) == (mode, num_steps)
+            assert (loaded.mode, loaded.num_deltas) == (mode, num_deltas)
             assert same(tensors, weights_at(version))
         for version in range(LAST + 1):
             assert same(pull(source, version), weights_at(version))
             assert source.manifest(version) == filled.manifest(version)
 
 
-def test_what_was_loaded_leaves_the_cache(filled: WeightStore, tmp_path: Path) -> None:
+def test_loaded_versions_leave_the_cache(filled: WeightStore, tmp_path: Path) -> None:
     with hs.serving(filled) as url:
         source = store_at(url, tmp_path, token=TOKEN)
         for version in (0, 1, 2):
             for file in (
-                *filled.manifest(version).anchor_files,
+                *filled.manifest(version).snapshot_files,
                 *(f for fs in filled.manifest(version).delta_files.values() for f in fs),
             ):
                 source.fetch(version, file)
@@ -77,7 +77,7 @@ def test_what_was_loaded_leaves_the_cache(filled: WeightStore, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000001.keep", "v00000002"]
 
 
-def test_a_path_is_a_store_and_a_url_one_over_http(tmp_path: Path) -> None:
+def test_open_source_tells_paths_from_urls(tmp_path: Path) -> None:
     assert isinstance(open_source(tmp_path, tmp_path), WeightStore)
     assert isinstance(open_source("https://host/weights/", tmp_path), HttpStore)
 
@@ -87,23 +87,23 @@ def test_a_path_is_a_store_and_a_url_one_over_http(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("offset", [0, 1, 7, 4096, -1])
-def test_a_cut_download_goes_on_where_it_was(
+def test_a_cut_download_is_resumed(
     server: Misbehaving, filled: WeightStore, tmp_path: Path, offset: int, has_length: bool
 ) -> None:
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     at = offset % file.num_bytes
     server.answers[file.name] = [hs.cut_after(at, has_length), hs.cut_after(3, has_length)]
     path = store_at(server.url, tmp_path).fetch(0, file)
-    assert path.read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert path.read_bytes() == (filled.folder(0) / file.name).read_bytes()
     expected = [None, f"bytes={at}-" if at else None, f"bytes={at + 3}-"]
     assert server.ranges(file.name) == expected[: 2 if at + 3 >= file.num_bytes else 3]
     assert [p.name for p in path.parent.iterdir()] == [file.name], "no part is left"
 
 
-def test_another_process_goes_on_where_one_was_cut(
+def test_another_process_resumes_a_cut_download(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     server.answers[file.name] = [hs.cut_after(5000)]
     with pytest.raises(
         StoreError,
@@ -112,55 +112,55 @@ def test_another_process_goes_on_where_one_was_cut(
     ):
         store_at(server.url, tmp_path, retries=0).fetch(0, file)
     part = tmp_path / "v00000000" / f"{file.name}.part"
-    assert part.read_bytes() == (filled.place(0) / file.name).read_bytes()[:5000]
+    assert part.read_bytes() == (filled.folder(0) / file.name).read_bytes()[:5000]
     assert (
         store_at(server.url, tmp_path).fetch(0, file).read_bytes()
-        == (filled.place(0) / file.name).read_bytes()
+        == (filled.folder(0) / file.name).read_bytes()
     )
     assert server.ranges(file.name) == [None, "bytes=5000-"]
 
 
-def test_a_whole_part_is_taken_without_a_request(
+def test_a_complete_part_file_needs_no_request(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
     """The process ended between the last byte and the renaming; and what is whole is not fetched
     again.
     """
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     part = tmp_path / "v00000000" / f"{file.name}.part"
     part.parent.mkdir()
-    part.write_bytes((filled.place(0) / file.name).read_bytes())
+    part.write_bytes((filled.folder(0) / file.name).read_bytes())
     source = store_at(server.url, tmp_path)
     assert source.fetch(0, file) == source.fetch(0, file) == part.with_name(file.name)
     assert server.seen == []
 
 
 @pytest.mark.parametrize("answer", [hs.without_ranges, hs.another_range, hs.with_status(416)])
-def test_a_server_without_ranges_starts_anew(
+def test_a_server_without_ranges_sends_the_whole_file_again(
     server: Misbehaving,
     filled: WeightStore,
     tmp_path: Path,
     answer: Answer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     server.answers[file.name] = [hs.cut_after(5000), answer]
     assert (
         store_at(server.url, tmp_path).fetch(0, file).read_bytes()
-        == (filled.place(0) / file.name).read_bytes()
+        == (filled.folder(0) / file.name).read_bytes()
     )
     assert server.ranges(file.name)[:2] == [None, "bytes=5000-"]
     assert server.ranges(file.name)[2:] == ([] if answer is hs.without_ranges else [None])
     assert "damaged" not in caplog.text, "no wrong byte was written"
 
 
-def test_gains_renew_the_patience(
+def test_progress_resets_the_retry_count(
     filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long download over a poor line ends; one that gains a few bytes each time does not go on
     for ever.
     """
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     for chunk, is_enough in ((1000, True), (1001, False)):
         monkeypatch.setattr(remote, "_CHUNK", chunk - 1 if is_enough else chunk)
         with hs.misbehaving(filled.root) as server:
@@ -191,27 +191,27 @@ def test_a_damaged_file_is_fetched_once_more(
     kind: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    file, (answer, message) = anchor_of(filled), DAMAGE[kind]
+    file, (answer, message) = snapshot_of(filled), DAMAGE[kind]
     server.answers[file.name] = [answer]
     with caplog.at_level(logging.WARNING):
         assert (
             store_at(server.url, tmp_path).fetch(0, file).read_bytes()
-            == (filled.place(0) / file.name).read_bytes()
+            == (filled.folder(0) / file.name).read_bytes()
         )
     assert "came damaged" in caplog.text and len(server.seen) == 2
 
     server.answers[file.name] = [answer, answer]
     with pytest.raises(
         StoreError,
-        match=f"{server.url}/v00000000/{file.name} came damaged twice: .*{message}.*publish an "
-        "anchor",
+        match=f"{server.url}/v00000000/{file.name} came damaged twice: .*{message}.*publish a "
+        "full snapshot",
     ):
         store_at(server.url, tmp_path / "other").fetch(0, file)
     assert list((tmp_path / "other" / "v00000000").iterdir()) == [], "nothing of it is left"
 
 
 def test_never_more_bytes_than_the_manifest_says(filled: WeightStore, tmp_path: Path) -> None:
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     with hs.misbehaving(filled.root) as server:
         server.answers[file.name] = [hs.endless, hs.endless]
         with pytest.raises(StoreError, match="more bytes than"):
@@ -219,27 +219,27 @@ def test_never_more_bytes_than_the_manifest_says(filled: WeightStore, tmp_path: 
 
 
 @pytest.mark.parametrize("where", ["cached", "part", "long part"])
-def test_what_was_damaged_in_the_cache_is_fetched_again(
+def test_a_damaged_cache_file_is_fetched_again(
     server: Misbehaving, filled: WeightStore, tmp_path: Path, where: str
 ) -> None:
     """Also what is left of another version of that number, from before a rollback."""
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     path = tmp_path / "v00000000" / file.name
     path.parent.mkdir()
-    data = bytearray((filled.place(0) / file.name).read_bytes())
+    data = bytearray((filled.folder(0) / file.name).read_bytes())
     data[100] ^= 1
     left_over = {"cached": data, "part": data[:9000], "long part": data + b"more"}[where]
     (path if where == "cached" else path.with_name(f"{file.name}.part")).write_bytes(left_over)
     assert store_at(server.url, tmp_path).fetch(0, file) == path
-    assert path.read_bytes() == (filled.place(0) / file.name).read_bytes()
+    assert path.read_bytes() == (filled.folder(0) / file.name).read_bytes()
 
 
-def test_a_full_disk_is_not_taken_for_the_network(
+def test_a_full_disk_is_not_retried(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
-    file = anchor_of(filled)
+    file = snapshot_of(filled)
     (tmp_path / "v00000000").mkdir()
     (tmp_path / "v00000000" / f"{file.name}.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as caught:
@@ -257,11 +257,13 @@ def test_a_token_is_asked_for(filled: WeightStore, tmp_path: Path) -> None:
         ):
             store_at(url, tmp_path).head()
         with pytest.raises(StoreError, match=r"the server refuses the token \(401\)") as caught:
-            store_at(url, tmp_path, token="guessed").fetch(0, anchor_of(filled))
+            store_at(url, tmp_path, token="guessed").fetch(0, snapshot_of(filled))
         assert "guessed" not in str(caught.value)
 
 
-def test_what_is_not_there(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+def test_missing_versions_and_files_are_not_retried(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path
+) -> None:
     source = store_at(server.url, tmp_path)
     with pytest.raises(
         StoreError, match=rf"version 77 is not at {server.url}; the newest there is {LAST}"
@@ -277,10 +279,10 @@ def test_what_is_not_there(server: Misbehaving, filled: WeightStore, tmp_path: P
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
-def test_a_server_in_trouble_is_asked_again(
+def test_server_errors_are_retried(
     server: Misbehaving, filled: WeightStore, tmp_path: Path, status: int
 ) -> None:
-    file, trouble = anchor_of(filled), [hs.with_status(status), hs.with_status(status)]
+    file, trouble = snapshot_of(filled), [hs.with_status(status), hs.with_status(status)]
     server.answers = {"HEAD": [*trouble, hs.cut_after(0)], file.name: [*trouble]}
     source = store_at(server.url, tmp_path)
     assert source.head() == LAST and source.fetch(0, file).exists()
@@ -332,7 +334,7 @@ def test_endless_texts_are_cut_off(
 
 
 @pytest.mark.parametrize("text", [b"<html>hello</html>", b"-3\n", b"", b"\xff\xfe", b"3 4\n"])
-def test_a_head_that_is_no_version(server: Misbehaving, tmp_path: Path, text: bytes) -> None:
+def test_an_invalid_head_is_refused(server: Misbehaving, tmp_path: Path, text: bytes) -> None:
     server.answers["HEAD"] = [lambda handler: handler.reply(200, text)]
     with pytest.raises(StoreError, match=r"/HEAD holds .*, not a version"):
         store_at(server.url, tmp_path).head()
@@ -341,7 +343,7 @@ def test_a_head_that_is_no_version(server: Misbehaving, tmp_path: Path, text: by
 def test_a_manifest_of_another_version_or_of_nothing(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
-    other = (filled.place(2) / "manifest.json").read_bytes()
+    other = (filled.folder(2) / "manifest.json").read_bytes()
     texts = [other, b"{}", b"[" * 100_000, other[:-20], b"\xff" * 20]
     for text, message in zip(
         texts, ("describes version 2", "no manifest", "damaged", "damaged", "damaged"), strict=True
@@ -351,7 +353,7 @@ def test_a_manifest_of_another_version_or_of_nothing(
             store_at(server.url, tmp_path).manifest(3)
 
 
-def test_a_reader_falls_back_to_the_anchor(
+def test_a_reader_falls_back_to_the_full_snapshot(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
     tensors = weights_at(2)
@@ -362,13 +364,13 @@ def test_a_reader_falls_back_to_the_anchor(
     server.answers[delta.name] = [hs.flipped, hs.flipped]
     loaded = reader.load(3)
     assert (
-        loaded.mode == "anchor"
+        loaded.mode == "snapshot"
         and "came damaged twice" in loaded.reason
         and same(tensors, weights_at(3))
     )
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     with (
         hs.silent() as url,
         pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(timed out\), 2 times"),
@@ -382,12 +384,12 @@ def test_nobody_answers(tmp_path: Path) -> None:
         store_at(url, tmp_path, retries=1).head()
 
 
-def test_a_trickle_is_not_waited_for(
+def test_a_slow_answer_is_cut(
     server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HttpStore, "_deadline", lambda self, num_bytes: 0.0)
     with pytest.raises(StoreError, match="slower than 64 KiB per second, 4 times"):
-        store_at(server.url, tmp_path).fetch(0, anchor_of(filled))
+        store_at(server.url, tmp_path).fetch(0, snapshot_of(filled))
 
 
 @pytest.mark.parametrize(
@@ -404,13 +406,13 @@ def test_a_trickle_is_not_waited_for(
         "http://h/ b",
     ],
 )
-def test_urls_that_are_none(tmp_path: Path, url: str) -> None:
+def test_invalid_urls_are_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(UserError, match="url must be"):
         HttpStore(url, tmp_path)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nX-Header: 1", "tökén"])
-def test_tokens_that_do_not_fit_a_header(tmp_path: Path, token: str) -> None:
+def test_invalid_tokens_are_refused(tmp_path: Path, token: str) -> None:
     with pytest.raises(UserError, match="printable ASCII") as caught:
         HttpStore("http://host", tmp_path, token)
     assert token not in str(caught.value)

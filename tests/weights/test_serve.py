@@ -1,4 +1,4 @@
-"""The server of a store shows published versions to who has the token, and nothing else to anybody."""
+"""The server of a store serves published versions to clients with the token, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowtrain.weights.serve import make_app
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
-ANCHOR = "/v00000000/anchor-r0.safetensors"
+SNAPSHOT = "/v00000000/anchor-r0.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_files_of_published_versions(connection: HTTPConnection, store: Weig
     assert ask(connection, "/HEAD")[:2] == (200, f"{LAST}\n".encode())
     for path in (
         "/v00000003/manifest.json",
-        ANCHOR,
+        SNAPSHOT,
         "/v00000004/delta-00000000-r0.safetensors",
         "/v00000001/in.safetensors",
     ):
@@ -103,16 +103,16 @@ def test_the_files_of_published_versions(connection: HTTPConnection, store: Weig
     ],
 )
 def test_ranges(connection: HTTPConnection, store: WeightStore, asked: str, cut: slice) -> None:
-    whole = (store.root / ANCHOR[1:]).read_bytes()
-    status, body, headers = ask(connection, ANCHOR, Range=f"bytes={asked}")
+    whole = (store.root / SNAPSHOT[1:]).read_bytes()
+    status, body, headers = ask(connection, SNAPSHOT, Range=f"bytes={asked}")
     start, stop, _ = cut.indices(len(whole))
     assert (status, body) == (206, whole[cut])
     assert headers["content-range"] == f"bytes {start}-{stop - 1}/{len(whole)}"
 
 
 def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -> None:
-    size = (store.root / ANCHOR[1:]).stat().st_size
-    status, _, headers = ask(connection, ANCHOR, Range=f"bytes={size}-")
+    size = (store.root / SNAPSHOT[1:]).stat().st_size
+    status, _, headers = ask(connection, SNAPSHOT, Range=f"bytes={size}-")
     assert (status, headers["content-range"]) in [(416, f"bytes */{size}"), (416, f"*/{size}")]
 
 
@@ -120,7 +120,7 @@ def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
-@pytest.mark.parametrize("path", ["/HEAD", ANCHOR, "/nothing", "/../HEAD"])
+@pytest.mark.parametrize("path", ["/HEAD", SNAPSHOT, "/nothing", "/../HEAD"])
 def test_without_the_token_everything_looks_alike(
     connection: HTTPConnection, token: str | None, path: str
 ) -> None:
@@ -228,12 +228,12 @@ def test_a_damaged_head_publishes_nothing(filled: WeightStore, tmp_path: Path) -
     with hs.serving(WeightStore(root)) as url:
         client = HTTPConnection(url.removeprefix("http://"), timeout=20)
         (root / "HEAD").write_text("a lot")
-        assert ask(client, ANCHOR)[0] == 404
+        assert ask(client, SNAPSHOT)[0] == 404
         assert ask(client, "/HEAD")[:2] == (200, b"a lot"), (
             "so that the reader can say what is wrong"
         )
         (root / "HEAD").unlink()
-        assert ask(client, ANCHOR)[0] == 404 and ask(client, "/HEAD")[0] == 404
+        assert ask(client, SNAPSHOT)[0] == 404 and ask(client, "/HEAD")[0] == 404
         client.close()
 
 

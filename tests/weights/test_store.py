@@ -1,4 +1,4 @@
-"""The weight store: immutable versions, a HEAD that is always a whole version, garbage and leases."""
+"""The weight store: immutable versions, a HEAD that names a whole version, garbage and leases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from weight_samples import chain, same_bits, weights
 
 from flowtrain.types import UserError
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore, pull
+from flowtrain.weights import Publisher, SnapshotPolicy, StoreError, WeightStore, pull
 from flowtrain.weights import store as store_module
 from flowtrain.weights.manifest import Manifest
 
 
 def publish(store: WeightStore, *versions: int) -> None:
-    """Each with the weights of its number, as an anchor."""
+    """Each with the weights of its number, as a full snapshot."""
     for version in versions:
         Publisher(store).publish(weights(version), version)
 
@@ -85,8 +85,8 @@ def test_a_head_that_points_nowhere_is_named(store: WeightStore) -> None:
         pull(store, store.head() or 0)
 
 
-@pytest.mark.parametrize("call", ["write_anchor", "commit", "rename", "HEAD"])
-def test_nothing_is_seen_before_it_is_whole(
+@pytest.mark.parametrize("call", ["write_snapshot", "commit", "rename", "HEAD"])
+def test_an_unfinished_version_is_invisible(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Killed before the files, the manifest, the rename or HEAD: readers see the version before,
@@ -98,7 +98,7 @@ def test_nothing_is_seen_before_it_is_whole(
         raise KeyboardInterrupt
 
     targets = {
-        "write_anchor": "flowtrain.weights.publisher.write_anchor",
+        "write_snapshot": "flowtrain.weights.publisher.write_snapshot",
         "commit": "flowtrain.weights.store._write",
         "rename": "pathlib.Path.rename",
         "HEAD": "pathlib.Path.replace",
@@ -120,7 +120,7 @@ def test_nothing_is_seen_before_it_is_whole(
     assert not (store.root / "v00000002" / "no_such_file").exists()
 
 
-def test_rollback_forgets_what_came_after(store: WeightStore) -> None:
+def test_rollback_deletes_later_versions(store: WeightStore) -> None:
     publish(store, 1, 2, 5, 6)
     store.rollback(2)
     assert store.versions() == [1, 2] and store.head() == 2
@@ -165,7 +165,7 @@ def test_rollback_moves_head_before_it_deletes(
 # ---- garbage and leases
 
 
-def test_garbage_is_all_that_the_newest_do_not_need(store: WeightStore) -> None:
+def test_garbage_is_what_the_newest_versions_do_not_need(store: WeightStore) -> None:
     publish(store, 1, 2, 9, 10)
     assert store.collect_garbage(keep=2) == [1, 2]
     assert store.versions() == [9, 10] and store.head() == 10
@@ -173,15 +173,15 @@ def test_garbage_is_all_that_the_newest_do_not_need(store: WeightStore) -> None:
     assert same_bits(pull(store, 10), weights(10))
 
 
-def test_garbage_leaves_the_anchor_and_the_deltas_that_lead_to_what_is_kept(
+def test_garbage_leaves_the_snapshot_and_the_deltas_that_lead_to_kept_versions(
     store: WeightStore,
 ) -> None:
-    publisher = Publisher(store, PublishOptions(anchor_every=5))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=5))
     for version in range(1, 13):
         publisher.publish(chain(version), version)
-    anchors = [v for v in store.versions() if store.manifest(v).anchor_files]
-    assert anchors == [1, 6, 11]
-    assert store.collect_garbage(keep=3) == [1, 2, 3, 4, 5]  # 10 is kept, and its anchor is 6
+    snapshots = [v for v in store.versions() if store.manifest(v).snapshot_files]
+    assert snapshots == [1, 6, 11]
+    assert store.collect_garbage(keep=3) == [1, 2, 3, 4, 5]  # 10 is kept, and its snapshot is 6
     for version in range(6, 13):
         assert same_bits(pull(store, version), chain(version))
     assert store.collect_garbage(keep=1) == [6, 7, 8, 9, 10]
@@ -209,7 +209,7 @@ def test_a_damaged_lease_is_named(store: WeightStore, text: str) -> None:
     store.lease("node", 1, seconds=3600)
     (store.root / "leases" / "node.json").write_text(text)
     with pytest.raises(
-        StoreError, match=r"node.json is no lease .*; delete it if no reader needs it"
+        StoreError, match=r"node.json is no lease; delete it if no reader needs it: "
     ):
         store.collect_garbage(keep=1)
 
@@ -217,7 +217,7 @@ def test_a_damaged_lease_is_named(store: WeightStore, text: str) -> None:
 # ---- manifests
 
 
-def test_a_manifest_goes_through_json(store: WeightStore) -> None:
+def test_manifest_json_roundtrip(store: WeightStore) -> None:
     publisher = Publisher(store)
     for version in range(1, 6):
         publisher.publish(chain(version), version)
@@ -225,7 +225,7 @@ def test_a_manifest_goes_through_json(store: WeightStore) -> None:
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
     assert (
         sorted(manifest.delta_files) == [1, 4]
-        and manifest.anchor == 1
+        and manifest.snapshot == 1
         and manifest.num_changed <= 200
     )
 
@@ -242,7 +242,7 @@ def test_a_manifest_goes_through_json(store: WeightStore) -> None:
             {"anchor_files": [{"name": "../../etc/passwd", "num_bytes": 1, "xxh3": "0"}]},
             "which is outside its folder",
         ),
-        ({"delta_files": {"0": [{"name": "x"}]}}, "is damaged: KeyError"),
+        ({"delta_files": {"0": [{"name": "x"}]}}, "is damaged: 'num_bytes'"),
     ],
 )
 def test_a_manifest_that_is_wrong_is_refused(
@@ -255,7 +255,7 @@ def test_a_manifest_that_is_wrong_is_refused(
         store.manifest(1)
 
 
-def test_text_that_is_no_json_is_refused(store: WeightStore) -> None:
+def test_invalid_json_is_refused(store: WeightStore) -> None:
     publish(store, 1)
     (store.root / "v00000001" / "manifest.json").write_text("{")
     with pytest.raises(StoreError, match="is damaged"):

@@ -1,5 +1,5 @@
-"""kill -9 of a publisher and of a reader at hundreds of points: whoever comes after sees exactly
-one version, and work goes on.
+"""kill -9 of a publisher and of a reader at hundreds of points: the next process sees exactly one
+version and goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from weight_samples import Weights, chain, empty_like, same_bits
 
-from flowtrain.weights import Publisher, PublishOptions, WeightReader, WeightStore, pull
+from flowtrain.weights import Publisher, SnapshotPolicy, WeightReader, WeightStore, pull
 
 NUM_RANDOM = 150
 CALLS = {
@@ -81,7 +81,7 @@ def in_child(
 def go_on(store: WeightStore, versions: list[Weights], up_to: int) -> None:
     """What a restarted trainer does."""
     head = store.head()
-    publisher = Publisher(store, PublishOptions(anchor_every=3))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=3))
     if head is not None:
         assert publisher.resume(versions[head], head)
     for version in range(0 if head is None else head + 1, up_to):
@@ -105,7 +105,7 @@ def check_one_version(
 def test_a_publisher_killed_at_every_file_operation(
     tmp_path: Path, versions: list[Weights]
 ) -> None:
-    """Five versions with anchors, deltas, a skip and garbage; each run is killed one operation
+    """Five versions with snapshots, deltas, a skip and garbage; each run is killed one operation
     later than the one before.
     """
     go_on(

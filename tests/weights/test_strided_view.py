@@ -1,5 +1,5 @@
-"""Plans watched and proved through a loader, and deltas through boxes: on one rank and on several,
-all or nothing on all of them.
+"""Load plans watched and proved through a loader, and deltas through strided views: on one rank and
+on several, all or nothing on all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from toy_model import SHAPES, Toy, held_by, toy_weights
 from weight_samples import same_bits
 
 from flowtrain import _delta
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    SnapshotPolicy,
+    StoreError,
+    WeightReader,
+    WeightStore,
+)
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.strided_view import BoxTarget, Plan
+from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights.tensor_shards import Layout, spec_of
 from flowtrain.weights.vllm_plan import make_plan, prove
 
@@ -30,15 +37,15 @@ def layout_of(found: dict[str, Tensor]) -> Layout:
     return {name: spec_of(name, tensor) for name, tensor in found.items()}
 
 
-def plan_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> Plan:
-    """Proved."""
+def plan_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> LoadPlan:
+    """Make a plan and prove it."""
     plan = make_plan(layout_of(found), toy.load_weights, toy.held.values(), ranks)
     prove(plan, toy.load_weights, toy.held.values(), ranks)
     return plan
 
 
-def target_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> BoxTarget:
-    return BoxTarget(
+def target_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> ShardedTarget:
+    return ShardedTarget(
         plan_of(toy, found, ranks), ranks, lambda whole: toy.load_weights(whole.items())
     )
 
@@ -57,8 +64,13 @@ def on_ranks(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
         return list(pool.map(one, range(size)))
 
 
-def publish(store: WeightStore, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-    publisher = Publisher(store, PublishOptions(**options))
+def publish(
+    store: WeightStore,
+    policy: SnapshotPolicy | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    level: int = 1,
+) -> None:
+    publisher = Publisher(store, PublishOptions(level=level), policy=policy or SnapshotPolicy())
     for version in range(1, NUM_VERSIONS + 1):
         publisher.publish(toy_weights(version, dtype), version)
 
@@ -68,10 +80,10 @@ def test_a_plan_is_found_without_touching_what_is_held() -> None:
     before = {name: tensor.clone() for name, tensor in toy.held.items()}
     plan = plan_of(toy, toy_weights(0), Alone())
     assert same_bits(toy.held, before), "padding that the loader zeroes, too"
-    assert not plan.dense and plan.boxes.keys() == SHAPES.keys()
+    assert not plan.dense and plan.views.keys() == SHAPES.keys()
     found = {
-        name: [(box.sizes, box.strides, box.to_strides, box.to_first) for box in boxes]
-        for name, boxes in plan.boxes.items()
+        name: [(view.sizes, view.strides, view.to_strides, view.to_first) for view in views]
+        for name, views in plan.views.items()
     }
     assert found["k"] == [((2560,), (1,), (1,), 5120)]
     assert found["turned"] == [((40, 20), (20, 1), (1, 40), 0)], "a transposed copy is affine, too"
@@ -83,7 +95,7 @@ def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
     watched = make_plan(
         layout_of(toy_weights(0, torch.float32)), toy.load_weights, toy.held.values(), Alone()
     )
-    (down,) = watched.boxes["down"]
+    (down,) = watched.views["down"]
     assert (down.sizes, down.strides, down.to_strides, down.first) == (
         (24, 96),
         (192, 1),
@@ -97,7 +109,7 @@ def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
 def test_readers_on_all_ranks_follow_and_hold_what_the_loader_would_have_put_there(
     store: WeightStore, size: int, dtype: torch.dtype
 ) -> None:
-    publish(store, dtype)
+    publish(store, dtype=dtype)
 
     def run(ranks: Ranks) -> list[str]:
         toy = Toy(ranks.rank, size, dtype)
@@ -115,13 +127,13 @@ def test_readers_on_all_ranks_follow_and_hold_what_the_loader_would_have_put_the
         return modes
 
     for modes in on_ranks(size, run):
-        assert modes == ["anchor", *["delta"] * 6, "anchor", "delta"], modes
+        assert modes == ["snapshot", *["delta"] * 6, "snapshot", "delta"], modes
 
 
-def test_level_2_is_read_where_tensors_are_whole_and_gives_way_to_an_anchor_elsewhere(
+def test_level_2_needs_whole_tensors_and_a_snapshot_replaces_it_elsewhere(
     store: WeightStore,
 ) -> None:
-    publish(store, level=2, anchor_every=3)
+    publish(store, SnapshotPolicy(max_deltas=3), level=2)
 
     def run(ranks: Ranks) -> list[str]:
         reader = WeightReader(store, target_of(Toy(ranks.rank, ranks.size), toy_weights(0), ranks))
@@ -139,12 +151,13 @@ def test_level_2_is_read_where_tensors_are_whole_and_gives_way_to_an_anchor_else
     assert on_ranks(1, run) == [["delta ", "delta ", "at 5"]]
     for of_four, of_five, version in on_ranks(2, run):
         assert re.fullmatch(
-            "anchor a delta of '.*' is at level 2, but no rank has that tensor whole; publish at "
+            "snapshot a delta of '.*' is at level 2, but no rank has that tensor whole; publish at "
             "level 1",
             of_four,
         ), of_four
         assert re.fullmatch(
-            "version 5 cannot be reached from the anchor of 4: a delta of .* publish at level 1",
+            "version 5 cannot be reached from the full snapshot of 4: a delta of .* publish at "
+            "level 1",
             of_five,
         ), of_five
         assert version == "at 4"
@@ -171,14 +184,14 @@ def test_words_that_are_not_the_base_are_found_and_everything_is_taken_back(
         if column // (96 // size) == ranks.rank:
             toy.held["down"].view(torch.int16)[row, column % (96 // size)] += 1
         damaged = {name: tensor.clone() for name, tensor in toy.held.items()}
-        (way,) = reader._find_way(3).steps
+        (step,) = reader._find_path(3).batches
         with pytest.raises(
             _delta.WrongBase, match="the words of 'down' were not its base, or were damaged"
         ):
-            target.apply(way[0])
+            target.apply(step[0])
         assert same_bits(toy.held, damaged), "taken back"
         loaded = reader.load(3)
-        assert loaded.mode == "anchor" and reader.damaged() == []
+        assert loaded.mode == "snapshot" and reader.damaged() == []
         return loaded.reason
 
     assert on_ranks(size, run) == ["the words of 'down' were not its base, or were damaged"] * size
@@ -208,15 +221,15 @@ def test_an_exception_in_the_middle_is_taken_back_on_every_rank(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     publish(store)
-    real, fails = BoxTarget._decode, [False]
+    real, fails = ShardedTarget._decode, [False]
 
-    def decode(target: BoxTarget, key: tuple[str, int], blob: Any) -> Any:
+    def decode(target: ShardedTarget, key: tuple[str, int], blob: Any) -> Any:
         positions, diffs = real(target, key, blob)
         if fails[0] and target.ranks.rank == size - 1 and key[0] == "table":
             diffs = diffs[:-1]  # what is before "table" has been written by then
         return positions, diffs
 
-    monkeypatch.setattr(BoxTarget, "_decode", decode)
+    monkeypatch.setattr(ShardedTarget, "_decode", decode)
 
     def run(ranks: Ranks) -> tuple[bool, str]:
         toy = Toy(ranks.rank, size)
@@ -289,7 +302,9 @@ class Odd(Toy):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_loader_computes_goes_through_the_loader(store: WeightStore, size: int) -> None:
+def test_tensors_that_a_loader_computes_with_go_through_the_loader(
+    store: WeightStore, size: int
+) -> None:
     publish(store)
 
     def run(ranks: Ranks) -> dict[str, str]:
@@ -297,7 +312,7 @@ def test_what_a_loader_computes_goes_through_the_loader(store: WeightStore, size
         target = target_of(toy, toy_weights(0), ranks)
         reader = WeightReader(store, target)
         for version in (1, 2, 3, 7):
-            assert reader.load(version).mode == ("anchor" if version == 1 else "delta")
+            assert reader.load(version).mode == ("snapshot" if version == 1 else "delta")
             wanted = Odd(ranks.rank, size)
             wanted.load_weights(toy_weights(version).items())
             assert all(
@@ -314,7 +329,7 @@ def test_what_a_loader_computes_goes_through_the_loader(store: WeightStore, size
         ), dense
 
 
-def test_a_loader_that_casts_is_said_to() -> None:
+def test_a_cast_is_named_as_the_obstacle() -> None:
     toy = Toy(dtype=torch.bfloat16)
     plan = make_plan(
         layout_of(toy_weights(0, torch.float32)), toy.load_weights, toy.held.values(), Alone()
@@ -343,7 +358,7 @@ def test_a_dense_tensor_is_taken_back_when_its_loader_fails(store: WeightStore) 
     assert reader.load(3).mode == "delta" and reader.damaged() == []
 
 
-def test_another_name_of_a_tensor_is_known_by_its_digest(store: WeightStore) -> None:
+def test_a_tied_tensor_is_recognised_by_its_digest(store: WeightStore) -> None:
     publisher = Publisher(store)
     for version in (1, 2, 3):
         found = toy_weights(version)
@@ -380,7 +395,7 @@ def refused(method: str, load: Callable[[Toy, Tensor], None], message: str) -> N
     assert same_bits(toy.held, before)
 
 
-def test_plans_that_a_proof_refutes_are_refused_by_name() -> None:
+def test_plans_that_the_proof_refutes_are_refused_by_name() -> None:
     def also(toy: Toy, tensor: Tensor) -> None:
         toy.held["norm"].copy_(tensor)
         toy.held["down"][0].fill_(0)

@@ -44,9 +44,18 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import KeptTokens, Sample, Sampling, UserError
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore, pull
-from flowtrain.weights.strided_view import BoxTarget
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    SnapshotPolicy,
+    StoreError,
+    WeightReader,
+    WeightStore,
+    pull,
+)
+from flowtrain.weights.sharded_target import ShardedTarget
 from flowtrain.weights.target import HostTensors
+from flowtrain.weights.tensor_shards import digest_hex
 from flowtrain.weights.vllm_plan import make_plan, prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -91,7 +100,7 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def in_process() -> Iterator[None]:
-    """vLLM in this process, with a small cache, and the plugin registered as its entry point would."""
+    """Run vLLM in this process, with a small cache; register the plugin as its entry point does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -162,8 +171,7 @@ class Engine:
     def holds(self, store: WeightStore, version: int) -> bool:
         """Its words are those of the manifest, all of them."""
         wanted = {
-            name: "".join(f"{part:016x}" for part in digest)
-            for name, digest in store.manifest(version).digests.items()
+            name: digest_hex(digest) for name, digest in store.manifest(version).digests.items()
         }
         return bool(
             self.rpc("digest_weights") == wanted and self.rpc("held_weights")["version"] == version
@@ -213,7 +221,8 @@ class Engine:
 
     @property
     def transfer(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
+        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
+        return executor.driver_worker.worker.weight_transfer_engine
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -264,13 +273,13 @@ def test_twenty_updates_leave_words_and_outputs_of_each_version(
     engine.connect(store, verify_every=7)
     assert engine.rpc("compute_weight_checksums") == before, "what proved the plan was put back"
     assert isinstance(engine.transfer.reader._target, HostTensors), "in place, without a copy"
-    assert engine.transfer.boxes.plan.dense == {}
+    assert engine.transfer.sharded.plan.dense == {}
     outputs = {}
     for version in range(1, 21):
         change(model, version)
         publisher.publish(weights_of(model), version)
         engine.update(version, stage=version % 2 == 0)
-        assert engine.rpc("held_weights")["mode"] == ("anchor" if version == 1 else "delta")
+        assert engine.rpc("held_weights")["mode"] == ("snapshot" if version == 1 else "delta")
         assert engine.holds(store, version)
         outputs[version] = engine.greedy(version)
         if model.dtype == torch.float32:
@@ -291,7 +300,7 @@ def at_work(
     """
     path = tmp_path_factory.mktemp("at_work")
     model, store = new_model("Qwen3, tied head, query and key norms"), WeightStore(path / "weights")
-    publisher = Publisher(store, PublishOptions(anchor_every=1000))
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=1000))
     model.save_pretrained(path / "0")
     publisher.publish(weights_of(model), 1)
     engine = Engine(path / "0", model.dtype)
@@ -301,9 +310,7 @@ def at_work(
     engine.close()
 
 
-def test_another_name_of_the_tied_head_is_taken_for_what_it_is(
-    at_work: Any, tmp_path: Path
-) -> None:
+def test_a_second_name_of_the_tied_head_is_recognised(at_work: Any, tmp_path: Path) -> None:
     """vLLM does not load it, and complains when it comes alone."""
     engine, own_store, _, model = at_work
     connected, store = engine.transfer.__dict__.copy(), WeightStore(tmp_path / "weights")
@@ -317,8 +324,7 @@ def test_another_name_of_the_tied_head_is_taken_for_what_it_is(
     for version in (1, 2):
         engine.update(version)
         wanted = {
-            name: "".join(f"{part:016x}" for part in digest)
-            for name, digest in store.manifest(version).digests.items()
+            name: digest_hex(digest) for name, digest in store.manifest(version).digests.items()
         }
         assert engine.rpc("digest_weights").items() == wanted.items() - {
             ("lm_head.weight", wanted["lm_head.weight"])
@@ -427,7 +433,7 @@ def publish_next(at_work: Any) -> int:
 
 def file_of(store: WeightStore, version: int) -> Path:
     (file,) = store.manifest(version).delta_files[version - 1]
-    return store.place(version) / file.name
+    return store.folder(version) / file.name
 
 
 def test_a_corrupted_delta_is_refused_and_the_engine_goes_on(at_work: Any) -> None:
@@ -445,18 +451,18 @@ def test_a_corrupted_delta_is_refused_and_the_engine_goes_on(at_work: Any) -> No
     assert engine.holds(store, version)
 
 
-def test_weights_that_something_else_changed_are_loaded_anew(at_work: Any) -> None:
+def test_weights_that_something_else_changed_are_replaced_by_a_snapshot(at_work: Any) -> None:
     engine, store, _, _ = at_work
     old = pull(store, int(store.head()))
     version = publish_next(at_work)
     new, name = pull(store, version), "model.layers.1.mlp.down_proj.weight"
     at = int((old[name] != new[name]).flatten().nonzero()[0])
-    engine.transfer.boxes.plan.boxes[name][0].live()[at] += 1
+    engine.transfer.sharded.plan.views[name][0].live()[at] += 1
     assert not engine.holds(store, version - 1)
     engine.update(version)
     report = engine.rpc("held_weights")
     assert (
-        report["mode"] == "anchor"
+        report["mode"] == "snapshot"
         and "not its base, or were damaged" in report["reason"]
         and engine.holds(store, version)
     )
@@ -481,12 +487,12 @@ def test_an_exception_in_the_middle_leaves_the_old_version(
     assert engine.holds(store, version)
 
 
-def test_boxes_do_what_the_reader_does_in_place(at_work: Any) -> None:
+def test_strided_views_do_what_the_reader_does_in_place(at_work: Any) -> None:
     """As a device or several ranks would have it."""
     engine, store, _, _ = at_work
     transfer, version = engine.transfer, int(store.head())
     direct = transfer.reader
-    transfer.reader = WeightReader(store, transfer.boxes)
+    transfer.reader = WeightReader(store, transfer.sharded)
     engine.update(version)
     for _ in range(3):
         version = publish_next(at_work)
@@ -497,7 +503,7 @@ def test_boxes_do_what_the_reader_does_in_place(at_work: Any) -> None:
     engine.update(
         version
     )  # it believes in the version before those three, so its deltas do not fit
-    assert engine.rpc("held_weights")["mode"] == "anchor" and engine.holds(store, version)
+    assert engine.rpc("held_weights")["mode"] == "snapshot" and engine.holds(store, version)
 
 
 def test_a_store_behind_a_url_is_fetched_from_while_the_engine_serves(at_work: Any) -> None:
@@ -571,8 +577,8 @@ def test_a_parameter_that_is_no_plain_copy_is_named(
     with caplog.at_level("WARNING", logger="flowtrain"):
         engine.connect(store)
     assert f"'{name}' is loaded whole at every update, through the model's loader" in caplog.text
-    assert transfer.boxes.plan.dense.keys() == {name} and isinstance(
-        transfer.reader._target, BoxTarget
+    assert transfer.sharded.plan.dense.keys() == {name} and isinstance(
+        transfer.reader._target, ShardedTarget
     )
     for _ in range(3):
         version = publish_next(at_work)
@@ -736,15 +742,13 @@ async def _serve(
                 (held,) = await llm.collective_rpc("held_weights")
                 assert held["version"] == 2 and await llm.get_weight_version() == "2"
                 tmp.rename(
-                    file_of_missing := store.place(3) / store.manifest(3).delta_files[2][0].name
+                    file_of_missing := store.folder(3) / store.manifest(3).delta_files[2][0].name
                 )
                 assert file_of_missing.exists()
             await update(version)
             (digests,) = await llm.collective_rpc("digest_weights")
             wanted = store.manifest(version).digests
-            assert digests == {
-                name: "".join(f"{part:016x}" for part in digest) for name, digest in wanted.items()
-            }
+            assert digests == {name: digest_hex(digest) for name, digest in wanted.items()}
         await asyncio.wait_for(request, 60)
         assert last is not None and len(last.outputs[0].token_ids) == 240
         return [span.version for span in last.outputs[0].weight_versions]
@@ -810,7 +814,7 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
         assert not plan.dense
         reader, modes = (
             WeightReader(
-                store, BoxTarget(plan, ranks, lambda found: model.load_weights(found.items()))
+                store, ShardedTarget(plan, ranks, lambda found: model.load_weights(found.items()))
             ),
             [],
         )
@@ -842,7 +846,7 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
         with ThreadPoolExecutor(size) as pool:
             waiting = [pool.submit(run, rank, *pair) for rank, pair in enumerate(models)]
             assert [done.result() for done in waiting] == [
-                ["anchor", "delta", "delta", "delta"]
+                ["snapshot", "delta", "delta", "delta"]
             ] * size
     monkeypatch.undo()
     cleanup_dist_env_and_memory()

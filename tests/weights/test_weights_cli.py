@@ -1,6 +1,4 @@
-"""`python -m flowtrain.weights`: what it says and how it exits, for good stores and for damaged
-ones.
-"""
+"""`python -m flowtrain.weights`: output and exit codes, for good stores and for damaged ones."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from http_stores import (
     LAST,
     TOKEN,
     Run,
-    add_anchor,
+    add_snapshot,
     delta_path,
     flip,
     reseal,
@@ -33,7 +31,7 @@ from safetensors.numpy import load_file, save_file
 from flowtrain import _delta
 from flowtrain.weights import HttpStore, WeightStore, pull, remote
 from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.tensor_shards import words_of
+from flowtrain.weights.tensor_shards import u16_view
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -55,13 +53,13 @@ def test_inspect_as_json(run: Run, filled: WeightStore) -> None:
     records = json.loads(out)
     assert code == 0 and [r["version"] for r in records] == list(range(LAST + 1))
     first, fourth = records[0], records[4]
-    size = (filled.place(0) / "anchor-r0.safetensors").stat().st_size
+    size = (filled.folder(0) / "anchor-r0.safetensors").stat().st_size
     assert (
-        first["anchor_bytes"] == size
+        first["snapshot_bytes"] == size
         and first["bytes_per_change"] is None
         and first["density"] == 1
     )
-    assert fourth["bases"] == [3, 0] and fourth["anchor"] == 0
+    assert fourth["bases"] == [3, 0] and fourth["snapshot"] == 0
     assert (
         fourth["delta_bytes"]
         == delta_path(filled, 3, 4).stat().st_size
@@ -116,7 +114,7 @@ def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> No
 
 
 def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) -> None:
-    (copied.place(2) / "manifest.json").write_text("{")
+    (copied.folder(2) / "manifest.json").write_text("{")
     code, out, _ = run("inspect", copied.root)
     assert code == 1 and re.match(
         r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3]
@@ -143,9 +141,9 @@ def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) 
     save_file(blobs, tmp_path / "odd.safetensors")
     write_delta(tmp_path / "bad.safetensors", blobs, copied.manifest(3).layout, 2, 3)
     (tmp_path / "text").write_text("hello")
-    anchor = copied.place(0) / "anchor-r0.safetensors"
+    snapshot = copied.folder(0) / "anchor-r0.safetensors"
     for path, message in (
-        (anchor, "is not a delta"),
+        (snapshot, "is not a delta"),
         (tmp_path / "odd.safetensors", "is not a delta"),
         (tmp_path / "bad.safetensors", "the delta of 'layer.weight' is damaged"),
         (tmp_path / "text", "is no safetensors file"),
@@ -175,7 +173,7 @@ def test_a_store_without_versions_or_with_a_wrong_head(
 def apply_file(path: Path, start: int) -> dict[str, Any]:
     weights = weights_at(start)
     _, blobs = open_delta(path)
-    _delta.apply(list(blobs.values()), [words_of(weights[name]) for name in blobs])
+    _delta.apply(list(blobs.values()), [u16_view(weights[name]) for name in blobs])
     return weights
 
 
@@ -201,7 +199,7 @@ def test_compose(run: Run, tmp_path: Path, start: int, end: int, stored: int, le
 def test_compose_of_deltas_of_several_ranks(run: Run, copied: WeightStore, tmp_path: Path) -> None:
     """Ranks come and go between versions; the file is that of one rank all the same."""
     manifest = copied.manifest(2)
-    old, new = (words_of(weights_at(version)["layer.weight"]) for version in (1, 2))
+    old, new = (u16_view(weights_at(version)["layer.weight"]) for version in (1, 2))
     _, blobs = open_delta(delta_path(copied, 1, 2))
     files = []
     for rank, (first, end) in enumerate(((0, 4000), (4000, 6144))):
@@ -214,7 +212,7 @@ def test_compose_of_deltas_of_several_ranks(run: Run, copied: WeightStore, tmp_p
         of_rank = {"layer.weight": part} | ({"step": blobs["step"]} if rank else {})
         files.append(
             write_delta(
-                copied.place(2) / f"delta-00000001-r{rank}.safetensors",
+                copied.folder(2) / f"delta-00000001-r{rank}.safetensors",
                 of_rank,
                 manifest.layout,
                 1,
@@ -256,11 +254,11 @@ def test_compose_refuses(run: Run, copied: WeightStore, tmp_path: Path) -> None:
 def test_gc(run: Run, copied: WeightStore) -> None:
     code, out, _ = run("gc", copied.root, "--keep", 1)
     assert code == 0 and out == "deleted nothing (0 B); 6 versions stay\n", (
-        "the only anchor is that of version 0"
+        "the only full snapshot is that of version 0"
     )
-    rewrite(copied, 3, anchor=3, anchor_files=(add_anchor(copied, 3),), reason="a test")
+    rewrite(copied, 3, snapshot=3, snapshot_files=(add_snapshot(copied, 3),), reason="a test")
     for version in (4, 5):
-        rewrite(copied, version, anchor=3)
+        rewrite(copied, version, snapshot=3)
     code, out, _ = run("gc", copied.root, "--keep", 2, "--dry-run")
     assert code == 0 and re.fullmatch(
         r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out
@@ -360,14 +358,14 @@ def test_a_url_is_as_good_as_a_folder(
 
 def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    flip(copied.place(0) / "anchor-r0.safetensors")
+    flip(copied.folder(0) / "anchor-r0.safetensors")
     with hs.misbehaving(copied.root) as server:
         code, out, _ = run("verify", server.url, "--all")
         assert (
             code == 1
             and f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
         )
-        shutil.rmtree(copied.place(0))
+        shutil.rmtree(copied.folder(0))
         assert [r["version"] for r in json.loads(run("inspect", server.url, "--json")[1])] == [
             1,
             2,

@@ -1,4 +1,4 @@
-"""`python -m flowtrain.weights verify`: what is damaged is found and named."""
+"""`python -m flowtrain.weights verify` finds and names damage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import http_stores as hs
 import pytest
-from http_stores import Run, add_anchor, delta_path, flip, reseal, rewrite, weights_at
+from http_stores import Run, add_snapshot, delta_path, flip, reseal, rewrite, weights_at
 
 from flowtrain import _delta
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.tensor_shards import words_of
+from flowtrain.weights.tensor_shards import u16_view
 
 pytest_plugins = ("http_stores",)
 
@@ -32,16 +32,16 @@ def test_verify_a_good_store(run: Run, tmp_path: Path, level: int) -> None:
     assert run("verify", store.root)[1].startswith("fine: 1 versions, 1 files")
     assert run("verify", store.root, "--version", 4)[1].startswith("fine: 1 versions, 2 files")
     for version in (0, 1):
-        shutil.rmtree(store.place(version))
+        shutil.rmtree(store.folder(version))
     code, out, _ = run("verify", store.root, "--all")
-    assert code == 1 and "version 2 cannot be pulled" in out, "the anchor is gone"
+    assert code == 1 and "version 2 cannot be pulled" in out, "the full snapshot is gone"
 
 
 def test_verify_after_garbage_was_collected(run: Run, copied: WeightStore) -> None:
     """Deltas from versions that are gone lead from nowhere; that is no damage."""
-    rewrite(copied, 3, anchor=3, anchor_files=(add_anchor(copied, 3),), reason="a test")
+    rewrite(copied, 3, snapshot=3, snapshot_files=(add_snapshot(copied, 3),), reason="a test")
     for version in (4, 5):
-        rewrite(copied, version, anchor=3)
+        rewrite(copied, version, snapshot=3)
     assert copied.collect_garbage(keep=1) == [0, 1, 2]
     assert run("verify", copied.root, "--all")[1].startswith("fine: 3 versions")
     flip(delta_path(copied, 0, 4))
@@ -74,7 +74,7 @@ def test_verify_names_a_damaged_file(run: Run, copied: WeightStore, name: str, k
     assert code == 1 and any(re.search(rf"^damaged: .*{name} .*{message}", line) for line in lines)
     assert re.fullmatch(r"\d+ problems in 6 versions, 7 files, .* KiB", lines[-1])
     assert run("verify", copied.root, "--version", 1)[0] == (0 if "delta" in name else 1), (
-        "version 1 needs the anchor alone"
+        "version 1 needs the full snapshot alone"
     )
 
 
@@ -83,7 +83,7 @@ def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
     path, version = delta_path(copied, 2, 3), copied.manifest(3)
     _, blobs = open_delta(path)
     layer = blobs["layer.weight"]
-    old = words_of(weights_at(2)["layer.weight"]).copy()
+    old = u16_view(weights_at(2)["layer.weight"]).copy()
 
     damaged = layer.copy()
     damaged[-1] ^= 1
@@ -136,12 +136,12 @@ def test_verify_compares_digests(run: Run, copied: WeightStore) -> None:
     code, out, _ = run("verify", copied.root, "--version", 0)
     assert (
         code == 1
-        and "version 0 cannot be pulled: the anchor of version 0 is damaged at 'norm'" in out
+        and "version 0 cannot be pulled: the full snapshot of version 0 is damaged at 'norm'" in out
     )
 
 
 def test_verify_sees_a_gap(run: Run, copied: WeightStore) -> None:
-    shutil.rmtree(copied.place(2))
+    shutil.rmtree(copied.folder(2))
     code, out, _ = run("verify", copied.root, "--all")
     assert code == 1 and "version 2 cannot be pulled: version 2 is not in" in out
     code, _, err = run("inspect", copied.root, "--version", 2)

@@ -12,7 +12,6 @@ from typing import Any
 from flowtrain.config.options import to_toml
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
-    PROTOCOL,
     Done,
     Join,
     Joined,
@@ -23,6 +22,7 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
+    check_protocol,
 )
 from flowtrain.dataflow.ledger.base import LedgerBase, seconds, states
 from flowtrain.dataflow.ledger.curation import number_groups
@@ -40,11 +40,7 @@ _RETRY_S = {"": 0.0, "full": 0.5, "curated": 0.5, "no trainer": 1.0, "done": 5.0
 
 class NodeRequests(LedgerBase):
     def join(self, request: Join) -> Joined:
-        if request.protocol != PROTOCOL:
-            raise Refused(
-                f"the node speaks protocol {request.protocol}, this service {PROTOCOL}: install "
-                "the same flowtrain on both"
-            )
+        check_protocol("node", request.protocol)
         for name in (request.node, request.life):
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
                 raise Refused(

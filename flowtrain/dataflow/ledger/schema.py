@@ -15,7 +15,7 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 1
+VERSION = 2
 
 TABLES = """
 CREATE TABLE meta (version BIGINT NOT NULL, run TEXT NOT NULL, fixed TEXT NOT NULL,

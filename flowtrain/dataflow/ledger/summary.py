@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Call, Group, PolicyName, Trajectory, calls_of
+from flowtrain.types import Call, Group, PolicyName, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ def summarise(group: Group, group_size: int, policies: Sequence[PolicyName]) -> 
     for trajectory in group.trajectories:
         if trajectory.task != task:
             raise Refused(f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}")
+        if any("planner" not in turn.calls for turn in trajectory.turns):
+            raise Refused("a turn has no call of the planner")
         if not trajectory.error and (trajectory.reward is None or not isfinite(trajectory.reward)):
             raise Refused(
                 f"a rollout has the reward {trajectory.reward}: it must be scored, or say why it "
@@ -68,7 +70,7 @@ def _trained(
     """Of each turn and policy that sampled in it."""
     for turn in trajectory.turns:
         for policy in policies:
-            call = calls_of(turn, policy)
+            call = turn.calls.get(policy)
             if call is None or not call.response_ids:
                 continue
             _check(policy, call)

@@ -15,6 +15,7 @@ from flowtrain.dataflow.contract import (
     Register,
     Registered,
     Served,
+    check_protocol,
 )
 from flowtrain.dataflow.ledger.base import LedgerBase, seconds
 from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
@@ -92,6 +93,7 @@ class TrainerRequests(LedgerBase):
         )
 
     def _check(self, request: Register) -> None:
+        check_protocol("trainer", request.protocol)
         if request.policy not in self._config.policy_names:
             raise Refused(
                 f"policy {request.policy!r}: this run's flow has "

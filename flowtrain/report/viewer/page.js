@@ -445,7 +445,7 @@ function drawMembers(members) {
 
 // ---- branches: every root with the places at which others left it, and how these went on
 
-const rootOf = (branch) => groups.get(branch.group)[branch.branch.root];
+const rootOf = (branch) => groups.get(branch.group)[branch.branch.parent];
 const outcome = (rollout) => h("a", { class: `num ${tone(rollout)}`, href: `#${rollout.id}` }, `${mark(rollout)} ${rewardText(rollout)}`);
 const score = (branch) => number(branch.branch.score);
 

@@ -18,6 +18,7 @@ from flowtrain.report import MetricsLog, RunDir, TrajectoryLog, atomic_write_tex
 from flowtrain.types import (
     Action,
     BranchPoint,
+    Call,
     FinishReason,
     Group,
     Task,
@@ -65,17 +66,29 @@ class RunMaker:
         self.tokenizer, self.root = tokenizer, root
 
     def turn(
-        self, text: str, memory: str = "", training: TurnTraining | None = None, **changes: Any
+        self,
+        text: str,
+        memory: str = "",
+        training: TurnTraining | None = None,
+        finish_reason: FinishReason = FinishReason.STOP,
+        **changes: Any,
     ) -> Turn:
         prompt = self.ids(f"Question: {text}{memory}\nSub-Goal:")
         response = (*self.ids(f" {text}\nTool Name: Search"), 0)
+        if training is not None:
+            logprobs = tuple(-0.02 * n for n in range(len(response)))
+            training = replace(training, logprobs=logprobs)
+        call = Call(
+            prompt_ids=prompt,
+            response_ids=response,
+            logprobs=tuple(-0.01 * n for n in range(len(response))),
+            spans=(VersionSpan(0, 3, 6), VersionSpan(3, len(response), 7)),
+            finish_reason=finish_reason,
+            text=text,
+            training=training,
+        )
         fields: dict[str, Any] = {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "response_logprobs": tuple(-0.01 * n for n in range(len(response))),
-            "spans": (VersionSpan(0, 3, 6), VersionSpan(3, len(response), 7)),
-            "finish_reason": FinishReason.STOP,
-            "response_text": text,
+            "calls": {"planner": call},
             "action": Action(f"why {text}", "", text, "Search"),
             "command": f'search("{text}")',
             "result": ToolResult(text, seconds=0.1),
@@ -83,12 +96,6 @@ class RunMaker:
             "seconds": 0.5,
             "plan_s": 0.25,
         }
-        if training is not None:
-            fields["training"] = TurnTraining(
-                training.advantage,
-                training.minibatch,
-                tuple(-0.02 * n for n in range(len(response))),
-            )
         return Turn(**{**fields, **changes})
 
     def ids(self, text: str) -> tuple[int, ...]:

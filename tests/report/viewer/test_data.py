@@ -79,17 +79,16 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
         prompt = ""
         for turn, original in zip(shown["turns"], trajectory.turns, strict=True):
             prompt = prompt[: turn["prompt_kept"]] + turn["prompt"]
-            assert prompt == runs.tokenizer.decode(original.prompt_ids, skip_special_tokens=False)
-            assert tuple(turn["ids"]) == original.response_ids and turn[
-                "logprobs"
-            ] == pytest.approx(original.response_logprobs)
+            call = original.calls["planner"]
+            assert prompt == runs.tokenizer.decode(call.prompt_ids, skip_special_tokens=False)
+            assert tuple(turn["ids"]) == call.response_ids
+            assert turn["logprobs"] == pytest.approx(call.logprobs)
             assert "".join(turn["texts"]) == runs.tokenizer.decode(
-                original.response_ids, skip_special_tokens=False
+                call.response_ids, skip_special_tokens=False
             )
-            assert turn["training"]["logprobs"] == pytest.approx(original.training.logprobs)
-            assert turn["training"]["advantage"] == original.training.advantage and turn[
-                "spans"
-            ] == [[0, 3, 6], [3, len(turn["ids"]), 7]]
+            assert turn["training"]["logprobs"] == pytest.approx(call.training.logprobs)
+            assert turn["training"]["advantage"] == call.training.advantage
+            assert turn["spans"] == [[0, 3, 6], [3, len(turn["ids"]), 7]]
             assert (turn["seconds"], turn["plan_s"], turn["tool_s"], turn["verdict"]) == (
                 0.5,
                 0.25,
@@ -106,7 +105,7 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
 def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
     TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
     rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
-    assert rollouts["train.5.0.2"]["branch"] == {"root": 0, "turn": 1, "token": 2, "score": 2.5}
+    assert rollouts["train.5.0.2"]["branch"] == {"parent": 0, "turn": 1, "token": 2, "score": 2.5}
     assert rollouts["train.5.0.0"]["branch"] is rollouts["train.1.0.0"]["branch"] is None
 
 

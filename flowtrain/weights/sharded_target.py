@@ -1,0 +1,223 @@
+"""A `Target` for weights that a model holds as strided views, on one rank or several.
+
+A delta is decoded, its positions are mapped through the views, its differences are added there, and
+the digest change is summed over the ranks, each part of a tensor once. When the sum is wrong, the
+additions are undone. All of this takes memory for the changes, not for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowtrain import _delta
+from flowtrain.weights.deltas import Blob, DeltaBatch, ShardKey, digest_change
+from flowtrain.weights.manifest import Manifest, StoreError
+from flowtrain.weights.ranks import Ranks, gather
+from flowtrain.weights.strided_view import StridedView, UndoLog
+from flowtrain.weights.target import check_layout, slice_of, write_shard
+from flowtrain.weights.tensor_shards import U16, Digest, Layout, TensorShard, add, u16_view
+
+RegionDigests = dict[str, list[tuple[str, Digest]]]
+"""By tensor, regions of it and their digests or digest changes; a region may come twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Where a model has the tensors of a store, on one rank."""
+
+    layout: Layout
+    views: dict[str, list[StridedView]]
+    """Views by tensor; an empty list where this rank has no part of it."""
+    dense: dict[str, str]
+    """Tensors that only the model's loader can write, with the reason; not in `views`. The same on
+    all ranks."""
+
+
+@dataclass(slots=True)
+class ShardedTarget:
+    """See `Target`. Deltas at level 2 need a tensor whole on every rank."""
+
+    plan: LoadPlan
+    ranks: Ranks
+    load: Callable[[dict[str, Tensor]], object]
+    """Loads whole tensors through the model's loader."""
+    num_threads: int = 1
+    _dense: dict[str, Tensor] = field(default_factory=dict)
+    """Copies on the host of the dense tensors."""
+    _twins: dict[str, list[str]] = field(default_factory=dict)
+    """Tensors that no rank has, because the loader ties them to one of the named tensors."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a tensor that no rank has and that cannot be tied to another."""
+        layout = self.plan.layout
+        for name in self.plan.dense:
+            self._dense[name] = torch.empty(layout[name].shape, dtype=layout[name].torch_dtype)
+        own = [name for name in layout if self.plan.views.get(name) or name in self._dense]
+        held = {name for names in gather(self.ranks, own) for name in names}
+        for name in layout.keys() - held:
+            self._twins[name] = [other for other in held if layout[other] == layout[name]]
+            if not self._twins[name]:
+                raise ValueError(
+                    f"the model's loader ignores {name!r}: the store holds another model, or one "
+                    "with an untied head"
+                )
+
+    def check(self, manifest: Manifest) -> None:
+        check_layout(self.plan.layout, manifest.layout, manifest.version)
+        for name, twins in self._twins.items():
+            if manifest.digests[name] not in [manifest.digests[twin] for twin in twins]:
+                raise StoreError(
+                    f"version {manifest.version} has {name!r} apart; the model here ties it to "
+                    "another tensor"
+                )
+
+    def base(self, name: str, first: int, num_words: int) -> U16:
+        if name in self._dense:
+            return slice_of(name, self._dense[name], first, num_words)
+        whole = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
+        views = self.plan.views[name]
+        if sum(view.num_words for view in views) != len(whole):
+            raise _delta.DeltaError(
+                f"a delta of {name!r} is at level 2, but no rank has that tensor whole; publish at "
+                "level 1"
+            )
+        for view in views:
+            view.of_tensor(whole).copy_(view.live())
+        return slice_of(name, whole, first, num_words)
+
+    def apply(self, batch: DeltaBatch) -> None:
+        undo: UndoLog = []
+        try:
+            changes = self._change(batch, undo)
+        except BaseException as error:
+            is_delta = isinstance(error, _delta.DeltaError)
+            reports = gather(self.ranks, ["delta" if is_delta else "other", str(error), {}])
+            _undo_all(undo)
+            if is_delta and any(kind == "other" for kind, _, _ in reports):
+                raise StoreError("another rank could not apply the deltas") from error
+            raise
+        reports = gather(self.ranks, ["", "", changes])
+        failures = sorted((kind, text) for kind, text, _ in reports if kind)
+        wrong = [] if failures else self._wrong(batch, [change for _, _, change in reports])
+        if failures or wrong:
+            _undo_all(undo)
+        if wrong:
+            raise _delta.WrongBase(f"the words of {wrong[0]!r} were not its base, or were damaged")
+        if failures:
+            kind, text = failures[-1]
+            if kind == "other":
+                raise StoreError(f"another rank could not apply the deltas: {text}")
+            raise _delta.DeltaError(text)
+
+    def write(self, shards: Sequence[TensorShard]) -> None:
+        for shard in shards:
+            if shard.name in self._dense:
+                write_shard(self._dense[shard.name], shard)
+            elif shard.name not in self._twins:
+                flat = torch.from_numpy(shard.u16().view(np.int16))
+                for view in self.plan.views[shard.name]:
+                    view.write(flat, shard.first)
+        self._load_dense(self._dense)
+
+    def digests(self) -> dict[str, Digest]:
+        own = {
+            name: [(view.region, view.digest(self.num_threads)) for view in views]
+            for name, views in self.plan.views.items()
+        }
+        sums = sum_regions(gather(self.ranks, own))
+        found = {n: sums.get(n) or (-1, -1) for n in self.plan.views if n not in self._twins}
+        for name, tensor in self._dense.items():
+            found[name] = _delta.digest(u16_view(tensor), num_threads=self.num_threads)
+        return found
+
+    def finish(self) -> None:
+        """Do nothing: the words were written where they are used."""
+
+    def _change(self, batch: DeltaBatch, undo: UndoLog) -> RegionDigests:
+        """Apply this rank's part of the deltas. Returns the digest change of each region."""
+        changes: RegionDigests = {}
+        decoded = {
+            key: self._decode(key, blob)
+            for key, blob in batch.items()
+            if key[0] in self.plan.views and key[0] not in self._twins
+        }
+        for (name, _), (positions, diffs) in decoded.items():
+            for view in self.plan.views[name]:
+                change = view.scatter(positions, diffs, undo)
+                changes.setdefault(name, []).append((view.region, change))
+        self._change_dense({k: blob for k, blob in batch.items() if k[0] in self._dense}, undo)
+        return changes
+
+    def _decode(self, key: ShardKey, blob: Blob) -> tuple[Tensor, Tensor]:
+        """Return positions in the whole tensor, and differences."""
+        info = _delta.info(blob)
+        base = self.base(*key, info["num_words"]) if info["level"] == 2 else None
+        positions, diffs = _delta.decode(blob, base)
+        in_tensor = torch.from_numpy(positions.view(np.int64)) + key[1]
+        return in_tensor, torch.from_numpy(diffs.view(np.int16))
+
+    def _change_dense(self, batch: DeltaBatch, undo: UndoLog) -> None:
+        names = {name for name, _ in batch}
+        old = {name: self._dense[name].clone() for name in names}
+
+        def restore() -> None:
+            for name, tensor in old.items():
+                self._dense[name].copy_(tensor)
+            self._load_dense(names)
+
+        undo.append(restore)
+        words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
+        _delta.apply(list(batch.values()), words, num_threads=self.num_threads)
+        self._load_dense(names)
+
+    def _load_dense(self, names: Iterable[str]) -> None:
+        if tensors := {name: self._dense[name] for name in names}:
+            self.load(tensors)
+
+    def _wrong(self, batch: DeltaBatch, changes: list[RegionDigests]) -> list[str]:
+        """Return the tensors whose digests did not change on all ranks as their deltas say."""
+        wanted: dict[str, Digest] = {}
+        for (name, _), blob in batch.items():
+            if name not in self._twins and name not in self._dense:
+                wanted[name] = add(wanted.get(name, (0, 0)), digest_change(blob))
+        merged = []
+        for rank_changes in changes:  # several deltas of a tensor may have changed the same region
+            sums: dict[str, dict[str, Digest]] = {}
+            for name, regions in rank_changes.items():
+                by_region = sums.setdefault(name, {})
+                for region, (a, b) in regions:
+                    by_region[region] = add(by_region.get(region, (0, 0)), (a, b))
+            merged.append({name: list(by_region.items()) for name, by_region in sums.items()})
+        found = sum_regions(merged)
+        return [name for name, change in wanted.items() if found.get(name, (0, 0)) != change]
+
+
+def _undo_all(undo: UndoLog) -> None:
+    """Undo everything, even when a part of it fails."""
+    if undo:
+        try:
+            undo.pop()()
+        finally:
+            _undo_all(undo)
+
+
+def sum_regions(reports: list[RegionDigests]) -> dict[str, Digest | None]:
+    """Sum the region digests of all ranks by tensor, each region once; None where two ranks that
+    hold the same region disagree.
+    """
+    parts: dict[str, dict[str, set[Digest]]] = {}
+    for report in reports:
+        for name, regions in report.items():
+            for region, (a, b) in regions:
+                parts.setdefault(name, {}).setdefault(region, set()).add((a, b))
+    return {
+        name: add(*(digest for digests in regions.values() for digest in digests))
+        if all(len(digests) == 1 for digests in regions.values())
+        else None
+        for name, regions in parts.items()
+    }

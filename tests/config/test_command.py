@@ -1,0 +1,87 @@
+"""What the commands share: exit codes, messages, help, interrupts."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.config import command as commands
+from flowtrain.config.command import Interrupt, run_command
+from flowtrain.types import UserError
+
+
+def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:
+    monkeypatch.setattr(sys, "argv", ["prog", *argv])
+    return run_command("flowtrain.test", body)
+
+
+def test_run_command_returns_the_exit_code_of_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command(monkeypatch, ["--run.seed", "4"], lambda config: config.run.seed) == 4
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(config: Config) -> int:
+        raise UserError("the disk is on fire")
+
+    assert command(monkeypatch, [], body) == 2
+    assert capsys.readouterr() == ("", "flowtrain.test: the disk is on fire\n")
+
+
+def test_under_torchrun_only_rank_0_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert command(monkeypatch, ["--nonsense", "1"], lambda config: 0) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_prints_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(config: Config) -> int:
+        raise AssertionError
+
+    for topic, option in (([], "--train.lr "), (["all"], "--train.beta2 "), (["log"], "--log.")):
+        assert command(monkeypatch, ["--help", *topic], body) == 0
+        assert option in capsys.readouterr().out
+    assert command(monkeypatch, ["--help", "logs"], body) == 2
+    assert "--help logs: unknown section" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(config: Config) -> int:
+        raise KeyboardInterrupt
+
+    def broken(config: Config) -> int:
+        raise ValueError("a bug")
+
+    assert command(monkeypatch, [], interrupted) == 130
+    with pytest.raises(ValueError, match="a bug"):
+        command(monkeypatch, [], broken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_asks_once_and_the_next_one_ends_the_process(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun passes on what the terminal has sent already, so two signals at once are one."""
+    now = [100.0]
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert interrupt.requested
+        now[0] += 10
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
