@@ -25,6 +25,45 @@ for _path in _HERE.rglob("*.py"):
         pytest.register_assert_rewrite(_path.stem, _dotted)
 
 
+SLOW = (
+    "dataflow/test_bench_dataflow.py",
+    "dataflow/test_chaos.py",
+    "dataflow/test_chaos_processes.py",
+    "dataflow/test_ledger_killed.py",
+    "dataflow/test_ledger_machine.py",
+    "evals/test_evals_cli.py",
+    "kernels/test_aot.py",
+    "kernels/test_linear_walk.py",
+    "kernels/test_operators.py",
+    "kernels/test_linear_operators.py",
+    "node/test_node_contract.py",
+    "node/test_node_process.py",
+    "test_examples.py",
+    "test_exact_resume.py",
+    "test_learning.py",
+    "test_learning_verifier.py",
+    "test_rft.py",
+    "test_train_algorithms.py",
+    "test_train_cli.py",
+    "test_train_dataflow.py",
+    "test_train_resume.py",
+    "test_train_roles.py",
+    "test_train_verifier.py",
+    "training/test_flex.py",
+    "training/test_two_ranks.py",
+    "weights/test_delta_fuzz.py",
+    "weights/test_publish_ranks.py",
+    "weights/test_store_killed.py",
+)
+"""Files whose tests take seconds each; `make check` leaves them to `make test`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE) and str(item.path.relative_to(_HERE)) in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking over all that was imported, again and again."""
     gc.collect()
