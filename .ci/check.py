@@ -82,14 +82,13 @@ def module_of(path: str) -> str:
 
 
 def users_of(module: str, tests: Mapping[Path, set[str]]) -> list[Path]:
-    """The tests that import a module, or else those that import what imports it, and so on."""
+    """The tests that import a module; where that is one at most, also those of its importers."""
     modules = {module}
     while True:
-        if users := [path for path, used in tests.items() if used & modules]:
-            return users
+        users = [path for path, used in tests.items() if used & modules]
         importers = {edge.importer for edge in HOUSE.edges if edge.target in modules} - modules
-        if not importers:
-            return []
+        if len(users) > 1 or not importers:
+            return users
         modules |= importers
 
 
