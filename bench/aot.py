@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 import triton
-from flowkernels import branching_triton, loss_triton, rows_triton, sparse_delta_triton
+from flowkernels import (
+    branching_triton,
+    logprobs_triton,
+    policy_loss_triton,
+    rows_triton,
+    sparse_delta_triton,
+)
 from flowkernels.statistics import BIN_WIDTH, NUM_BINS
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
@@ -34,8 +40,8 @@ TARGETS = {
 }
 _POINTERS = {
     "targets_ptr": "*i64",
-    "kept_ids_ptr": "*i64",
-    "kept_offsets_ptr": "*i64",
+    "mask_ids_ptr": "*i64",
+    "mask_offsets_ptr": "*i64",
     "cu_seqlens_ptr": "*i64",
     "old_words_ptr": "*i16",
     "new_words_ptr": "*i16",
@@ -85,107 +91,44 @@ def table(targets: list[str]) -> list[dict[str, Any]]:
 
 
 def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, int]]]:
-    """(kernel, variant, function, constexprs and absent pointers, dtype of the logits (->gradient),
-    compiler options).
+    """(kernel, variant, function, constexprs and absent arguments, dtype of the logits
+    (->gradient), compiler options).
     """
-    no_kept = {
-        "HAS_KEPT": False,
-        "kept_ids_ptr": None,
-        "kept_offsets_ptr": None,
-        "kept_copy_ptr": None,
-        "HAS_SOFTCAP": False,
-    }
-    no_entropy = {"HAS_ENTROPY": False, "dentropy_ptr": None}
-    rows_all = {"HAS_KEPT": True, "HAS_SOFTCAP": True}
-    clip = {"POLICY": 0, "KL": 2, "HAS_OLD": True, "HAS_GRADIENT": True}
-    clip_only = {**clip, "HAS_REF": False, "HAS_DUAL": False, "HAS_ENTROPY": False, "ref_ptr": None}
-    loss_all = {**clip, "HAS_REF": True, "HAS_DUAL": True, "HAS_ENTROPY": True}
+    no_mask = {"mask_ids_ptr": None, "mask_offsets_ptr": None, "mask_copy_ptr": None}
+    few = {**no_mask, "softcap": None}
+    clip = {"LOSS_TYPE": 0, "KL": 2}
+    clip_only = {**clip, **few, "ref_ptr": None, "dual_clip": None, "entropy_coef": None}
+    score_kernel, gradient_kernel = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
+    loss_kernel, scale_kernel = policy_loss_triton.loss_kernel, policy_loss_triton.scale_kernel
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         logits = torch.empty(1, 1, dtype=dtype)
-        score, loss = (
-            rows_triton.score_config(logits).arguments(),
-            rows_triton.loss_config(logits).arguments(),
-        )
-        yield "score", name, rows_triton.score_kernel, *_split({**no_kept, **score}, name)
-        yield "score", f"{name} all", rows_triton.score_kernel, *_split({**rows_all, **score}, name)
-        yield (
-            "gradient",
-            name,
-            rows_triton.gradient_kernel,
-            *_split({**no_kept, **no_entropy, **score}, name),
-        )
-        yield (
-            "gradient",
-            f"{name} all",
-            rows_triton.gradient_kernel,
-            *_split({**rows_all, "HAS_ENTROPY": True, **score}, name),
-        )
-        yield "loss", name, loss_triton.loss_kernel, *_split({**no_kept, **clip_only, **loss}, name)
-        yield (
-            "loss",
-            f"{name} all",
-            loss_triton.loss_kernel,
-            *_split({**rows_all, **loss_all, **loss}, name),
-        )
-        scored_only = {**no_kept, **clip_only, "HAS_GRADIENT": False, "out_ptr": None}
-        yield (
-            "loss",
-            f"{name} no gradient",
-            loss_triton.loss_kernel,
-            *_split({**scored_only, **loss}, name),
-        )
-        yield (
-            "scale",
-            name,
-            loss_triton.scale_kernel,
-            *_split({"BLOCK": 4096, "num_warps": 8}, name),
-        )
+        score = rows_triton.score_config(logits).arguments()
+        loss = rows_triton.loss_config(logits).arguments()
+        yield "score", name, score_kernel, *_split({**few, **score}, name)
+        yield "score", f"{name} all", score_kernel, *_split({**score}, name)
+        no_entropy = {**few, "dentropy_ptr": None, **score}
+        yield "gradient", name, gradient_kernel, *_split(no_entropy, name)
+        yield "gradient", f"{name} all", gradient_kernel, *_split({**score}, name)
+        yield "loss", name, loss_kernel, *_split({**clip_only, **loss}, name)
+        yield "loss", f"{name} all", loss_kernel, *_split({**clip, **loss}, name)
+        scored_only = {**clip_only, "out_ptr": None, **loss}
+        yield "loss", f"{name} no gradient", loss_kernel, *_split(scored_only, name)
+        yield "scale", name, scale_kernel, *_split({"BLOCK": 4096, "num_warps": 8}, name)
     mixed = rows_triton.loss_config(torch.empty(1, 1)).arguments()
-    yield (
-        "loss",
-        "fp32->bf16",
-        loss_triton.loss_kernel,
-        *_split({**no_kept, **clip_only, **mixed}, "fp32->bf16"),
-    )
-    statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **loss_triton.STATISTICS}
-    yield "statistics", "", loss_triton.statistics_kernel, *_split(statistics, "fp32")
-    yield (
-        "scan",
-        "",
-        branching_triton.scan_kernel,
-        *_split({"HAS_MASK": True, **branching_triton.LAUNCH}, "fp32"),
-    )
-    yield (
-        "branching",
-        "",
-        branching_triton.score_kernel,
-        *_split(dict(branching_triton.LAUNCH), "fp32"),
-    )
-    yield (
-        "delta count",
-        "",
-        sparse_delta_triton.count_kernel,
-        *_split(dict(sparse_delta_triton.TILE), "int16"),
-    )
-    yield (
-        "delta compact",
-        "",
-        sparse_delta_triton.compact_kernel,
-        *_split(dict(sparse_delta_triton.TILE), "int16"),
-    )
+    yield "loss", "fp32->bf16", loss_kernel, *_split({**clip_only, **mixed}, "fp32->bf16")
+    statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
+    yield "statistics", "", policy_loss_triton.statistics_kernel, *_split(statistics, "fp32")
+    scan = {**branching_triton.LAUNCH}
+    yield "scan", "", branching_triton.scan_kernel, *_split({**scan}, "fp32")
+    yield "branching", "", branching_triton.score_kernel, *_split({**scan}, "fp32")
+    tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
+    yield "delta count", "", sparse_delta_triton.count_kernel, *_split({**tile}, "int16")
+    yield "delta compact", "", sparse_delta_triton.compact_kernel, *_split({**tile}, "int16")
     for name, writes in (("", True), ("no write", False)):
-        yield (
-            "delta scatter",
-            name,
-            sparse_delta_triton.scatter_kernel,
-            *_split({"WRITES": writes, **sparse_delta_triton.SCATTER}, "int16"),
-        )
-    yield (
-        "delta digest",
-        "",
-        sparse_delta_triton.digest_kernel,
-        *_split(dict(sparse_delta_triton.DIGEST), "int16"),
-    )
+        constants = {"WRITES": writes, **scatter}
+        yield "delta scatter", name, sparse_delta_triton.scatter_kernel, *_split(constants, "int16")
+    digest = {**sparse_delta_triton.DIGEST}
+    yield "delta digest", "", sparse_delta_triton.digest_kernel, *_split(digest, "int16")
 
 
 def _split(arguments: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str, dict[str, int]]:

@@ -68,7 +68,7 @@ def liger(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def verl(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """It computes the entropy as well, whether asked or not; D must be a multiple of 128."""
+    """verl computes the entropy as well, whether asked or not; D must be a multiple of 128."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     logprob_T: Tensor = linear_cross_entropy(hidden_TD, weight_VD, targets_T, 1.0, "none", None)[0]
@@ -76,7 +76,7 @@ def verl(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def cce(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """Its own default drops small gradients, which is where its speed comes from."""
+    """Its default drops small gradients, which is where its speed comes from."""
     from cut_cross_entropy import linear_cross_entropy
 
     impl = "cce" if hidden_TD.is_cuda else "torch_compile"
@@ -108,8 +108,8 @@ def liger_grpo(
     length: int,
     clip: tuple[float, float],
 ) -> Tensor:
-    """Of sequences of equal length with an advantage each, and of weights 1 / T: "dapo" divides by
-    the number of tokens.
+    """Takes sequences of equal length with an advantage each, and of weights 1 / T: "dapo" divides
+    by the number of tokens.
     """
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 

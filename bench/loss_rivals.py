@@ -1,5 +1,5 @@
-"""What `bench.losses` compares: the same loss, PPO's clip, by flowkernels and by whoever else is
-installed.
+"""The runs that `bench.losses` compares: the same loss, PPO's clip, by flowkernels and by each
+peer that is installed.
 
 Each function gives the runs of one path as {implementation: what to time}; a run returns what its
 error is measured on: log-probs, or the gradient by the logits or by the hidden states.
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """The same from hidden states; logits of about N(0, 3)."""
+    """One case from hidden states; logits of about N(0, 3)."""
 
     hidden_TD: Tensor
     weight_VD: Tensor
@@ -189,7 +189,7 @@ def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
 
 
 def naive_scores(logits_TV: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """What a trainer without kernels does."""
+    """Compute log-probs and entropy as a trainer without kernels does."""
     logp_TV = logits_TV.float().log_softmax(-1)
     with torch.no_grad():
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
@@ -243,7 +243,7 @@ def _logits_gradient(loss: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 def _trl_scores(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-    """TRL's released log-probs with entropy: its Triton kernel on a GPU, chunks of torch on a CPU."""
+    """TRL's released log-probs with entropy: a Triton kernel on a GPU, chunks of torch on a CPU."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     logprob_T: Tensor = selective_log_softmax_and_entropy(
@@ -263,8 +263,8 @@ def _trl_loss(
 
 
 def _liger_run(batch: Batch) -> Callable[[], Tensor]:
-    """Its logits are [B, L + 1, V] and contiguous, with a last position that it drops: a copy made
-    before the clock starts.
+    """Liger's logits are [B, L + 1, V] and contiguous, with a last position that it drops: a copy
+    made before the clock starts.
     """
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
@@ -300,7 +300,7 @@ def _liger_run(batch: Batch) -> Callable[[], Tensor]:
 
 
 def _head_gradient(loss: Callable[..., Tensor], batch: HeadBatch, frozen: bool = False) -> Tensor:
-    """By the hidden states, and by the weight unless it is frozen."""
+    """Gradient by the hidden states, and by the weight unless it is frozen."""
     hidden_TD, weight_VD = (
         batch.hidden_TD.detach().requires_grad_(),
         batch.weight_VD.detach().requires_grad_(not frozen),

@@ -254,7 +254,7 @@ def _time_once(run: Callable[[], Any]) -> float:
 
 
 def _error(result: Tensor, rows: Tensor, truth: Tensor) -> float:
-    """Of log-probs absolute, of gradients relative to the largest entry."""
+    """Absolute error of log-probs; error of gradients relative to the largest entry."""
     error = (result[rows].double() - truth).abs().max()
     return float(error if truth.dim() == 1 else error / truth.abs().max())
 
@@ -264,14 +264,14 @@ def _sampled(num_tokens: int, device: torch.device) -> Tensor:
 
 
 def _logits_truth(batch: Batch, wants_gradient: bool) -> tuple[Tensor, Tensor]:
-    """(rows, what fp64 gives there): log-probs, or the gradient by the logits."""
+    """(rows, the fp64 result there): log-probs, or the gradient by the logits."""
     rows = _sampled(len(batch.target_ids_T), batch.logits_TV.device)
     logits = batch.logits_TV[rows].double().requires_grad_()
     return rows, _truth(logits, logits, batch, rows, wants_gradient)
 
 
 def _head_truth(batch: HeadBatch, wants_gradient: bool) -> tuple[Tensor, Tensor]:
-    """The same by the hidden states."""
+    """(rows, the fp64 result there) from hidden states."""
     rows = _sampled(len(batch.target_ids_T), batch.hidden_TD.device)
     hidden = batch.hidden_TD[rows].double().requires_grad_()
     return rows, _truth(hidden, hidden @ batch.weight_VD.double().t(), batch, rows, wants_gradient)

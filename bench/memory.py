@@ -119,7 +119,14 @@ def _train(case: Case, world: World) -> dict[str, int]:
         "algorithm": {"kl_coef": 0.0},
     }
     model = AutoModelForCausalLM.from_config(case.config(), attn_implementation=attention.NAME)
-    plan = plan_memory(Config.model_validate(options), model, [], 1, gpu_bytes)
+    plan = plan_memory(
+        Config.model_validate(options),
+        model,
+        [],
+        num_ranks=1,
+        has_reference=False,
+        gpu_bytes=gpu_bytes,
+    )
     trainer = Trainer(
         shard(model, world, ShardSpec(dtype, case.recompute)), world, LossSpec(), OptimSpec(lr=1e-4)
     )

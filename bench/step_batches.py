@@ -23,12 +23,14 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.algorithms import filter_samples, flow_grpo
+from flowtrain.algorithms import filter_samples
+from flowtrain.algorithms.branching import score_samples
+from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
+from flowtrain.run.policy_trainer import publish_start
 from flowtrain.training import attention
-from flowtrain.training.model import named_weights
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Sample
@@ -124,7 +126,7 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
 
 def _policy(components: RunComponents, store: WeightStore) -> Flow:
     engines = components.make_policy_engines({"planner": store})
-    components.make_publisher(store, components.world).publish(named_weights(components.model), 0)
+    publish_start(components, store)
     engines["planner"].load(0)
     return components.make_flow(engines, components.config.agent.max_turns)
 
@@ -145,7 +147,7 @@ def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list
     trainer = Trainer(
         copy.deepcopy(components.model), components.world, LossSpec(), OptimSpec(lr=0.0)
     )
-    logprob_T = trainer.score_samples(samples, 16384, against_reference=False).logprob_T
+    logprob_T = score_samples(trainer, samples, 16384, against_reference=False).logprob_T
     each = logprob_T.split([len(s.response_ids) for s in samples])
     return [
         replace(s, logprobs=tuple(logprobs.tolist()))

@@ -40,18 +40,12 @@ class FlowGRPOTrainer(GRPOTrainer):
         def packed(name: str) -> Tensor | None:
             return inputs[name][mask_SL] if name in inputs else None
 
-        logits_TV, target_ids_T = (
-            self._logits(model, inputs, mask_SL),
-            inputs["completion_ids"][mask_SL],
-        )
+        logits_TV = self._logits(model, inputs, mask_SL)
+        target_ids_T = inputs["completion_ids"][mask_SL]
         old_logprob_T = packed("old_per_token_logps")
-        if (
-            old_logprob_T is None
-            # TRL leaves it out where no step was taken since the tokens were sampled: the ratio is 1
-        ):
-            old_logprob_T = logprobs(
-                logits_TV, target_ids_T, temperature=self.temperature
-            ).logprob_T
+        if old_logprob_T is None:  # no step was taken since the tokens were sampled: the ratio is 1
+            scores = logprobs(logits_TV, target_ids_T, temperature=self.temperature)
+            old_logprob_T = scores.logprob_T
         # The correction for vLLM, [S, L] or [S, 1], is a factor of the policy term and so of the
         # advantage.
         advantage_SL = inputs["advantages"][:, None] * inputs.get("importance_sampling_ratio", 1.0)

@@ -1,10 +1,10 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml
 --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, imitate
-what `train.policy` said in them, as the refiner too where that is the planner (`roles.refiner =
-"policy"`). The flow, the tools, the scorer, the packing and the trainer are those of `train.py`;
-only the loss is -log p.
+Collect rollouts from a scripted expert or from the policy itself, keep those that scored, and
+imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The
+flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is
+-log p.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flowkernels import LossSpec
 
@@ -30,11 +31,15 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.engines.chat_engines import POLICY
+from flowtrain.report.run_dir import writing_tensors
 from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents, saving
+from flowtrain.run.components import RunComponents
+from flowtrain.run.policy_trainer import make_trainer, publish_start
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.training.balance import balance
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import learning_rate
-from flowtrain.training.model import export, full_weights, named_weights
+from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
@@ -44,7 +49,7 @@ from flowtrain.weights import WeightStore
 
 
 def rft(config: Config) -> int:
-    """Collect, keep, imitate, export to `run.dir`/model."""
+    """Collect demonstrations, keep the good ones, imitate them, export to `run.dir`/model."""
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
@@ -54,96 +59,118 @@ def rft(config: Config) -> int:
                 "ranks that torchrun started"
             )
         components = RunComponents.prepare(
-            config, world, fictional=config.rft.fictional, scripted=not _samples(config)
+            config,
+            world,
+            fictional=config.rft.fictional,
+            scripted=not _asks_policy(config),
         )
         cleanup.callback(components.close)
         return _run(components, cleanup.enter_context(Interrupt()), cleanup)
 
 
 def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) -> int:
-    config, world, rft = components.config, components.world, components.config.rft
-    store = WeightStore(Path(config.run.dir) / "weights")
-    engines = (
-        components.make_policy_engines({config.train.policy: store})
-        if _samples(config)
-        else components.make_no_engines()
-    )
-    for engine in engines.values():
-        cleanup.callback(engine.close)
-    flow = _expert(components, components.make_flow(engines, config.agent.max_turns))
-    run_dir = components.open_run_dir()
+    config = components.config
     started = time.monotonic()
-    if _samples(config):  # through the store, as in training
-        with saving(store.root):
-            components.make_publisher(store, components.world).publish(
-                named_weights(components.model), 0
-            )
-        engines[config.train.policy].load(0)
+    flow = _open_flow(components, cleanup)
+    run_dir = components.open_run_dir()
     demonstrations = _demonstrate(components, flow)
-    kept = [t for t in demonstrations if not t.error and (rft.keep == "all" or t.reward == 1)]
-    policy = config.train.policy
-    calls = [turn.calls[policy] for t in kept for turn in t.turns if policy in turn.calls]
-    imitated = [_sample(call, rft.prompt_weight) for call in calls]
-    if (config.train.policy, config.roles.refiner) == (
-        "planner",
-        POLICY,
-    ):  # the same weights learn both, each from what it read
-        imitated += refinements(
-            flow,
-            kept,
-            components.tokenizer,
-            components.tokenizer.eos_token_id,
-            config.agent.max_result_chars,
-        )
-    batch = filter_samples(
-        TrainBatch(tuple(imitated)),
-        int(components.model.config.max_position_embeddings),
-    )
-    samples, num_rewarded = batch.samples, sum(t.reward or 0 for t in demonstrations)
-    num_kept, num_rewarded, num_samples, *counts = world.sum(
-        [len(kept), num_rewarded, len(samples), *batch.num_filtered.values()]
-    )
-    num_excluded = {
-        reason: round(number)
-        for reason, number in zip(batch.num_filtered, counts, strict=True)
-        if number
-    }
-    left_out = (
-        ", left out: " + ", ".join(f"{number} {reason}" for reason, number in num_excluded.items())
-        if num_excluded
-        else ""
-    )
-    if world.max([not samples])[0]:
-        raise UserError(
-            f"rft.keep={rft.keep!r} left a rank without a demonstration: {num_kept:.0f} of "
-            f"{rft.num_rollouts} rollouts were kept, "
-            f"{num_samples:.0f} turns{left_out}"
-        )
-    if world.is_main:
-        mean_reward = num_rewarded / rft.num_rollouts
-        print(
-            f"{rft.num_rollouts} rollouts, mean reward {mean_reward:.3f}, kept {num_kept:.0f}: "
-            f"{num_samples:.0f} turns{left_out}"
-        )
-    last_step = _imitate(components, samples, run_dir, interrupt)
-    weights = full_weights(components.model)
-    if world.is_main:
-        counted = {
-            "num_rollouts": rft.num_rollouts,
-            "num_turns": num_samples,
-            "num_excluded": num_excluded,
-            "num_steps": last_step,
-        }
-        facts = {"seconds": time.monotonic() - started, **counted}
-        with saving(run_dir.path / "model"):
-            export(components.model, components.tokenizer, weights, run_dir.path / "model")
-            (run_dir.path / "model" / "rft.json").write_text(json.dumps(facts))
-        print(f"model: {run_dir.path / 'model'}")
+    kept = [
+        trajectory
+        for trajectory in demonstrations
+        if not trajectory.error and (config.rft.keep == "all" or trajectory.reward == 1)
+    ]
+    max_positions = int(components.model.config.max_position_embeddings)
+    batch = filter_samples(TrainBatch(_imitated(components, flow, kept)), max_positions)
+    counts = _count(components, demonstrations, kept, batch)
+    last_step = _imitate(components, batch.samples, run_dir, interrupt)
+    facts = {"seconds": time.monotonic() - started, **counts, "num_steps": last_step}
+    _export(components, run_dir.path / "model", facts)
     return INTERRUPTED if interrupt.requested else 0
 
 
+def _open_flow(components: RunComponents, cleanup: ExitStack) -> Flow:
+    """Start the engines, with weights that come through the store as in training."""
+    config = components.config
+    if not _asks_policy(config):
+        engines = components.make_no_engines()
+    else:
+        store = WeightStore(Path(config.run.dir) / "weights")
+        engines = components.make_policy_engines({config.train.policy: store})
+    for engine in engines.values():
+        cleanup.callback(engine.close)
+    flow = _expert(components, components.make_flow(engines, config.agent.max_turns))
+    if _asks_policy(config):
+        publish_start(components, store)
+        engines[config.train.policy].load(0)
+    return flow
+
+
+def _imitated(
+    components: RunComponents, flow: Flow, kept: Sequence[Trajectory]
+) -> tuple[Sample, ...]:
+    """Return what the trained policy said in the kept rollouts, as samples."""
+    config, tokenizer = components.config, components.tokenizer
+    calls = [turn.calls.get(config.train.policy) for t in kept for turn in t.turns]
+    samples = [_sample(call, config.rft.prompt_weight) for call in calls if call is not None]
+    if config.train.policy == "planner" and config.roles.refiner == POLICY:
+        # The same weights learn both, each from what it read.
+        samples += refinements(
+            flow, kept, tokenizer, tokenizer.eos_token_id, config.agent.max_result_chars
+        )
+    return tuple(samples)
+
+
+def _count(
+    components: RunComponents,
+    demonstrations: Sequence[Trajectory],
+    kept: Sequence[Trajectory],
+    batch: TrainBatch,
+) -> dict[str, Any]:
+    """Print and return what was kept, over all ranks; collective.
+
+    Raises UserError where a rank has nothing to imitate.
+    """
+    config, world = components.config.rft, components.world
+    reward = sum(t.reward or 0 for t in demonstrations)
+    own = [len(kept), reward, len(batch.samples), *batch.num_filtered.values()]
+    num_kept, reward, num_samples, *counts = world.sum(own)
+    num_filtered = {
+        str(reason): round(number)
+        for reason, number in zip(batch.num_filtered, counts, strict=True)
+        if number
+    }
+    left_out = ", ".join(f"{number} {reason}" for reason, number in num_filtered.items())
+    turns = f"{num_samples:.0f} turns" + (f", left out: {left_out}" if left_out else "")
+    if world.max([not batch.samples])[0]:
+        raise UserError(
+            f"rft.keep={config.keep!r} left a rank without a demonstration: {num_kept:.0f} of "
+            f"{config.num_rollouts} rollouts were kept, {turns}"
+        )
+    if world.is_main:
+        mean = reward / config.num_rollouts
+        print(
+            f"{config.num_rollouts} rollouts, mean reward {mean:.3f}, kept {num_kept:.0f}: {turns}"
+        )
+    return {
+        "num_rollouts": config.num_rollouts,
+        "num_turns": num_samples,
+        "num_filtered": num_filtered,
+    }
+
+
+def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> None:
+    """Write the model for `from_pretrained`, and what it was made from; collective."""
+    weights = full_weights(components.model)
+    if not components.world.is_main:
+        return
+    with writing_tensors(path):
+        export(components.model, components.tokenizer, weights, path)
+        (path / "rft.json").write_text(json.dumps(facts))
+    print(f"model: {path}")
+
+
 def _expert(components: RunComponents, flow: Flow) -> Flow:
-    """Who demonstrates: the policies, or scripts in their place."""
+    """Return the flow that demonstrates: the policies' own, or one with scripts in their place."""
     config = components.config
     if config.rft.expert == "policy":
         return flow
@@ -155,42 +182,38 @@ def _expert(components: RunComponents, flow: Flow) -> Flow:
         )
     ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
     assert isinstance(flow.planner, PolicyPlanner)
-    flow = replace(
-        flow, planner=ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
-    )
-    if isinstance(flow.verifier, PolicyVerifier):
-        flow = replace(flow, verifier=ScriptedVerifier(flow.verifier, EARLY_STOP, ends["verifier"]))
-    return flow
+    planner = ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
+    verifier = flow.verifier
+    if isinstance(verifier, PolicyVerifier):
+        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
+    return replace(flow, planner=planner, verifier=verifier)
 
 
-def _samples(config: Config) -> bool:
-    """Whether anyone asks a policy: the expert, or a role."""
+def _asks_policy(config: Config) -> bool:
+    """Tell whether anyone asks a policy: the expert, or a role."""
     return config.rft.expert == "policy" or POLICY in config.roles.model_dump().values()
 
 
 def _demonstrate(components: RunComponents, flow: Flow) -> list[Trajectory]:
-    """This rank's share of scored rollouts."""
+    """Collect this rank's share of the rollouts, and score them."""
     config, world = components.config, components.world
-    tasks = _balanced(components.tasks, config)
     groups = collect(
         flow,
-        tasks,
+        _balanced(components.tasks, config),
         group_size=1,
         seed=derive_seed(config.run.seed, "rft"),
         max_in_flight=config.rollout.max_in_flight,
         rank=world.rank,
         num_ranks=world.size,
     )
-    return [
-        trajectory
-        for group in score(groups, components.make_judge())
-        for trajectory in group.trajectories
-    ]
+    scored = score(groups, components.make_judge())
+    return [trajectory for group in scored for trajectory in group.trajectories]
 
 
 def _balanced(tasks: TaskSet, config: Config) -> list[Task]:
-    """Draw long tasks more often, because an expert that errs seldom gets to their last turn; most
-    of the way to showing all alike.
+    """Draw long tasks more often, because an expert that errs seldom reaches their last turn.
+
+    That goes most of the way to showing all turns alike.
     """
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
@@ -205,24 +228,26 @@ def _imitate(
     run_dir: report.RunDir,
     interrupt: Interrupt,
 ) -> int:
-    """Fine-tune with a warm-up and a linear decay; returns the last step."""
+    """Fine-tune with a warm-up and a linear decay; return the last step."""
     config, world, rft = components.config, components.world, components.config.rft
-    trainer = components.make_trainer(
-        LossSpec("nll"), OptimSpec(rft.lr, (0.9, 0.95), weight_decay=0.0, grad_clip=1.0), world
+    trainer = make_trainer(
+        components,
+        world,
+        loss=LossSpec("nll"),
+        optim=OptimSpec(lr=rft.lr, betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0),
     )
-    batches = _batches(
-        samples, rft.batch_size // world.size, derive_seed(config.run.seed, "batches", world.rank)
-    )
-    metrics = (
-        report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
-        if world.is_main
-        else None
-    )
+    cost = ForwardCost.of(components.model).flops
+    seed = derive_seed(config.run.seed, "batches", world.rank)
+    batches = _batches(samples, rft.batch_size // world.size, seed)
+    metrics = None
+    if world.is_main:
+        metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
     progress = report.Progress(rft.num_steps, 0, world.is_main)
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
-        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
+        rows = [pack_rows(next(batches), config.train.token_budget)]
+        stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
@@ -235,27 +260,30 @@ def _imitate(
 
 
 def _sample(call: Call, prompt_weight: float) -> Sample:
-    """One call to imitate. With a prompt weight, every token but the first is a target; an empty
-    response stays one.
+    """Make a sample of a call to imitate; an empty response stays empty.
+
+    With a prompt weight, every token but the first is a target.
     """
     prompt, response, logprobs = call.prompt_ids, call.response_ids, call.logprobs
     weights = (1.0,) * len(response)
     if prompt_weight and response:
         num_before = len(prompt) - 1
-        weights, logprobs = (prompt_weight,) * num_before + weights, (0.0,) * num_before + logprobs
-        prompt, response = prompt[:1], prompt[1:] + response
+        weights = (prompt_weight,) * num_before + weights
+        logprobs = (0.0,) * num_before + logprobs
+        response = prompt[1:] + response
+        prompt = prompt[:1]
     return Sample(prompt, response, logprobs, (1.0,) * len(response), weights)
 
 
 def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
-    """Shuffled epochs without end."""
+    """Yield batches of shuffled epochs without end."""
     order = random.Random(seed)
     queue: list[Sample] = []
     while True:
         while len(queue) < batch_size:
             queue += order.sample(samples, len(samples))
-        batch, queue = queue[:batch_size], queue[batch_size:]
-        yield batch
+        yield queue[:batch_size]
+        queue = queue[batch_size:]
 
 
 if __name__ == "__main__":

@@ -1,24 +1,27 @@
-"""Train a planner in the flow:  torchrun --nproc_per_node 8 -m flowtrain.train --config
-configs/quickstart.toml
+"""Train a policy in the flow.
 
-One step, top to bottom, is the system. Each verb is one call into one file:
+    torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
 
-    take      tasks/cursor.py           the next questions collect   agents/collect.py        G
-    rollouts of each: planner, executor, verifier, generator around a memory branch
-    algorithms/branching.py     APPO: where another choice would have mattered; further rollouts
-    start there score     rewards/                  one reward per rollout, from its final answer
-    deal      algorithms/, placement.py the reward as an advantage of every turn; each turn to a
-    rank that trains pack      training/tree.py          all turns in token trees train
-    training/trainer.py       clipped ratio + KL, backward, AdamW publish   weights/publisher.py
-    what changed in the weights, as an immutable version load      weights/reader.py         the
-    engine samples with them from now on log       report/                   metrics, rollouts,
-    progress
+One step, top to bottom, is the system:
 
-With `dataflow.url` the first four are the work of nodes (`python -m flowtrain.node`), which go on
-while this trains:
+    verb        room                       what it makes
+    take        tasks/cursor.py            the next questions
+    collect     agents/collect.py          rollouts of each: planner, executor, verifier, generator
+    branch      algorithms/                APPO: where further rollouts leave those at hand
+    score       rewards/                   one reward per rollout, from its final answer
+    measure     run/rollout_stats.py       statistics of the rollouts
+    advantages  algorithms/                an advantage and a loss weight for every token
+    pack        training/tree.py           all turns as token trees
+    train       training/trainer.py        clipped ratio + KL, backward, AdamW
+    publish     weights/publisher.py       what changed in the weights, as an immutable version
+    load        weights/reader.py          the engine samples with that version from now on
+    evaluate    run/evaluation.py          reward on held-out questions
+    log         run/run_logger.py          metrics, rollouts, progress
+    checkpoint  training/checkpoint.py     what a run resumes from
 
-    next_batch   batch_source.py                   the batch of the step, none of its tokens staler
-    than dataflow.max_staleness
+With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
+
+    next_batch  run/batch_source.py        the step's batch, none staler than dataflow.max_staleness
 """
 
 from __future__ import annotations
@@ -28,63 +31,110 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.rewards import score, shuffle_rewards
-from flowtrain.run.run import Run
+from flowtrain.run.records import Rollouts
+from flowtrain.run.run import Run, open_run
+from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.tree import pack
 from flowtrain.training.world import end_process
-from flowtrain.types import Group
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 
 
 def train(config: Config) -> int:
-    """From the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
-    with Interrupt() as interrupt, Run(config, interrupt) as run:
+    """Train from the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
+    with Interrupt() as interrupt, open_run(config, interrupt) as run:
+        config = run.config
         gather = next_batch if config.dataflow.url else sample
+        warm = run.evaluate_warm()
+        saved_step = run.start_step
+        timer = StepTimer()
         for step in range(run.start_step + 1, config.train.num_steps + 1):
-            timer = StepTimer()
-            groups = gather(run, step, timer)
-            if groups is None:
-                run.save(step - 1)
+            rollouts = gather(run, step, timer)
+            if rollouts is None:
+                run.checkpoint(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                if config.algorithm.shuffle_rewards:
-                    groups = shuffle_rewards(groups, derive_seed(config.run.seed, "shuffle", step))
-                batch = filter_samples(run.algorithm(groups, run.num_questions), run.max_positions)
-                samples = run.deal(batch.samples)
+                stats = run.measure(step, rollouts.groups)
+                batch = run.algorithm.advantages(rollouts.groups)
+                batch = filter_samples(batch, run.max_positions)
+                samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
-                stats = run.train(step, rows)
+                trained = run.train(step, rows)
             with timer("publish"):
-                run.publish(step)
+                published = run.publish(step, saved_step)
             with timer("load"):
-                run.load(step)
-            run.log(step, groups, batch, stats, timer)
+                loaded = run.load(step)
+            with timer("eval"):
+                evaluation = run.evaluate(step)
+            run.logger.log(
+                step,
+                rollouts,
+                stats,
+                batch=batch,
+                trained=trained,
+                weights={**published, **loaded},
+                evaluation=evaluation,
+                seconds=timer.metrics(),
+            )
+            timer = StepTimer()
+            # After the log: a kill in between leaves too many lines, not too few.
+            if run.is_checkpoint_due(step):
+                with timer("checkpoint"):
+                    run.checkpoint(step)
+                saved_step = step
             if run.is_interrupted():
-                run.save(step)
+                run.checkpoint(step)
                 return INTERRUPTED
-        run.finish()
+        run.finish(warm)
     return 0
 
 
-def sample(run: Run, step: int, timer: StepTimer) -> list[Group] | None:
-    """Rollouts of the next questions, made here and now."""
-    tasks = run.cursor.take(run.num_questions)
+def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
+    """Roll out the next questions here and now."""
+    config, samplers = run.config.rollout, run.placement.samplers
+    flow = run.flow_of(step)
+    tasks = run.cursor.take(config.num_questions)
     with timer("collect"):
-        groups = collect(run.flow(step), tasks, **run.collect_options(step))
-    with timer("branch"):
-        points = run.branch_points(step, groups)
-    with timer("collect"):
-        return score(
-            collect_branches(run.flow(step), groups, points, **run.branch_options(step)), run.judge
+        groups = collect(
+            flow,
+            tasks,
+            group_size=run.algorithm.num_roots,
+            seed=derive_seed(run.config.run.seed, "train", step),
+            max_in_flight=config.max_in_flight,
+            rank=samplers.rank,
+            num_ranks=samplers.size,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
         )
-
-
-def next_batch(run: Run, step: int, timer: StepTimer) -> list[Group] | None:
-    """Rollouts that nodes have made and scored meanwhile; None when the run is asked to end while
-    it waits for them.
-    """
+    with timer("branch"):
+        branches = run.algorithm.branch(step, groups, run.trainer, run.components.tokenizer)
     with timer("collect"):
-        return run.next_batch(step)
+        groups = collect_branches(
+            flow,
+            groups,
+            branches.points,
+            group_size=config.group_size,
+            seed=derive_seed(run.config.run.seed, "branch", step),
+            max_in_flight=config.max_in_flight,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+        )
+        groups = score(groups, run.judge)
+    if run.config.algorithm.shuffle_rewards:
+        groups = shuffle_rewards(groups, derive_seed(run.config.run.seed, "shuffle", step))
+    return Rollouts(groups, branches.logprobs, {})
+
+
+def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
+    """Take what nodes have rolled out and scored; None when the run is asked to end before."""
+    assert run.batch_source is not None, "without dataflow.url a run samples by itself"
+    with timer("collect"):
+        rollouts = run.batch_source.next_batch(step)
+    if rollouts is None or not run.config.algorithm.shuffle_rewards:
+        return rollouts
+    seed = derive_seed(run.config.run.seed, "shuffle", step)
+    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
 
 
 if __name__ == "__main__":

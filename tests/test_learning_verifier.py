@@ -20,7 +20,6 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
-from flowtrain.run import recipe
 from flowtrain.run.components import RunComponents
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.training.tree import pack
@@ -105,7 +104,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
         flow = scripted(components, components.make_flow(engines, 4))
         policy_trainer = PolicyTrainer.make(components, components.world, store)
         policy_trainer.publish(0)
-        algorithm, order = recipe.algorithm(components.config), random.Random(0)
+        order = random.Random(0)
         for step in range(NUM_STEPS + 1):
             engines["verifier"].load(step)
             seen.append(
@@ -114,7 +113,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
                 )
             )
             rows = pack(
-                algorithm(seen[-1], 8).samples,
+                components.algorithm.advantages(seen[-1]).samples,
                 components.config.train.num_minibatches,
                 components.config.train.token_budget,
             )

@@ -1,10 +1,7 @@
-"""One file per algorithm: rewards in, advantages and token weights out. Plain Python on plain
-records.
-"""
+"""One object per algorithm: the only place that knows what training by it needs."""
 
-from flowtrain.algorithms.appo import appo
-from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.algorithms.infoflow import infoflow
+from flowtrain.algorithms.base import Algorithm, Branches
+from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.algorithms.sample_filter import filter_samples
 
-__all__ = ["appo", "filter_samples", "flow_grpo", "infoflow"]
+__all__ = ["Algorithm", "Branches", "filter_samples", "load_algorithm"]

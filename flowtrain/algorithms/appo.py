@@ -5,17 +5,144 @@ Of the M rollouts of a question N are roots; the others leave a root in the midd
 (`algorithms/branching.py` picks where, `Flow.run` rewinds). Only roots are trained. A token of a
 root has two advantages: that of its rollout among the roots, and the mean of those of the branches
 that share it, among the branches (dual groups, eq. 6). The future-aware factor of eqs. 7 and 8 is
-part of the loss (`flowkernels.future`), because it hangs on the policy as it changes.
+part of the loss (`flowkernels.future_aware`), because it depends on the current policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean, pstdev
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, Trajectory
+from flowtrain.algorithms.advantages import make_sample, normalise, reward_of, trained_calls
+from flowtrain.algorithms.base import Algorithm, Branches
+from flowtrain.config import Algorithm as Options
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import Tool
+from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, UserError
 
-_EPS = 1e-6
+if TYPE_CHECKING:
+    from flowkernels import LossSpec, TokenLossFn
+    from transformers import PreTrainedTokenizerFast
+
+    from flowtrain.training.trainer import Trainer
+
+
+class Appo(Algorithm):
+    """APPO, or ARPO with `appo.rule = "arpo"`: some rollouts of a question branch off others."""
+
+    @property
+    def num_roots(self) -> int:
+        return self.config.appo.num_roots
+
+    @property
+    def needs_reference(self) -> bool:
+        return super().needs_reference or self.branches_against_reference
+
+    @property
+    def branches_against_reference(self) -> bool:
+        """Tell whether branching asks how far the policy is from where training started."""
+        return (self.config.appo.rule, self.config.appo.omega) == ("score", "reference")
+
+    @property
+    def records_entropies(self) -> bool:
+        """In fp32 the torch engine's entropies and log-probs are the trainer's but for rounding."""
+        return (self.config.rollout.engine, self.config.model.dtype) == ("torch", "float32")
+
+    @property
+    def has_old_logprobs(self) -> bool:
+        # ARPO trains branches too, which nobody has scored.
+        has_scored = self.config.appo.rule != "arpo" and not self.records_entropies
+        return has_scored and self.config.train.rescore
+
+    @property
+    def has_ref_logprobs(self) -> bool:
+        return self.branches_against_reference and self.config.algorithm.kl_coef > 0
+
+    def branch(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        trainer: Trainer | None,
+        tokenizer: PreTrainedTokenizerFast,
+    ) -> Branches:
+        from flowtrain.algorithms.branching import branch
+
+        assert trainer is not None, "ranks that branch train"
+        return branch(self, step, groups, trainer, tokenizer)
+
+    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
+        return appo(
+            groups,
+            num_minibatches=self.config.train.num_minibatches,
+            num_groups=self.config.rollout.num_questions,
+            trains_branches=self.config.appo.rule == "arpo",
+        )
+
+    def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
+        """Multiply the advantages by the future-aware factor (eqs. 7 and 8)."""
+        from flowkernels import FutureRatio, future_aware
+
+        a = self.config.appo
+        if a.rule == "arpo" or a.future_coef == 0:
+            return spec
+        ratio = FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
+        return future_aware(spec, ratio)
+
+    def clips(self, chosen: Options) -> dict[str, float]:
+        higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
+        return super().clips(chosen) | higher | {"dual_clip": 3.0}
+
+    def check(self) -> None:
+        super().check()
+        config, appo, rollout = self.config, self.config.appo, self.config.rollout
+        if config.train.policy != "planner":
+            raise UserError(
+                f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = "
+                "'appo', which branches within its responses"
+            )
+        num_branches = rollout.group_size - appo.num_roots
+        if num_branches < 1:
+            raise UserError(
+                f"appo.num_roots={appo.num_roots} must be below "
+                f"rollout.group_size={rollout.group_size}, which counts branches too"
+            )
+        places_per_response = 1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1)
+        num_places = appo.num_roots * config.agent.max_turns * places_per_response
+        if appo.rule != "arpo" and num_branches > num_places:
+            raise UserError(
+                f"appo.num_roots={appo.num_roots} roots hold at most {num_places} places "
+                f"{appo.spacing} tokens apart (appo.spacing), too few for the {num_branches} "
+                f"branches that rollout.group_size={rollout.group_size} asks for"
+            )
+        if rollout.num_engine_ranks:
+            raise UserError(
+                f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with "
+                "algorithm.name = 'appo': samplers score"
+            )
+        if appo.future_low > appo.future_high:
+            raise UserError(
+                f"appo.future_low={appo.future_low} must be at most "
+                f"appo.future_high={appo.future_high}"
+            )
+        if config.algorithm.loss == "gspo" and appo.future_coef:
+            raise UserError(
+                "algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it"
+            )
+
+    def check_nodes(self) -> None:
+        raise UserError(
+            "algorithm.name='appo' branches where the trainer's scores say, which a node has not; "
+            "train it without a dataflow"
+        )
+
+    def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
+        stateful = [name for name, tool in tools.items() if tool.card.is_stateful]
+        if stateful:
+            raise UserError(
+                f"algorithm.name='appo' rewinds rollouts; {stateful[0]!r} of agent.tools has a "
+                "state and cannot be rewound"
+            )
 
 
 def appo(
@@ -24,8 +151,8 @@ def appo(
     num_groups: int | None = None,
     trains_branches: bool = False,
 ) -> TrainBatch:
-    """Per-token advantages of the roots of scored groups; every token weighs 1, so that the
-    objective is the mean over tokens.
+    """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
+    the objective is the mean over tokens.
 
     Args:
         groups: this rank's groups, every trajectory with a reward but those that failed; roots
@@ -57,43 +184,36 @@ def appo(
 
 
 _Branches = tuple[tuple[int, int, float], ...]
-"""(turn, token, advantage) of what left a rollout there; tokens before that are the branch's too.
-"""
+"""(turn, token, advantage) of the branches that left a rollout there; the tokens before are theirs
+too."""
 
 
 def _everyone(group: Group) -> list[tuple[int, float, _Branches]]:
     """(trajectory, advantage, its branches) of all of a group, none of which credits another."""
     members = [member for member, t in enumerate(group.trajectories) if not t.error]
-    return [
-        (member, advantage, ())
-        for member, advantage in zip(members, _normalised(group.finished), strict=True)
-    ]
+    advantages = normalise([reward_of(t) for t in group.finished])
+    return [(member, a, ()) for member, a in zip(members, advantages, strict=True)]
 
 
 def _roots(group: Group) -> list[tuple[int, float, _Branches]]:
-    """The same of the roots, with what their branches found."""
-    roots = [
-        member for member, t in enumerate(group.trajectories) if t.branch is None and not t.error
-    ]
-    branches = [t for t in group.finished if t.branch is not None]
-    left: dict[int, list[tuple[int, int, float]]] = {member: [] for member in roots}
-    for branch, advantage in zip(branches, _normalised(branches), strict=True):
-        assert branch.branch is not None
-        left[branch.branch.parent].append((branch.branch.turn, branch.branch.token, advantage))
-    advantages = _normalised([group.trajectories[member] for member in roots])
-    return [
-        (member, advantage, tuple(left[member]))
-        for member, advantage in zip(roots, advantages, strict=True)
-    ]
+    """(trajectory, advantage, its branches) of the roots."""
+    finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
+    roots = [(n, t) for n, t in finished if t.branch is None]
+    branches = [(t.branch, reward_of(t)) for _, t in finished if t.branch is not None]
+    left: dict[int, list[tuple[int, int, float]]] = {n: [] for n, _ in roots}
+    advantages = normalise([reward for _, reward in branches])
+    for (point, _), advantage in zip(branches, advantages, strict=True):
+        left[point.parent].append((point.turn, point.token, advantage))
+    advantages = normalise([reward_of(t) for _, t in roots])
+    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=True)]
 
 
 def _samples(
     group: Group, member: int, advantage: float, branches: _Branches, minibatch: int
 ) -> list[Sample]:
-    """One per turn with tokens."""
+    """One sample per turn with tokens."""
     samples = []
-    for index, turn in enumerate(group.trajectories[member].turns):
-        call = turn.calls["planner"]
+    for index, call in trained_calls(group.trajectories[member], "planner"):
         num_tokens = len(call.response_ids)
         shared = [
             (num_tokens if at > index else min(token, num_tokens), a)
@@ -104,32 +224,15 @@ def _samples(
             advantage + _mean([a for end, a in shared if token < end])
             for token in range(num_tokens)
         )
-        if num_tokens:
-            samples.append(
-                Sample(
-                    prompt_ids=call.prompt_ids,
-                    response_ids=call.response_ids,
-                    logprobs=call.logprobs,
-                    advantages=advantages,
-                    loss_weights=(1.0,) * num_tokens,
-                    minibatch=minibatch,
-                    sample_id=SampleId(group.index, member, index),
-                    sampling_mask=call.sampling_mask,
-                )
+        sample_id = SampleId(group.index, member, index)
+        ones = (1.0,) * num_tokens
+        samples.append(
+            make_sample(
+                call, sample_id, advantages=advantages, loss_weights=ones, minibatch=minibatch
             )
+        )
     return samples
 
 
 def _mean(values: list[float]) -> float:
     return fmean(values) if values else 0.0
-
-
-def _normalised(trajectories: Sequence[Trajectory]) -> list[float]:
-    """(R - mean) / (std + 1e-6), population std; [] of none."""
-    rewards = [_reward(t) for t in trajectories]
-    return [(reward - fmean(rewards)) / (pstdev(rewards) + _EPS) for reward in rewards]
-
-
-def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, f"trajectory of task {trajectory.task.id} has no reward"
-    return trajectory.reward

@@ -1,9 +1,9 @@
-"""Where to branch: the places in finished rollouts at which another choice would have mattered most
+"""Branch points: the tokens of finished rollouts at which another choice would have mattered most
 (APPO, arXiv 2606.12384, eqs. 3 to 5).
 
 One scoring pass over the roots gives exact entropies and log-probs of every generated token;
-`flowkernels.branching_score` makes scores of them. A rollout is one sequence here: its turns one
-after the other, prompts and tool results left out. ARPO's rule (arXiv 2507.19849), the rise of
+`flowkernels.branching_score` turns them into scores. A rollout is one sequence here: its turns one
+after the other, without prompts and tool results. ARPO's rule (arXiv 2507.19849), the rise of
 entropy after a tool result, is there to compare with.
 
 Suffixes: T generated tokens of all roots, S roots.
@@ -11,128 +11,261 @@ Suffixes: T generated tokens of all roots, S roots.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.training.trainer import ResponseScores
+from flowtrain.algorithms.advantages import make_sample
+from flowtrain.algorithms.base import Branches
+from flowtrain.training.token_scores import Scored
+from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import pack_rows, packing_order
 from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
+from flowtrain.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from flowtrain.algorithms.appo import Appo
 
 _ARPO_TOKENS = 20
-_ARPO_BASE, _ARPO_SLOPE = 0.5, 0.2
+_ARPO_BASE = 0.5
+_ARPO_SLOPE = 0.2
+_ROUNDING = 1e-5
+"""Nats by which two ways to compute an fp32 log-prob may differ."""
 
-Place = tuple[float, int, int, int]
+Candidate = tuple[float, int, int, int]
 """(score, root, turn, token)"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRule:
-    """How places are chosen."""
+    """The rule that chooses branch points."""
 
     kind: Literal["score", "entropy", "arpo"] = "score"
     spread: Literal["root", "question"] = "root"
-    """Share the branches of a question out evenly to its roots, or take its best places wherever
-    they are."""
-    spacing: int = 16
+    """Give every root of a question as many branches, or take the question's best points."""
+    spacing: int
+    """Tokens between two branch points of a root, at least."""
     gamma: float = 1.0
     clip: float = 0.2
     keeps_token: bool = False
-    """The branch keeps the token that was chosen and goes on after it, as the released code does.
+    """A branch keeps the chosen token and goes on after it, as the released code does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseScores:
+    """fp32 [T] each: what the policy says of generated tokens."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor
+    baseline_logprob_T: Tensor
+    """Log-probs under the policy that the future ratio divides by: the reference, or the sampler.
     """
 
 
-ScoreTokens = Callable[[Sequence[Sample], Sequence[float]], ResponseScores]
-"""(samples, the entropies that the sampler told of their responses) -> scores of the responses, one
-after the other; collective."""
+def branch(
+    algorithm: Appo,
+    step: int,
+    groups: Sequence[Group],
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Branches:
+    """Score the roots of a step and choose where to branch from them; collective."""
+    config = algorithm.config
+    samples, entropies = root_samples(groups)
+    scores = score_samples(
+        trainer,
+        samples,
+        config.train.token_budget,
+        against_reference=algorithm.branches_against_reference,
+        entropies=entropies if algorithm.records_entropies else None,
+    )
+    appo = config.appo
+    rule = BranchRule(
+        kind=appo.rule,
+        spread=appo.spread,
+        spacing=appo.spacing,
+        gamma=appo.gamma,
+        clip=appo.clip,
+        keeps_token=appo.keep_token,
+    )
+    points = find_points(
+        groups,
+        scores,
+        rule,
+        num_branches=config.rollout.group_size - appo.num_roots,
+        seed=derive_seed(config.run.seed, "branch", step),
+        is_blank_V=blank_tokens(tokenizer, trainer.model.config.vocab_size),
+    )
+    has_old, has_ref = algorithm.has_old_logprobs, algorithm.has_ref_logprobs
+    return Branches(points, known_logprobs(samples, scores, has_old=has_old, has_ref=has_ref))
+
+
+def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
+    """Return every turn with tokens as a sample to score, and the sampler's entropies of its
+    tokens.
+    """
+    _, calls = _root_calls(groups)
+    samples = []
+    for _, sample_id, call in calls:
+        zeros = (0.0,) * len(call.response_ids)
+        samples.append(make_sample(call, sample_id, advantages=zeros, loss_weights=zeros))
+    return samples, [x for *_, call in calls for x in call.entropies]
+
+
+def score_samples(
+    trainer: Trainer,
+    samples: Sequence[Sample],
+    token_budget: int,
+    *,
+    against_reference: bool,
+    entropies: Sequence[float] | None = None,
+) -> ResponseScores:
+    """Score all response tokens under the policy, in the order of the samples; collective.
+
+    Where the sampler recorded `entropies`, its log-probs are taken for the policy's, which spares
+    the pass of the policy.
+    """
+    device = trainer.device
+    sampler_T = _fp32([x for sample in samples for x in sample.logprobs], device)
+    baseline_T = sampler_T
+    if against_reference:
+        assert trainer.reference is not None, "there is no reference policy"
+        baseline_T, _ = _score_in_order(trainer, trainer.reference, samples, token_budget)
+    if entropies is None:
+        scored = _score_in_order(trainer, trainer.model, samples, token_budget)
+        return ResponseScores(*scored, baseline_T)
+    # Equal policies must come out equal, or the score would make much of rounding.
+    is_equal_T = (sampler_T - baseline_T).abs() < _ROUNDING
+    logprob_T = torch.where(is_equal_T, baseline_T, sampler_T)
+    return ResponseScores(logprob_T, _fp32(entropies, device), baseline_T)
+
+
+def _score_in_order(
+    trainer: Trainer, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all response tokens; packing changes the order of the samples."""
+    scores = trainer.score(model, pack_rows(samples, token_budget))
+    order = packing_order(samples)
+    num_tokens = [len(samples[index].response_ids) for index in order]
+
+    def in_order(parts: list[Tensor]) -> Tensor:
+        packed_T = torch.cat([_fp32([], trainer.device), *parts])
+        by_index = dict(zip(order, packed_T.split(num_tokens), strict=True))
+        return torch.cat([packed_T[:0], *(by_index[index] for index in range(len(samples)))])
+
+    return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
+
+
+def _fp32(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def known_logprobs(
+    samples: Sequence[Sample], scores: ResponseScores, *, has_old: bool, has_ref: bool
+) -> dict[SampleId, Scored]:
+    """Return what the loss need not compute again: the scores as old log-probs, the baseline's as
+    those of the reference policy.
+    """
+    if not has_old and not has_ref:
+        return {}
+    num_tokens = [len(sample.response_ids) for sample in samples]
+    old = scores.logprob_T.split(num_tokens)
+    ref = scores.baseline_logprob_T.split(num_tokens)
+    return {
+        sample.sample_id: (
+            tuple(old_T.tolist()) if has_old else (),
+            tuple(ref_T.tolist()) if has_ref else (),
+        )
+        for sample, old_T, ref_T in zip(samples, old, ref, strict=True)
+        if sample.sample_id is not None
+    }
+
+
+@functools.lru_cache(maxsize=1)  # decodes the whole vocabulary
+def blank_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Tensor:
+    """[V] bool: ids of white space and punctuation, which are no decision, and ids without text."""
+    texts = tokenizer.batch_decode([[index] for index in range(min(len(tokenizer), vocab_size))])
+    blank = [not any(c.isalnum() for c in text) for text in texts]
+    return torch.tensor(blank + [True] * (vocab_size - len(blank)), dtype=torch.bool)
 
 
 def find_points(
     groups: Sequence[Group],
-    score: ScoreTokens,
+    scores: ResponseScores,
     rule: BranchRule,
+    *,
     num_branches: int,
     seed: int,
     is_blank_V: Tensor,
 ) -> list[list[BranchPoint]]:
-    """`num_branches` places for each group, best first; fewer by ARPO's rule, or where a group has
-    no token at all.
+    """Return `num_branches` points per group, best first; fewer by ARPO's rule, or without tokens.
 
     Args:
         groups: the roots; nothing branches from one that failed.
+        scores: of the tokens of `root_samples(groups)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
-    roots = [
-        (g, n, root)
-        for g, group in enumerate(groups)
-        for n, root in enumerate(group.trajectories)
-        if not root.error
-    ]
-    calls = [
-        (s, number, turn.calls["planner"])
-        for s, (_, _, root) in enumerate(roots)
-        for number, turn in enumerate(root.turns)
-        if turn.calls["planner"].response_ids
-    ]
-    samples = [
-        _sample(call, SampleId(groups[roots[s][0]].index, roots[s][1], number))
-        for s, number, call in calls
-    ]
-    scored = score(samples, [x for *_, call in calls for x in call.entropies])
-    places = _Places.of(calls, len(roots), scored.logprob_T.device)
+    roots, calls = _root_calls(groups)
+    positions = _TokenPositions.of(calls, len(roots), scores.logprob_T.device)
     if rule.kind == "arpo":
-        found = _after_tools(places, scored.entropy_T, random.Random(seed))
-        choices = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
-        chosen = [sorted(options, reverse=True)[:num_branches] for options in choices]
+        found = _after_tools(positions, scores.entropy_T, random.Random(seed))
+        options = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
+        chosen = [sorted(each, reverse=True)[:num_branches] for each in options]
     else:
-        allowed_T = ~is_blank_V[
-            torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64)
-        ]
-        if rule.keeps_token:
-            allowed_T[torch.tensor(places.turn_bounds[1:]) - 1] = False  # nothing could follow
-        allowed_T = allowed_T.to(places.device)
-        strict, loose = _best(places, scored, rule, num_branches, allowed_T)
+        ids = [token for *_, call in calls for token in call.response_ids]
+        allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
+        if rule.keeps_token:  # nothing could follow the last token of a turn
+            allowed_T[torch.tensor(positions.turn_bounds[1:]) - 1] = False
+        allowed_T = allowed_T.to(positions.device)
+        strict, loose = _best(positions, scores, rule, num_branches, allowed_T)
         chosen = []
         for g in range(len(groups)):
             mine = [s for s, root in enumerate(roots) if root[0] == g]
-            chosen.append(
-                choose(
-                    [strict[s] for s in mine], [loose[s] for s in mine], num_branches, rule.spread
-                )
-            )
+            strict_here = [strict[s] for s in mine]
+            loose_here = [loose[s] for s in mine]
+            chosen.append(choose(strict_here, loose_here, num_branches, rule.spread))
     shift = int(rule.keeps_token)
     return [
-        [BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in places]
-        for places in chosen
+        [BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in each]
+        for each in chosen
     ]
 
 
-def _sample(call: Call, sample_id: SampleId) -> Sample:
-    num_tokens = len(call.response_ids)
-    return Sample(
-        prompt_ids=call.prompt_ids,
-        response_ids=call.response_ids,
-        logprobs=call.logprobs,
-        advantages=(0.0,) * num_tokens,
-        loss_weights=(1.0,) * num_tokens,
-        sample_id=sample_id,
-        sampling_mask=call.sampling_mask,
-    )
+def _root_calls(
+    groups: Sequence[Group],
+) -> tuple[list[tuple[int, int]], list[tuple[int, SampleId, Call]]]:
+    """(group, trajectory) of each root, and (root, id, call) of each of their turns with tokens."""
+    roots = [
+        (g, member)
+        for g, group in enumerate(groups)
+        for member, root in enumerate(group.trajectories)
+        if not root.error
+    ]
+    calls = [
+        (s, SampleId(groups[g].index, member, number), call)
+        for s, (g, member) in enumerate(roots)
+        for number, turn in enumerate(groups[g].trajectories[member].turns)
+        if (call := turn.calls["planner"]).response_ids
+    ]
+    return roots, calls
 
 
 def choose(
-    strict: Sequence[Sequence[Place]],
-    loose: Sequence[Sequence[Place]],
+    strict: Sequence[Sequence[Candidate]],
+    loose: Sequence[Sequence[Candidate]],
     num_branches: int,
     spread: str,
-) -> list[Place]:
-    """Exactly `num_branches` of one question's places, if there is any: candidates first, then
-    other tokens, then the same ones again.
+) -> list[Candidate]:
+    """Choose exactly `num_branches` points of one question, if it has any: candidates first, then
+    other tokens, then the same points again.
 
     Args:
         strict, loose: of each root, best first: candidates, and places where any token may be
@@ -147,10 +280,8 @@ def choose(
     return [found[i % len(found)] for i in range(num_branches)] if found else []
 
 
-def _pooled(places: Sequence[Sequence[Place]], spread: str) -> list[Place]:
-    """In the order in which they are taken: the best of every root, then the second best, ...; or
-    by score alone.
-    """
+def _pooled(places: Sequence[Sequence[Candidate]], spread: str) -> list[Candidate]:
+    """Order the points: every root's best, then the second best, ...; or by score alone."""
     if spread == "question":
         return sorted((place for root in places for place in root), key=lambda place: -place[0])
     depth = max((len(root) for root in places), default=0)
@@ -162,25 +293,26 @@ def _pooled(places: Sequence[Sequence[Place]], spread: str) -> list[Place]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Which token of which turn of which root each generated token is."""
+class _TokenPositions:
+    """The position of each generated token: its root, turn and index in the turn."""
 
     turn_bounds: list[int]
-    """[turns + 1]"""
+    """[turns + 1], in tokens."""
     turns: list[tuple[int, int]]
     """(root, turn) of each."""
     cu_seqlens_S1: Tensor
 
     @classmethod
     def of(
-        cls, calls: Sequence[tuple[int, int, Call]], num_roots: int, device: torch.device
-    ) -> _Places:
-        lengths = [len(call.response_ids) for _, _, call in calls]
+        cls, calls: Sequence[tuple[int, SampleId, Call]], num_roots: int, device: torch.device
+    ) -> _TokenPositions:
+        lengths = [len(call.response_ids) for *_, call in calls]
         per_root = [0] * num_roots
-        for (root, _, _), length in zip(calls, lengths, strict=True):
+        for (root, *_), length in zip(calls, lengths, strict=True):
             per_root[root] += length
         bounds = torch.tensor([0, *accumulate(per_root)], dtype=torch.int64, device=device)
-        return cls([0, *accumulate(lengths)], [(root, turn) for root, turn, _ in calls], bounds)
+        turns = [(root, sample_id.turn) for root, sample_id, _ in calls]
+        return cls([0, *accumulate(lengths)], turns, bounds)
 
     @property
     def device(self) -> torch.device:
@@ -188,61 +320,69 @@ class _Places:
 
 
 def _best(
-    places: _Places, scored: ResponseScores, rule: BranchRule, num: int, allowed_T: Tensor
-) -> tuple[list[list[Place]], list[list[Place]]]:
-    """The best candidates of every root, and the best of all its tokens that may be chosen."""
-    old_T = scored.logprob_T if rule.kind == "entropy" else scored.old_logprob_T
-    bounds = places.cu_seqlens_S1
-    scores = branching_score(
-        scored.logprob_T, old_T, scored.entropy_T, bounds, gamma=rule.gamma, clip=rule.clip
+    positions: _TokenPositions,
+    scores: ResponseScores,
+    rule: BranchRule,
+    num_points: int,
+    allowed_T: Tensor,
+) -> tuple[list[list[Candidate]], list[list[Candidate]]]:
+    """Return the best candidates of every root, and the best of all its allowed tokens."""
+    found = branching_score(
+        scores.logprob_T,
+        scores.logprob_T if rule.kind == "entropy" else scores.baseline_logprob_T,
+        scores.entropy_T,
+        positions.cu_seqlens_S1,
+        gamma=rule.gamma,
+        clip=rule.clip,
     )
-    everything = replace(scores, is_candidate_T=torch.ones_like(scores.is_candidate_T))
-    return _listed(places, scores, rule, num, allowed_T), _listed(
-        places, everything, rule, num, allowed_T
-    )
+    everything = replace(found, is_candidate_T=torch.ones_like(found.is_candidate_T))
+    strict = _listed(positions, found, rule.spacing, num_points, allowed_T)
+    return strict, _listed(positions, everything, rule.spacing, num_points, allowed_T)
 
 
 def _listed(
-    places: _Places, scores: BranchingScore, rule: BranchRule, num: int, allowed_T: Tensor
-) -> list[list[Place]]:
+    positions: _TokenPositions,
+    scores: BranchingScore,
+    spacing: int,
+    num_points: int,
+    allowed_T: Tensor,
+) -> list[list[Candidate]]:
+    if not len(scores.score_T):
+        return [[] for _ in positions.cu_seqlens_S1[1:]]
     points_SB = branch_points(
-        scores, places.cu_seqlens_S1, num_points=num, spacing=rule.spacing, allowed_T=allowed_T
+        scores,
+        positions.cu_seqlens_S1,
+        num_points=num_points,
+        spacing=spacing,
+        allowed_T=allowed_T,
     )
-    value_SB = (
-        scores.score_T[points_SB.clamp(min=0)]
-        if len(scores.score_T)
-        else torch.zeros_like(points_SB, dtype=torch.float32)
-    )
-    turn_SB = (
-        torch.searchsorted(
-            torch.tensor(places.turn_bounds, device=points_SB.device), points_SB, right=True
-        )
-        - 1
-    )
+    value_SB = scores.score_T[points_SB.clamp(min=0)]
+    bounds = torch.tensor(positions.turn_bounds, device=points_SB.device)
+    turn_SB = torch.searchsorted(bounds, points_SB, right=True) - 1
     rows = zip(points_SB.tolist(), value_SB.tolist(), turn_SB.tolist(), strict=True)
     return [
-        [_place(places, *place) for place in zip(*row, strict=True) if place[0] >= 0]
+        [
+            (value, *positions.turns[turn], point - positions.turn_bounds[turn])
+            for point, value, turn in zip(*row, strict=True)
+            if point >= 0
+        ]
         for row in rows
     ]
 
 
-def _place(places: _Places, point: int, value: float, index: int) -> Place:
-    root, turn = places.turns[index]
-    return value, root, turn, point - places.turn_bounds[index]
-
-
-def _after_tools(places: _Places, entropy_T: Tensor, rng: random.Random) -> list[Place]:
+def _after_tools(
+    positions: _TokenPositions, entropy_T: Tensor, rng: random.Random
+) -> list[Candidate]:
     """ARPO: the beginning of a turn that read a tool's result, with probability clip(0.5 + 0.2 dH),
     dH the rise of entropy since turn 1.
     """
-    bounds = places.turn_bounds
-    starts = [entropy_T[a : min(b, a + _ARPO_TOKENS)].mean() for a, b in pairwise(bounds)]
+    bounds = pairwise(positions.turn_bounds)
+    starts = [entropy_T[start : min(end, start + _ARPO_TOKENS)].mean() for start, end in bounds]
     means = torch.stack(starts).tolist() if starts else []
-    first = {
-        root: mean for (root, turn), mean in zip(places.turns, means, strict=True) if turn == 0
-    }
+    by_turn = list(zip(positions.turns, means, strict=True))
+    first = {root: mean for (root, turn), mean in by_turn if turn == 0}
     found = []
-    for (root, turn), mean in zip(places.turns, means, strict=True):
+    for (root, turn), mean in by_turn:
         rise = mean - first.get(root, mean)
         if turn > 0 and rng.random() < _ARPO_BASE + _ARPO_SLOPE * rise:
             found.append((rise, root, turn, 0))

@@ -9,31 +9,73 @@ group, or among themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
+from flowtrain.agents.hints import Hints
+from flowtrain.algorithms.advantages import Mode
+from flowtrain.algorithms.base import Algorithm
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.types import FilterReason, Group, PolicyName, Sample, TrainBatch, Trajectory
+from flowtrain.tasks import sub_goals
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import Tool
+from flowtrain.types import (
+    FilterReason,
+    Group,
+    PolicyName,
+    Sample,
+    TrainBatch,
+    Trajectory,
+    UserError,
+)
+
+
+class Infoflow(Algorithm):
+    """InfoFlow: Flow-GRPO of a reward with sub-goals, and hints for rollouts that are stuck."""
+
+    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
+        return infoflow(
+            groups,
+            sub_goal_weight=self.config.infoflow.sub_goal_weight,
+            splits_hinted=self.config.infoflow.hint_group == "split",
+            mode=self.config.algorithm.mode,
+            num_minibatches=self.config.train.num_minibatches,
+            num_groups=self.config.rollout.num_questions,
+            policy=self.config.train.policy,
+        )
+
+    def hints(self, step: int) -> Hints | None:
+        """Give fewer hints from step to step, and none after `infoflow.hint_until`."""
+        options = self.config.infoflow
+        last_step = max(options.hint_until * self.config.train.num_steps, 1)
+        rate = options.hint_rate * max(0.0, 1 - (step - 1) / last_step)
+        return Hints(rate, options.hint_turn, options.hint_patience) if rate > 0 else None
+
+    def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
+        if not any(map(sub_goals.sought, tasks.train)):
+            raise UserError(
+                "algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks "
+                "has any to find"
+            )
 
 
 def infoflow(
     groups: Sequence[Group],
     sub_goal_weight: float = 0.3,
     splits_hinted: bool = False,
-    mode: Literal["paper", "released"] = "paper",
+    mode: Mode = "paper",
     num_minibatches: int = 1,
     num_groups: int | None = None,
     policy: PolicyName = "planner",
 ) -> TrainBatch:
-    """`flow_grpo` of R.
+    """Compute Flow-GRPO's advantages of R.
 
     Args:
         sub_goal_weight: w.
         splits_hinted: compare hinted rollouts of a question with each other and the others with
             each other, as two groups.
-        The others: as for `flow_grpo`.
+        mode, num_minibatches, num_groups, policy: as for `flow_grpo`.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
@@ -44,7 +86,7 @@ def infoflow(
                 group, trajectories=tuple(group.trajectories[member] for member in members)
             )
             out = flow_grpo([part], mode, num_minibatches, num_groups, policy)
-            samples += [_placed(sample, members) for sample in out.samples]
+            samples += [_in_whole_group(sample, members) for sample in out.samples]
             num_dropped += out.num_groups_dropped
             num_filtered.update(out.num_filtered)
     return TrainBatch(tuple(samples), num_dropped, num_filtered)
@@ -61,7 +103,7 @@ def _rewarded(group: Group, weight: float) -> Group:
 
 
 def _by_hint(group: Group) -> list[list[int]]:
-    """Who read no hint, and who did; without an empty half."""
+    """Split the members by whether they read a hint; an empty half is left out."""
     halves = [
         [n for n, t in enumerate(group.trajectories) if (t.hint_turn is not None) == hinted]
         for hinted in (False, True)
@@ -69,8 +111,8 @@ def _by_hint(group: Group) -> list[list[int]]:
     return [half for half in halves if half]
 
 
-def _placed(sample: Sample, members: Sequence[int]) -> Sample:
-    """The sample of a part of a group, told by its place in the whole."""
+def _in_whole_group(sample: Sample, members: Sequence[int]) -> Sample:
+    """Name a sample of a part of a group by its number in the whole group."""
     assert sample.sample_id is not None
     member = members[sample.sample_id.trajectory]
     return replace(sample, sample_id=sample.sample_id._replace(trajectory=member))

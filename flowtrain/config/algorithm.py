@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
 
 
 class Algorithm(Section):
-    name: Literal["flow_grpo", "appo", "infoflow"] = "flow_grpo"
+    name: str = "flow_grpo"
     """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
-    rewards, stuck rollouts get hints"""
+    rewards, stuck rollouts get hints; or an entry point in the group flowtrain.algorithms"""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """options of an algorithm of another package"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""
@@ -20,12 +22,13 @@ class Algorithm(Section):
     """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or
     CISPO's bounded ratio"""
     clip_low: float | None = Field(None, ge=0, le=1)
-    """ratio is clipped below 1 - clip_low; unset: 0.2, with m2po 0.95"""
+    """ratio is clipped below 1 - clip_low; unset: the algorithm's, 0.2 or with m2po 0.95"""
     clip_high: float | None = Field(None, ge=0)
-    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper) or 0.3 (released), with m2po 20"""
+    """ratio is clipped above 1 + clip_high; unset: 0.2 (paper), 0.3 (released) or 0.28 (appo), with
+    m2po 20"""
     dual_clip: float | None = Field(None, gt=1)
     """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3
-    (released)"""
+    (released, appo)"""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL to the reference policy, the model that training started from"""
     kl_coef: float = Field(0.001, ge=0)
@@ -43,25 +46,6 @@ class Algorithm(Section):
     log-ratios at this, say 0.04; unset: off"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _mode_defaults(cls, data: Any) -> Any:
-        """The clips that are unset follow the mode, so the stored config shows what really ran."""
-        if not isinstance(data, dict):
-            return data
-        released, appo, m2po = (
-            data.get("mode") == "released",
-            data.get("name") == "appo",
-            data.get("m2po") is not None,
-        )
-        clip_high = 20.0 if m2po else 0.28 if appo else 0.3 if released else 0.2
-        return {
-            "clip_low": 0.95 if m2po else 0.2,
-            "clip_high": clip_high,
-            **({"dual_clip": 3.0} if released or appo else {}),
-            **data,
-        }
 
 
 class Appo(Section):

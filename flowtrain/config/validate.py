@@ -17,8 +17,6 @@ def validate(config: Config) -> None:
     _check_ratios(config)
     _check_sandbox(config)
     _check_task_files(config)
-    if config.algorithm.name == "appo":
-        _check_appo(config)
     _check_policies(config)
     _check_engine_ranks(config)
 
@@ -108,47 +106,4 @@ def _check_engine_ranks(config: Config) -> None:
     if config.dataflow.url:
         raise ValueError(
             f"rollout.num_engine_ranks={num_ranks} must be 0 with dataflow.url: nodes sample"
-        )
-
-
-def _check_appo(config: Config) -> None:
-    """Check N roots against M rollouts, the room for branches, and what branching rules out."""
-    appo = config.appo
-    rollout = config.rollout
-    branches = rollout.group_size - appo.num_roots
-    if branches < 1:
-        raise ValueError(
-            f"appo.num_roots={appo.num_roots} must be below "
-            f"rollout.group_size={rollout.group_size}, which counts branches too"
-        )
-    positions_per_turn = 1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1)
-    positions = appo.num_roots * config.agent.max_turns * positions_per_turn
-    if appo.rule != "arpo" and branches > positions:
-        raise ValueError(
-            f"appo.num_roots={appo.num_roots} roots hold at most {positions} places "
-            f"{appo.spacing} tokens apart (appo.spacing), too few for the {branches} branches that "
-            f"rollout.group_size={rollout.group_size} asks for"
-        )
-    if rollout.num_engine_ranks:
-        raise ValueError(
-            f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with "
-            "algorithm.name = 'appo': samplers score"
-        )
-    if appo.future_low > appo.future_high:
-        raise ValueError(
-            f"appo.future_low={appo.future_low} must be at most appo.future_high={appo.future_high}"
-        )
-    if config.algorithm.loss == "gspo" and appo.future_coef:
-        raise ValueError(
-            "algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it"
-        )
-    if config.train.policy != "planner":
-        raise ValueError(
-            f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = 'appo', "
-            "which branches within its responses"
-        )
-    if config.dataflow.url:
-        raise ValueError(
-            "algorithm.name='appo' branches where the trainer's scores say; it does not go with "
-            "dataflow.url"
         )

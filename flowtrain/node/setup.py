@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import PolicyState
 from flowtrain.engines.protocol import Engine
 from flowtrain.node.node import Rollout
 from flowtrain.rewards import score_one
-from flowtrain.run import recipe
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory, UserError
@@ -36,11 +36,7 @@ class Sampler:
 
 def check(config: Config) -> None:
     """Raises UserError for what no node can do."""
-    if config.algorithm.name == "appo":
-        raise UserError(
-            "algorithm.name='appo' branches where the trainer's scores say, which a node has not; "
-            "train it without a dataflow"
-        )
+    load_algorithm(config).check_nodes()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "a node is one process: start it without torchrun, once per GPU (CUDA_VISIBLE_DEVICES)"
@@ -74,7 +70,7 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         }
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
-        components = RunComponents.to_sample(config, world)
+        components = RunComponents.for_node(config, world)
         cleanup.callback(components.close)
         layouts: dict[str, str] = {
             name: policy.layout(getattr(torch, config.model.dtype))
@@ -87,13 +83,12 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
 
 
 def _make_rollout(components: RunComponents, engines: Mapping[str, Engine]) -> Rollout:
-    flow, judge = (
-        components.make_flow(engines, components.config.agent.max_turns),
-        components.make_judge(),
-    )
+    flow = components.make_flow(engines, components.config.agent.max_turns)
+    judge = components.make_judge()
+    policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int) -> Trajectory:
-        hints = recipe.hints(components.config, engines[components.config.train.policy].version + 1)
+        hints = components.algorithm.hints(engines[policy].version + 1)
         return await score_one(await replace(flow, hints=hints).run(task, seed), judge)
 
     return rollout

@@ -1,63 +1,57 @@
-"""The parts of a run, put together from its config; `train.py` and `rft.py` say what is done with
-them.
+"""Everything that a run is made of, built from its config.
 
-Everything that can be wrong with the input is found out here, before the run folder is made.
+`train.py`, `rft.py`, nodes and evaluations say what is done with the parts. Everything that can be
+wrong with the input is found out here, before the run folder is made.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from flowkernels import LossSpec
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
 from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools, make_verifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.prompts import PlannerPrompt
+from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
-from flowtrain.report.run_dir import writing
-from flowtrain.rewards import Judge, VerdictCache, score
-from flowtrain.run import recipe
+from flowtrain.rewards import Judge, JudgeCache, score
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
-from flowtrain.training import checkpoint
 from flowtrain.training import model as models
-from flowtrain.training.model import ShardSpec
-from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, Trajectory, UserError
+from flowtrain.types import Group, PolicyName, Trajectory
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.weights import Publisher, PublishOptions, Source, WeightStore
+from flowtrain.weights import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
-    """What training and fine-tuning have in common."""
+    """The parts of a run; close them when done."""
 
     config: Config
+    """The algorithm's: what it leaves to the algorithm is filled in."""
     world: World
+    algorithm: Algorithm
     tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    """Of the policy that is trained: fp32 master weights on the CPU, not sharded yet."""
+    """The policy that is trained: fp32 master weights on the CPU, not sharded yet."""
     policies: Mapping[PolicyName, ModelSpec]
-    """All that sample in the flow, by name."""
+    """All policies of the flow."""
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
@@ -65,19 +59,21 @@ class RunComponents:
 
     @classmethod
     def prepare(
-        cls, config: Config, world: World, fictional: bool = False, scripted: bool = False
+        cls, config: Config, world: World, *, fictional: bool = False, scripted: bool = False
     ) -> RunComponents:
-        """Load and check everything; writes nothing.
+        """Load and check everything; write nothing.
 
-        `fictional`: the questions are about made-up entities. `scripted`: no policy is asked
-        anything, so that those which are not trained need no model; their scripts write in the
-        tokens of the one that is.
+        Args:
+            fictional: the questions are about made-up entities.
+            scripted: no policy is asked anything. Policies that are not trained then need no model;
+                their scripts write in the tokens of the one that is.
         """
+        algorithm = load_algorithm(config)
+        config = algorithm.config
         _set_threads(config.run.threads)
         tasks = task_set(config, fictional)
-        _check_scorers(tasks)
-        _check_algorithm(config, tasks)
-        tokenizer, model = _policy(config, tasks)
+        _check_tasks(tasks)
+        tokenizer, model = _trained_policy(config, tasks)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -85,51 +81,81 @@ class RunComponents:
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
-        return cls(
-            config,
-            world,
-            tasks,
-            tokenizer,
-            model,
-            policies,
-            *_modules(config, world, tasks, policies["planner"].tokenizer),
-        )
+        return cls._around(algorithm, world, tasks, tokenizer, model, policies)
 
     @classmethod
-    def to_sample(cls, config: Config, world: World) -> RunComponents:
-        """For who is given tasks and weights, so that neither is loaded; only a new tokenizer has
-        to be made of the tasks.
+    def for_node(cls, config: Config, world: World) -> RunComponents:
+        """Build the components of a rollout node, which gets tasks and weights over the network.
+
+        Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
         """
         if config.model.path == "tiny":
             components = cls.prepare(config, world)
             components.model.to("meta")
             return components
+        algorithm = load_algorithm(config)
+        config = algorithm.config
         _set_threads(config.run.threads)
-        tasks = without_tasks(config)
         policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
-        modules = _modules(config, world, tasks, policies["planner"].tokenizer)
+        model = trained.without_weights()
+        tasks = without_tasks(config)
+        return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies)
+
+    @classmethod
+    def _around(
+        cls,
+        algorithm: Algorithm,
+        world: World,
+        tasks: TaskSet,
+        tokenizer: PreTrainedTokenizerFast,
+        model: PreTrainedModel,
+        policies: Mapping[PolicyName, ModelSpec],
+    ) -> RunComponents:
+        """Build what stands around the policies."""
+        config = algorithm.config
+        with ExitStack() as cleanup:  # frees what has started when a later part cannot
+            planner_tokenizer = policies["planner"].tokenizer
+            chats = make_chat_engines(config, planner_tokenizer, world.device)
+            cleanup.callback(chats.close)
+            tools = make_tools(config, tasks, chats.roles.get("tools"))
+            for tool in tools.values():
+                cleanup.callback(tool.close)
+            if tasks.train:  # a node is given its tasks one by one
+                algorithm.check_inputs(tasks, tools)
+            prompt = make_prompt(config, tools, planner_tokenizer)
+            cleanup.pop_all()
         return cls(
-            config, world, tasks, trained.tokenizer, trained.without_weights(), policies, *modules
+            config=config,
+            world=world,
+            algorithm=algorithm,
+            tasks=tasks,
+            tokenizer=tokenizer,
+            model=model,
+            policies=policies,
+            chats=chats,
+            tools=tools,
+            prompt=prompt,
         )
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
-        """Create the folder of the run, or open it when it is to be resumed; every rank gets the
-        same. `facts` are for the manifest.
+        """Create the folder of the run, or open it to resume; collective, the same on every rank.
+
+        `facts` are for the manifest.
         """
-        run, path = self.config.run, Path(self.config.run.dir)
+        run = self.config.run
+        path = Path(run.dir)
         resumes = run.resume == "auto" and (path / "manifest.json").exists()
         if self.world.is_main and not resumes:
-            manifest = {**report.manifest(run.seed, sys.argv, self.world.size), **(facts or {})}
-            report.RunDir.create(path, to_toml(self.config), manifest)
+            manifest = report.manifest(run.seed, sys.argv, self.world.size)
+            report.RunDir.create(path, to_toml(self.config), {**manifest, **(facts or {})})
         self.world.barrier()
         return report.RunDir.open(path)
 
     def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
-        """What samples from each policy of the flow, by its name: its weights come from its store
-        by version.
+        """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen: its weights are those at its path.
+        A policy without a store is frozen at the weights of its path.
         """
         engines: dict[str, Engine] = {}
         with ExitStack() as cleanup:  # closes what has started when another cannot
@@ -137,9 +163,9 @@ class RunComponents:
                 engines[name] = make_engine(
                     self.config,
                     policy,
-                    self.world.device,
-                    stores.get(name),
-                    records_entropies=recipe.sampler_tells_entropies(self.config),
+                    device=self.world.device,
+                    store=stores.get(name),
+                    records_entropies=self.algorithm.records_entropies,
                 )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
@@ -147,62 +173,45 @@ class RunComponents:
         return engines
 
     def make_no_engines(self) -> dict[str, Engine]:
-        """In their place where nothing is sampled."""
+        """Stand-ins for the policy engines on a rank that samples nothing."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
-
-    def make_publisher(self, store: WeightStore, trainers: World) -> Publisher:
-        """Publishes the policy in the dtype that engines sample with; of those that train it."""
-        w, dtype = self.config.weights, getattr(torch, self.config.model.dtype)
-        return Publisher(
-            store,
-            PublishOptions(dtype, w.level, num_threads=torch.get_num_threads()),
-            trainers,
-        )
 
     def make_flow(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Flow:
-        """On the engines of `make_policy_engines`. `temperature`: of all policies; None: each has
-        its own.
+        """Build the flow on the engines of `make_policy_engines`.
+
+        `temperature` holds for all policies; None: each has its own.
         """
-        config, policies, tools = self.config, self.policies, self.tools
+        policies = self.policies
         planner = make_planner(
-            config, engines["planner"], policies["planner"].tokenizer, self.prompt, temperature
+            self.config,
+            engines["planner"],
+            policies["planner"].tokenizer,
+            prompt=self.prompt,
+            temperature=temperature,
         )
         verifier = None
         if "verifier" in policies:
             verifier = make_verifier(
-                config, engines["verifier"], policies["verifier"].tokenizer, tools, temperature
+                self.config,
+                engines["verifier"],
+                policies["verifier"].tokenizer,
+                tools=self.tools,
+                temperature=temperature,
             )
-        return make_flow(config, planner, tools, max_turns, self.chats.roles, verifier)
+        return make_flow(
+            self.config,
+            planner,
+            self.tools,
+            max_turns=max_turns,
+            chats=self.chats.roles,
+            verifier=verifier,
+        )
 
     def make_judge(self) -> Judge | None:
-        """None where `roles.judge` says so."""
+        """Build the judge; None where `roles.judge` says so."""
         return make_judge(self.config, self.chats)
-
-    def make_trainer(self, loss: LossSpec, optim: OptimSpec, trainers: World) -> Trainer:
-        """Shards the model over those that train; with a KL term a frozen copy of it becomes the
-        reference policy.
-        """
-        spec, reference = self._shard_spec(), None
-        if loss.kl_coef > 0 or recipe.branches_against_reference(self.config):
-            frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-            reference = models.shard(frozen, trainers, replace(spec, recompute=False))
-        model = models.shard(self.model, trainers, spec)
-        _, temperature = self.config.sampling_of(self.config.train.policy)
-        return Trainer(
-            model, trainers, loss, optim, temperature, reference, recipe.future_ratio(self.config)
-        )
-
-    def _shard_spec(self) -> ShardSpec:
-        train = self.config.train
-        return ShardSpec(
-            getattr(torch, self.config.model.dtype),
-            train.recompute,
-            train.compile,
-            train.reshard,
-            train.offload,
-        )
 
     def close(self) -> None:
         for tool in self.tools.values():
@@ -210,50 +219,12 @@ class RunComponents:
         self.chats.close()
 
 
-def _modules(
-    config: Config, world: World, tasks: TaskSet, tokenizer: PreTrainedTokenizerFast
-) -> tuple[ChatEngines, dict[str, Tool], PlannerPrompt]:
-    """Around the policies. `tokenizer`: the planner's."""
-    with ExitStack() as cleanup:  # frees what has started when a later part cannot
-        chats = make_chat_engines(config, tokenizer, world.device)
-        cleanup.callback(chats.close)
-        tools = make_tools(config, tasks, chats.roles.get("tools"))
-        _check_tools(config, tools)
-        prompt = make_prompt(config, tools, tokenizer)
-        cleanup.pop_all()
-    return chats, tools, prompt
-
-
-@contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """`writing` for tensors: safetensors has an error of its own, which names the system's number
-    in its text.
-    """
-    with writing(path):
-        try:
-            yield
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            raise (
-                OSError(int(number[1]), os.strerror(int(number[1])))
-                if number
-                else OSError(str(error))
-            ) from error
-
-
 def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
-    """The judge behind the rules; None where `roles.judge` says so."""
+    """Build the judge behind the rules; None where `roles.judge` says so."""
     engine = chats.roles.get("judge")
-    return (
-        None
-        if engine is None
-        else Judge(engine, VerdictCache(Path(config.judge.cache)), config.judge)
-    )
-
-
-def resume_point(config: Config, run_dir: report.RunDir) -> Path | None:
-    """The checkpoint to continue from, if the run is to be resumed and has one."""
-    return checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
+    if engine is None:
+        return None
+    return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
 def _set_threads(threads: int) -> None:
@@ -261,54 +232,41 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
 
 
-def _check_scorers(tasks: TaskSet) -> None:
-    """Score an empty answer to each task: a scorer that does not exist, or that cannot use the
-    task's answers, comes out before the run.
+def _check_tasks(tasks: TaskSet) -> None:
+    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
+    use the task's answers, before the run; and check sub-goals.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
-
-
-def _check_algorithm(config: Config, tasks: TaskSet) -> None:
     for task in tasks.train:
         sub_goals.check(task)
-    if config.algorithm.name == "infoflow" and not any(map(sub_goals.sought, tasks.train)):
-        raise UserError(
-            "algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks has "
-            "any to find"
-        )
 
 
-def _check_tools(config: Config, tools: Mapping[str, Tool]) -> None:
-    stateful = [name for name, tool in tools.items() if tool.card.is_stateful]
-    if stateful and config.algorithm.name == "appo":
-        raise UserError(
-            f"algorithm.name='appo' rewinds rollouts; {stateful[0]!r} of agent.tools has a state "
-            "and cannot be rewound"
-        )
-
-
-def _policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
-    """The tokenizer and the model that `[model]` names."""
-    if config.model.path != "tiny":
-        return models.load_tokenizer(config.model.path), models.load_model(
-            config.model.path, torch.float32
-        )
+def _trained_policy(
+    config: Config, tasks: TaskSet
+) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Load the tokenizer and the model that `[model]` names, or make new ones."""
+    path = config.model.path
+    if path != "tiny":
+        return models.load_tokenizer(path), models.load_model(path, torch.float32)
     tiny = config.tiny
-    closing = (
-        "Tool Name: Base_Generator"
-        if config.train.policy == "planner"
-        else "Conclusion: STOP\nConclusion: CONTINUE"
-    )
-    tokenizer = models.new_tokenizer(_texts(tasks, closing), tiny.vocab_size)
+    tokenizer = models.new_tokenizer(_tokenizer_corpus(config, tasks), tiny.vocab_size)
     torch.manual_seed(derive_seed(config.run.seed, "new model"))
-    return tokenizer, models.new_model(
-        tokenizer, tiny.hidden_size, tiny.num_layers, tiny.num_heads, tiny.max_positions
+    model = models.new_model(
+        tokenizer,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        max_positions=tiny.max_positions,
     )
+    return tokenizer, model
 
 
-def _texts(tasks: TaskSet, closing: str) -> list[str]:
-    """What a new tokenizer learns from: prompts and answers of training tasks."""
+def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
+    """Texts that a new tokenizer learns from: prompts and answers of training tasks."""
+    closing = "Conclusion: STOP\nConclusion: CONTINUE"
+    if config.train.policy == "planner":
+        closing = "Tool Name: Base_Generator"
     texts = []
     for task in tasks.train[:5000]:
         actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)

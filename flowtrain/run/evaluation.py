@@ -1,4 +1,4 @@
-"""Run the flow once over held-out tasks."""
+"""Held-out evaluation: one rollout of each task of a split."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 from flowtrain.agents.collect import collect
 from flowtrain.agents.flow import Flow
+from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge, score
+from flowtrain.run.components import RunComponents
 from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory
+from flowtrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,49 @@ class Evaluation:
     trajectories: tuple[Trajectory, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Measures the policy on the held-out splits; collective over `world`."""
+
+    components: RunComponents
+    engines: Mapping[str, Engine]
+    judge: Judge | None
+    samplers: World
+    """The ranks that sample."""
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether `eval.every` asks for an evaluation after `step`."""
+        every = self.components.config.eval.every
+        return every > 0 and step % every == 0
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Roll out the main split once; at a given step always with the same random numbers."""
+        return self._roll_out(MAIN_SPLIT, step)
+
+    def compare(self) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
+        """Roll out every split, sampled and greedy.
+
+        Returns the comparison for summary.json, and the sampled rollouts of the main split.
+        """
+        splits = self.components.tasks.held_out
+        sampled = {split: self._roll_out(split, -1) for split in splits}
+        greedy = {split: self._roll_out(split, -1, temperature=0.0) for split in splits}
+        return comparison(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
+
+    def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
+        config = self.components.config
+        return evaluate(
+            self.components.make_flow(self.engines, config.agent.eval_max_turns, temperature),
+            self.components.tasks.held_out[split],
+            derive_seed(config.run.seed, "eval", step),
+            tool_names=config.agent.tools,
+            world=self.components.world,
+            max_in_flight=config.rollout.max_in_flight,
+            judge=self.judge,
+            samplers=self.samplers,
+        )
+
+
 def evaluate(
     flow: Flow,
     tasks: Sequence[Task],
@@ -36,7 +83,7 @@ def evaluate(
     judge: Judge | None = None,
     samplers: World | None = None,
 ) -> Evaluation:
-    """One rollout of each task, by `samplers` (None: all ranks); collective over `world`."""
+    """Roll out each task once on the `samplers` (None: all ranks); collective over `world`."""
     ranks = samplers or world
     groups = collect(
         flow,
@@ -61,7 +108,7 @@ def evaluate(
 def comparison(
     sampled: Mapping[str, Evaluation], greedy: Mapping[str, Evaluation], main_split: str
 ) -> dict[str, Any]:
-    """What summary.json tells of a policy, by split sampled at its temperature and greedily."""
+    """Build the part of summary.json about a policy: by split, sampled and greedy rewards."""
     main = sampled[main_split]
     return {
         "eval_reward": main.stats.reward_mean,
@@ -87,8 +134,9 @@ def _mean_by(
     trajectories: Sequence[Trajectory],
     world: World,
 ) -> dict[str, float]:
-    """Mean reward per label of what did not fail. The labels come from all tasks, so that every
-    rank reduces the same ones.
+    """Mean reward per label of rollouts that did not fail; collective.
+
+    The labels come from all tasks, so that every rank reduces the same ones.
     """
     labels = sorted({label(task) for task in tasks})
     rewards: dict[str, float] = defaultdict(float)

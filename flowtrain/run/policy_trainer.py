@@ -1,30 +1,34 @@
-"""The half of a run that trains, on the ranks that do: the sharded policy and its optimizer, its
-versions in the store, its checkpoints.
+"""The half of a run that trains: the sharded policy with its optimizer, the versions that it
+publishes, and its checkpoints. It lives on the ranks that train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from flowkernels import LossSpec, TokenLossFn
 
 from flowtrain.config import Config
-from flowtrain.run.components import RunComponents, saving
-from flowtrain.run.recipe import loss_spec, optim_spec
+from flowtrain.report.run_dir import writing_tensors
+from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
+from flowtrain.training import model as models
 from flowtrain.training.lr_schedule import learning_rate
-from flowtrain.training.model import named_weights
-from flowtrain.training.trainer import Trainer
+from flowtrain.training.model import ShardSpec, named_weights
+from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.weights import Publisher, WeightStore
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTrainer:
-    """All of its methods are collective over `ranks`."""
+    """The policy in training; all methods are collective over `ranks`."""
 
     components: RunComponents
     ranks: World
@@ -34,33 +38,42 @@ class PolicyTrainer:
 
     @classmethod
     def make(cls, components: RunComponents, ranks: World, store: WeightStore) -> PolicyTrainer:
-        """Shards the model of `components`."""
-        trainer = components.make_trainer(
-            loss_spec(components.config), optim_spec(components.config), ranks
+        """Shard the model of `components` over the ranks that train."""
+        algorithm = components.algorithm
+        trainer = make_trainer(
+            components,
+            ranks,
+            loss=algorithm.loss_spec(),
+            optim=optim_spec(components),
+            needs_reference=algorithm.needs_reference,
+            token_loss=algorithm.token_loss,
         )
-        return cls(components, ranks, store, trainer, components.make_publisher(store, ranks))
+        return cls(components, ranks, store, trainer, make_publisher(components, store, ranks))
 
-    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> dict[str, float]:
-        """One optimizer step per mini-batch. Returns statistics of all ranks."""
+    def train(
+        self, step: int, minibatches: Sequence[Sequence[PackedRow]], scores: TokenScores
+    ) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return statistics of all ranks.
+
+        `scores` collects the log-probs of the trained tokens.
+        """
         t = self.components.config.train
         self.trainer.set_lr(learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule))
-        stats = self.trainer.step(minibatches, step)
+        stats = self.trainer.step(minibatches, step, scores)
         if self.components.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself
         return stats
 
     def publish(self, version: int) -> dict[str, float | str]:
-        """Put the policy's weights into the store. Returns what that was, for the log."""
-        with saving(self.store.root):
+        """Publish the policy's weights and return the publish metrics."""
+        with writing_tensors(self.store.root):
             published = self.publisher.publish(named_weights(self.components.model), version)
             if self.ranks.is_main:
-                self.store.collect_garbage(num_kept(self.components.config))
+                self.store.collect_garbage(num_versions_kept(self.components.config))
         return published.metrics()
 
     def republish(self, version: int) -> dict[str, float | str]:
-        """Have the store at `version`, where the run starts or goes on: what was published later
-        will be trained anew.
-        """
+        """Bring the store to `version`, where the run starts or resumes; later versions go."""
         self._roll_back(version)
         if self.publisher.resume(named_weights(self.components.model), version):
             return {}
@@ -72,30 +85,88 @@ class PolicyTrainer:
             self.store.rollback(version)
         self.ranks.barrier()
 
-    def restore(self, place: Path) -> None:
-        """From a checkpoint of any number of ranks."""
-        checkpoint.restore(place, self.components.model, self.trainer.optimizer)
+    def restore(self, path: Path) -> None:
+        """Load model and optimizer from a checkpoint of any number of ranks."""
+        checkpoint.restore(path, self.components.model, self.trainer.optimizer)
 
-    def save(self, place: Path, step: int, state: dict[str, int | str]) -> None:
-        """Write the checkpoint of `step`."""
-        keep = self.components.config.checkpoint.keep
-        with saving(place):
+    def save(self, folder: Path, step: int, state: dict[str, int | str]) -> None:
+        """Write the checkpoint of `step` with the `state` of the run."""
+        with writing_tensors(folder):
             checkpoint.save(
-                place,
+                folder,
                 step,
                 self.components.model,
-                self.components.tokenizer,
-                self.trainer.optimizer,
-                state,
-                self.ranks,
-                keep,
+                tokenizer=self.components.tokenizer,
+                optimizer=self.trainer.optimizer,
+                state=state,
+                world=self.ranks,
+                keep=self.components.config.checkpoint.keep,
             )
 
 
-def num_kept(config: Config) -> int:
-    """Versions that stay in the store: with nodes, all that one may still sample with."""
-    return (
-        max(config.weights.keep, config.dataflow.max_staleness + 1)
-        if config.dataflow.url
-        else config.weights.keep
+def optim_spec(components: RunComponents) -> OptimSpec:
+    """Describe the optimizer as `[train]` and the algorithm ask for it."""
+    train, algorithm = components.config.train, components.algorithm
+    return OptimSpec(
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        weight_decay=train.weight_decay,
+        grad_clip=train.grad_clip,
+        rescore=train.rescore and not algorithm.has_old_logprobs,
+        m2po=components.config.algorithm.m2po,
+        has_ref=algorithm.has_ref_logprobs,
     )
+
+
+def make_trainer(
+    components: RunComponents,
+    ranks: World,
+    *,
+    loss: LossSpec,
+    optim: OptimSpec,
+    needs_reference: bool = False,
+    token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
+) -> Trainer:
+    """Shard the model over the ranks that train; a frozen copy becomes the reference policy."""
+    config = components.config
+    train = config.train
+    dtype = getattr(torch, config.model.dtype)
+    spec = ShardSpec(dtype, train.recompute, train.compile, train.reshard, train.offload)
+    reference = None
+    if needs_reference:
+        frozen = copy.deepcopy(components.model).requires_grad_(False).eval()
+        reference = models.shard(frozen, ranks, replace(spec, recompute=False))
+    model = models.shard(components.model, ranks, spec)
+    _, temperature = config.sampling_of(train.policy)
+    return Trainer(
+        model,
+        ranks,
+        loss,
+        optim=optim,
+        temperature=temperature,
+        reference=reference,
+        token_loss=token_loss,
+    )
+
+
+def make_publisher(components: RunComponents, store: WeightStore, ranks: World) -> Publisher:
+    """Build the publisher of the ranks that train; it casts to the engines' dtype."""
+    config = components.config
+    dtype = getattr(torch, config.model.dtype)
+    num_threads = torch.get_num_threads()
+    options = PublishOptions(dtype, config.weights.level, num_threads=num_threads)
+    return Publisher(store, options, ranks)
+
+
+def publish_start(components: RunComponents, store: WeightStore) -> None:
+    """Publish the policy as it was loaded, as version 0; collective over all ranks."""
+    with writing_tensors(store.root):
+        publisher = make_publisher(components, store, components.world)
+        publisher.publish(named_weights(components.model), 0)
+
+
+def num_versions_kept(config: Config) -> int:
+    """Count the versions that stay in the store: with nodes, all that they may sample with."""
+    if not config.dataflow.url:
+        return config.weights.keep
+    return max(config.weights.keep, config.dataflow.max_staleness + 1)

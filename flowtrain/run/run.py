@@ -1,16 +1,14 @@
-"""A training run while it runs: what `train.py` needs beside its eight verbs.
-
-Opening and resuming, evaluation, logging, checkpoints, and the report at the end.
+"""A training run between its first step and its last: its parts, and the verbs of the loop that
+need several of them. The parts never change once the run is open; what a verb makes, it returns.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,523 +16,323 @@ import torch
 
 from flowtrain import report
 from flowtrain.agents.flow import Flow
-from flowtrain.algorithms.branching import find_points
+from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.protocol import Engine, EngineError
-from flowtrain.report.curves import plot_curves
-from flowtrain.report.jsonl import read_lines
 from flowtrain.rewards import Judge
-from flowtrain.run import recipe
 from flowtrain.run.batch_source import BatchSource, connect
-from flowtrain.run.components import RunComponents, resume_point
-from flowtrain.run.evaluation import Evaluation, comparison, evaluate
-from flowtrain.run.memory_plan import plan_memory
+from flowtrain.run.components import RunComponents
+from flowtrain.run.evaluation import Evaluation, Evaluator
+from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
+from flowtrain.run.records import Trained
 from flowtrain.run.rollout_stats import RolloutStats
-from flowtrain.run.verdict_stats import verdict_metrics
+from flowtrain.run.run_logger import RunLogger
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
-from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
-from flowtrain.training.devices import MemoryPeak, peak_tflops
+from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.cost import ForwardCost
+from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.model import layout_digest
-from flowtrain.training.token_scores import Scored, attach_logprobs, with_training_stats
-from flowtrain.training.trainer import ResponseScores
+from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, Group, Sample, SampleId, TrainBatch, Trajectory, UserError
-from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.step_timer import StepTimer
+from flowtrain.types import Group, UserError
 from flowtrain.weights import WeightStore
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Use with `with`; attributes are what the main loop touches."""
+    """The parts of an open run. Methods are collective unless they say otherwise."""
 
-    world: World
-    cursor: TaskCursor | MixedCursor
+    config: Config
+    components: RunComponents
+    algorithm: Algorithm
+    placement: Placement
+    interrupt: Interrupt
+    engines: dict[str, Engine]
+    """Engines by policy; the trained policy's engine follows the published versions."""
+    flow: Flow
     judge: Judge | None
-    algorithm: Callable[[Sequence[Group], int], TrainBatch]
-    """(scored groups, number of groups over all ranks) -> what is trained."""
+    policy_trainer: PolicyTrainer | None
+    """None on a rank that only samples."""
+    batch_source: BatchSource | None
+    """The source of rollouts with `dataflow.url`; None where this run makes them."""
+    cursor: TaskCursor | MixedCursor
+    evaluator: Evaluator
+    logger: RunLogger
+    run_dir: report.RunDir
+    memory_plan: MemoryPlan
     start_step: int
+    """The step of the checkpoint that the run resumes; 0: it begins."""
 
-    def __init__(self, config: Config, interrupt: Interrupt | None = None) -> None:
-        self._config, self._interrupt = config, interrupt or Interrupt()
-        self.num_questions = config.rollout.num_questions
-        self._samples = not config.dataflow.url or config.eval.at_ends or config.eval.every > 0
-        self._batch_source: BatchSource | None = None
-        self._trained_from = ""
-        self._saved_step = 0
-        self._cleanup = ExitStack()
-        self._checkpoint_s = 0.0
-        self._weights_metrics: dict[str, float | str] = {}
-        self._scored: Mapping[SampleId, Scored] = {}
-
-    def __enter__(self) -> Run:
-        with ExitStack() as cleanup:  # closes what is open when a later part fails to
-            self._cleanup = cleanup
-            self._open()
-            self._cleanup = cleanup.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
-
-    def _open(self) -> None:
-        config = self._config
-        # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
-        self.world = World.join(
-            config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0
-        )
-        self._cleanup.callback(self.world.leave)
-        self._memory = MemoryPeak(self.world.device)
-        self._placement = Placement.of(config, self.world)
-        self._peak_flops = (
-            1e12
-            * (config.train.peak_tflops or self._known_tflops())
-            * self._placement.trainers.size
-        )
-        self._components = RunComponents.prepare(config, self.world)
-        self._cleanup.callback(self._components.close)
-        sampled = (
-            [policy.num_parameters() for policy in self._components.policies.values()]
-            if self._samples
-            else []
-        )
-        self._memory_plan = plan_memory(
-            config,
-            self._components.model,
-            sampled,
-            self._placement.trainers.size,
-            self._gpu_bytes(),
-        )
-        if self._placement.trainers.is_member:
-            self._memory_plan.check(config)
-        store = WeightStore(Path(config.run.dir) / "weights")
-        self._engines = self._make_engines(store)
-        for engine in self._engines.values():
-            self._cleanup.callback(engine.close)
-        self._engine = self._engines[config.train.policy]
-        self._flow = self._components.make_flow(self._engines, config.agent.max_turns)
-        self.judge = self._components.make_judge()
-        self._run_dir = self._components.open_run_dir({"memory_plan": self._memory_plan.parts})
-        if self.world.is_main:  # the ids in the logs are words as long as this lies beside them
-            planner = self._components.policies["planner"].tokenizer
-            report.atomic_write_text(self._run_dir.tokenizer, planner.backend_tokenizer.to_str())
-        self.algorithm = recipe.algorithm(config)
-        self._policy_trainer = self._make_policy_trainer(store)
-        self._resume()
-        if self.world.is_main:
-            print(self._memory_plan.text())
-        self._open_logs()
-        if config.dataflow.url:
-            self._batch_source = self._open_batch_source()
-        self._warm = self._evaluate_warm()
-
-    def _gpu_bytes(self) -> int:
-        device = self.world.device
-        return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-    def _make_engines(self, store: WeightStore) -> dict[str, Engine]:
-        """The trained policy has its weights from the store; the other one, if there is one, is
-        frozen.
-        """
-        if self._placement.samplers.is_member and self._samples:
-            return self._components.make_policy_engines({self._config.train.policy: store})
-        return self._components.make_no_engines()
-
-    def _make_policy_trainer(self, store: WeightStore) -> PolicyTrainer | None:
-        """None on a rank that only samples."""
-        if self._placement.trainers.is_member:
-            return PolicyTrainer.make(self._components, self._placement.trainers, store)
-        self._components.model.to("meta")  # its memory is not needed here
-        return None
-
-    def _resume(self) -> None:
-        """Take up the newest checkpoint, or begin; either way version `start_step` is published and
-        loaded.
-        """
-        place = resume_point(self._config, self._run_dir)
-        state: dict[str, Any] = {"step": 0, "cursor": 0}
-        if place is not None:
-            state = checkpoint.load_state(place)
-            if self._policy_trainer is not None:
-                self._policy_trainer.restore(place)
-        self.start_step = self._saved_step = state["step"]
-        self._trained_from = state.get("dataflow", "")
-        if self._trained_from and not self._config.dataflow.url:
-            raise UserError(
-                f"dataflow.url is empty, but {place} was trained from the dataflow "
-                f"{self._trained_from!r}: name its service"
-            )
-        self.cursor = self._components.tasks.cursor(self._config.run.seed, state["cursor"])
-        if self._policy_trainer is not None:
-            self._weights_metrics = self._policy_trainer.republish(self.start_step)
-        self._placement.wait()
-        self.load(self.start_step)
-
-    def _open_logs(self) -> None:
-        config, path, world, rank = (
-            self._config,
-            self._run_dir.path,
-            self.world,
-            self._placement.samplers.rank,
-        )
-        last_step = self.start_step or -1  # from the start also means: without the line of step 0
-        self._trajectories, self._held_out = (
-            report.TrajectoryLog(path, rank, last_step, name, self._placement.samplers.size)
-            for name in ("trajectories", "held_out")
-        )
-        self._progress = report.Progress(config.train.num_steps, self.start_step, world.is_main)
-        self._cleanup.callback(self._progress.close)
-        self._metrics = None
-        if world.is_main:
-            log = config.log
-            self._metrics = report.MetricsLog(
-                path, last_step, log.tensorboard, log.wandb_project or None, config.model_dump()
-            )
-            self._cleanup.callback(self._metrics.close)
-
-    def _open_batch_source(self) -> BatchSource:
-        """Where nodes make the rollouts. They may pull the weights from now on."""
-        config, components = self._config, self._components
-        batch_source = BatchSource(
-            connect(config), config, self.world, self._interrupt, self._progress.note
-        )
-        self._cleanup.callback(batch_source.close)
-        layout = layout_digest(
-            components.model, components.tokenizer, getattr(torch, config.model.dtype)
-        )
-        store = config.dataflow.store or str((Path(config.run.dir) / "weights").resolve())
-        batch_source.register(layout, store, self.start_step, self._trained_from)
-        return batch_source
-
-    def is_interrupted(self) -> bool:
-        """Some rank was asked to end; collective."""
-        return bool(self.world.max([self._interrupt.requested])[0])
-
-    def next_batch(self, step: int) -> list[Group] | None:
-        """This rank's share of the step's batch; None when the run was asked to end before there
-        was one. Collective.
-        """
-        assert self._batch_source is not None, "without dataflow.url a run samples by itself"
-        return self._batch_source.next_batch(step)
-
-    def flow(self, step: int) -> Flow:
-        """What makes the rollouts of a training step."""
-        return replace(self._flow, hints=recipe.hints(self._config, step))
-
-    def collect_options(self, step: int) -> dict[str, Any]:
-        """Keyword arguments of `collect` for a training step."""
-        rollout, samplers = self._config.rollout, self._placement.samplers
-        seed = derive_seed(self._config.run.seed, "train", step)
-        group_size = (
-            self._config.appo.num_roots
-            if self._config.algorithm.name == "appo"
-            else rollout.group_size
-        )
-        ranks = {"rank": samplers.rank, "num_ranks": samplers.size}
-        return {
-            "group_size": group_size,
-            "seed": seed,
-            "max_in_flight": rollout.max_in_flight,
-            **self._waits(),
-            **ranks,
-        }
-
-    def branch_points(self, step: int, groups: Sequence[Group]) -> list[list[BranchPoint]]:
-        """Where rollouts are to branch; none but for APPO. Collective."""
-        config = self._config
-        if config.algorithm.name != "appo":
-            return [[] for _ in groups]
-
-        def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
-            assert self._policy_trainer is not None, "branching ranks train"
-            told = entropies if recipe.sampler_tells_entropies(config) else None
-            against_reference = recipe.branches_against_reference(config)
-            scores = self._policy_trainer.trainer.score_samples(
-                samples, config.train.token_budget, against_reference, told
-            )
-            self._scored = scores.by_sample(samples, *recipe.scored_before(config))
-            return scores
-
-        num_branches = config.rollout.group_size - config.appo.num_roots
-        seed = derive_seed(config.run.seed, "branch", step)
-        return find_points(
-            groups, score, recipe.branch_rule(config), num_branches, seed, self._is_blank_V
-        )
-
-    @cached_property
-    def _is_blank_V(self) -> torch.Tensor:
-        """Decodes the whole vocabulary, which only those who branch need."""
-        return recipe.blank_tokens(
-            self._components.tokenizer, self._components.model.config.vocab_size
-        )
-
-    def branch_options(self, step: int) -> dict[str, Any]:
-        """Keyword arguments of `collect_branches`."""
-        rollout = self._config.rollout
-        seed = derive_seed(self._config.run.seed, "branch", step)
-        return {
-            "group_size": rollout.group_size,
-            "seed": seed,
-            "max_in_flight": rollout.max_in_flight,
-            **self._waits(),
-        }
-
-    def _waits(self) -> dict[str, float]:
-        rollout = self._config.rollout
-        return {"straggler_share": rollout.straggler_share, "straggler_s": rollout.straggler_s}
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer of the policy; None on a rank that only samples."""
+        return None if self.policy_trainer is None else self.policy_trainer.trainer
 
     @property
     def max_positions(self) -> int:
         """Tokens of a sample that the model has positions for."""
-        return int(self._components.model.config.max_position_embeddings)
+        return int(self.components.model.config.max_position_embeddings)
 
-    def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """What this rank trains of what all ranks have sampled; collective."""
-        return self._placement.deal(attach_logprobs(samples, self._scored))
+    def is_interrupted(self) -> bool:
+        """Tell whether some rank was asked to end."""
+        return bool(self.placement.world.max([self.interrupt.requested])[0])
 
-    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> dict[str, float]:
-        """One optimizer step per mini-batch, while the engine sleeps. Returns statistics of all
-        ranks that train; none on the others.
-        """
-        if self._policy_trainer is None:
-            return {}
-        self._engine.sleep()
-        return self._policy_trainer.train(step, minibatches)
+    def flow_of(self, step: int) -> Flow:
+        """Return the flow of a training step, with its hints. Not collective."""
+        return replace(self.flow, hints=self.algorithm.hints(step))
 
-    def publish(self, version: int) -> None:
-        """Put the policy's weights into the store; collective, and done on every rank when it
-        returns.
-        """
-        if self._policy_trainer is not None:
-            self._weights_metrics = self._policy_trainer.publish(version)
-        self._placement.wait()
-        if self._batch_source is not None:
-            self._batch_source.report_progress(version, self._saved_step)
-
-    def load(self, version: int) -> None:
-        """Have the engine sample with `version` from now on; where nodes sample, only if it is to
-        be evaluated.
-        """
-        if self._batch_source is not None and not (
-            self._is_evaluated(version) or version == self._config.train.num_steps
-        ):
-            return
-        self._engine.load(version)
-        self._weights_metrics.update(self._placement.of_first_sampler(self._engine.metrics()))
-
-    def log(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        batch: TrainBatch,
-        stats: Mapping[str, float],
-        timer: StepTimer,
-    ) -> None:
-        """Evaluate if that is due, write the step down, save if that is due: a kill in between
-        leaves too many lines, not too few.
-        """
-        config = self._config
+    def measure(self, step: int, groups: Sequence[Group]) -> RolloutStats:
+        """Compute the statistics of a step's rollouts. Raises EngineError when all have failed."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rollouts = RolloutStats.of(trajectories, config.agent.tools, self.world)
-        if rollouts.failed_rollouts == rollouts.num_rollouts:
+        tools = self.config.agent.tools
+        stats = RolloutStats.of(trajectories, tools, self.placement.world)
+        if stats.failed_rollouts == stats.num_rollouts:
             reason = next((trajectory.error for trajectory in trajectories), "")
             raise EngineError(
-                f"all {rollouts.num_rollouts} rollouts of step {step} failed, so there is nothing "
-                f"to go on with: {reason}"
+                f"all {stats.num_rollouts} rollouts of step {step} failed, so there is nothing to "
+                f"go on with: {reason}"
             )
-        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
-        (num_dropped, *num_excluded), (peak_bytes,) = self.world.reduce(
-            numbers, [self._memory.num_bytes()]
-        )
-        left_out = {
-            f"num_excluded/{reason}": number
-            for reason, number in zip(batch.num_filtered, num_excluded, strict=True)
-        }
-        chats = {
-            **self._components.chats.metrics(),
-            **(self.judge.metrics() if self.judge is not None else {}),
-        }
-        chats = dict(zip(chats, self.world.sum(list(chats.values())), strict=True))
-        evaluation = {}
-        if self._is_evaluated(step):
-            with timer("eval"):
-                held_out = self._evaluate(MAIN_SPLIT, step)
-            evaluation = {"eval_reward": held_out.stats.reward_mean}
-            self._log_held_out(step, held_out.trajectories)
-        scores = self._placement.gather_scores(
-            {} if self._policy_trainer is None else self._policy_trainer.trainer.own_scores()
-        )
-        self._trajectories.log(
-            step, step - 1, with_training_stats(groups, batch.samples, scores, config.train.policy)
-        )
-        verdicts = (
-            verdict_metrics(trajectories, config, self.world)
-            if "verifier" in config.policy_names
-            else {}
-        )
-        head = {"step": step, "version": step, **rollouts.metrics(), **verdicts, **evaluation}
-        seconds = {**timer.metrics(), "checkpoint_s": self._checkpoint_s}
-        speed = {"peak_memory_gb": peak_bytes / 1e9, **self._speed(stats, seconds["train_s"])}
-        fed = {} if self._batch_source is None else self._batch_source.metrics
-        counts = {"num_groups_dropped": num_dropped, **left_out, **fed}
-        self._write(
-            {**head, **counts, **stats, **speed, **self._weights_metrics, **chats, **seconds}
-        )
-        self._checkpoint_s = 0.0
-        if (
-            config.checkpoint.every
-            and step % config.checkpoint.every == 0
-            and step < config.train.num_steps
-        ):
-            self.save(step)
+        return stats
 
-    def _is_evaluated(self, step: int) -> bool:
-        every = self._config.eval.every
-        return every > 0 and step % every == 0
+    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
+        """Take one optimizer step per mini-batch, while the engine sleeps."""
+        world = self.placement.world
+        cost = ForwardCost.of(self.components.model).flops
+        rows = balance(minibatches, cost, world, num_takers=self.placement.trainers.size)
+        metrics: dict[str, float] = {}
+        scores = TokenScores()
+        if self.policy_trainer is not None:
+            self.engines[self.config.train.policy].sleep()
+            metrics = self.policy_trainer.train(step, rows, scores)
+        sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
+        return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint of `step`; collective. Its seconds are in the next line of the log."""
-        started = time.monotonic()
-        state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
-        if self._batch_source is not None:
-            state["dataflow"] = self._batch_source.run
-        if self._policy_trainer is not None:
-            self._policy_trainer.save(self._run_dir.checkpoints, step, state)
-        self._saved_step = step
-        self._checkpoint_s += time.monotonic() - started
+    def publish(self, version: int, saved_step: int) -> dict[str, float | str]:
+        """Publish the policy's weights; done on every rank when it returns the metrics.
 
-    def finish(self) -> None:
-        """Save, evaluate the trained policy as the frozen one was, and write summary.json,
-        curves.png and the table.
+        `saved_step`: where a run that breaks off would resume, which nodes are told.
         """
-        config = self._config
-        self.save(config.train.num_steps)
-        if self._batch_source is not None:
-            self._batch_source.report_progress(
-                config.train.num_steps, config.train.num_steps, is_done=True
-            )
-        trained, shown = self._evaluate_all() if config.eval.at_ends else ({}, ())
-        self._progress.close()
-        (peak_bytes,) = self.world.max([self._memory.num_bytes()])
-        if self._placement.samplers.is_main:
-            for trajectory in shown[: config.log.num_rollouts]:
-                print(report.rollout_text(trajectory))
-        if not self.world.is_main:
-            return
-        path = self._run_dir.path
-        memory = {
-            "planned_memory_gb": self._memory_plan.num_bytes / 1e9,
-            "peak_memory_gb": peak_bytes / 1e9,
-        }
-        report.write_summary(
-            path / "summary.json",
-            {"warm": self._warm, "trained": trained, "seconds": self._seconds(), **memory},
-        )
-        plot_curves(path)
-        if trained:
-            print(report.comparison_table(self._warm, trained))
-        model = checkpoint.place(self._run_dir.checkpoints, config.train.num_steps)
-        print(f"{path}/curves.png, summary.json, metrics.jsonl, trajectories.jsonl; model: {model}")
-        print(f"to look at it: python -m flowtrain.report.viewer {path}")
+        metrics = {} if self.policy_trainer is None else self.policy_trainer.publish(version)
+        self.placement.wait()
+        if self.batch_source is not None:
+            self.batch_source.report_progress(version, saved_step)
+        return metrics
 
-    def _evaluate(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
-        """One rollout of each held-out task; at a given step always with the same random numbers."""
-        config = self._config
-        flow = self._components.make_flow(self._engines, config.agent.eval_max_turns, temperature)
-        seed = derive_seed(config.run.seed, "eval", step)
-        tasks, ranks = (
-            self._components.tasks.held_out[split],
-            (self.world, config.rollout.max_in_flight, self.judge, self._placement.samplers),
-        )
-        return evaluate(flow, tasks, seed, config.agent.tools, *ranks)
+    def load(self, version: int) -> dict[str, float]:
+        """Have the engine sample with `version` from now on, and return its metrics.
 
-    def _evaluate_warm(self) -> dict[str, Any]:
-        """The policy that training starts from, measured once per run; nothing where the ends are
-        not evaluated.
+        Where nodes sample, the engine is needed for evaluations only.
         """
-        if not self._config.eval.at_ends:
+        is_last = version == self.config.train.num_steps
+        if self.batch_source is not None and not (self.evaluator.is_due(version) or is_last):
             return {}
-        path = self._run_dir.path / "warm.json"
+        return load(self.engines[self.config.train.policy], version, self.placement)
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Measure the policy on held-out tasks; None where that is not due."""
+        return self.evaluator.evaluate(step) if self.evaluator.is_due(step) else None
+
+    def checkpoint(self, step: int) -> None:
+        """Write a checkpoint of `step`."""
+        state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
+        if self.batch_source is not None:
+            state["dataflow"] = self.batch_source.run
+        if self.policy_trainer is not None:
+            self.policy_trainer.save(self.run_dir.checkpoints, step, state)
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
+        every = self.config.checkpoint.every
+        return every > 0 and step % every == 0 and step < self.config.train.num_steps
+
+    def finish(self, warm: dict[str, Any]) -> None:
+        """Save, evaluate the trained policy as the warm one was, and write the report."""
+        last_step = self.config.train.num_steps
+        self.checkpoint(last_step)
+        if self.batch_source is not None:
+            self.batch_source.report_progress(last_step, last_step, is_done=True)
+        trained, shown = self.evaluator.compare() if self.config.eval.at_ends else ({}, ())
+        self.logger.report(self.memory_plan, warm, trained, shown)
+
+    def evaluate_warm(self) -> dict[str, Any]:
+        """Measure the policy that training starts from, once per run; {} where ends are not."""
+        if not self.config.eval.at_ends:
+            return {}
+        path = self.run_dir.path / "warm.json"
         if self.start_step and path.exists():
             return dict(json.loads(path.read_text()))
         started = time.monotonic()
-        warm, trajectories = self._evaluate_all()
+        warm, trajectories = self.evaluator.compare()
         if not self.start_step:
-            self._log_held_out(0, trajectories)
-        if self.world.is_main:
+            self.logger.log_held_out(0, trajectories)
+        if self.placement.world.is_main:
             report.atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
-                self._write(
-                    {
-                        "step": 0,
-                        "version": 0,
-                        "eval_reward": warm["eval_reward"],
-                        "eval_s": time.monotonic() - started,
-                    }
-                )
+                seconds = time.monotonic() - started
+                reward = warm["eval_reward"]
+                line = {"step": 0, "version": 0, "eval_reward": reward, "eval_s": seconds}
+                self.logger.write(line)
         return warm
 
-    def _evaluate_all(self) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
-        """Every held-out split, sampled and greedy; and the sampled rollouts of the main one."""
-        splits = self._components.tasks.held_out
-        sampled = {split: self._evaluate(split, -1) for split in splits}
-        greedy = {split: self._evaluate(split, -1, temperature=0.0) for split in splits}
-        return comparison(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
 
-    def _log_held_out(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """This rank's rollouts of the main split, as groups of one."""
-        rank, size = self._placement.samplers.rank, self._placement.samplers.size
-        self._held_out.log(
-            step,
-            step,
-            [Group(rank + n * size, (trajectory,)) for n, trajectory in enumerate(trajectories)],
+def load(engine: Engine, version: int, placement: Placement) -> dict[str, float]:
+    """Load `version` into the engine of each rank that has one; return the engine's metrics."""
+    engine.load(version)
+    return placement.of_first_sampler(engine.metrics())
+
+
+@contextmanager
+def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run]:
+    """Open a run, from its newest checkpoint or from `model.path`; closes it at the end.
+
+    Version `start_step` is then published and loaded. Raises UserError for what the config gets
+    wrong, before the run folder is made. Collective.
+    """
+    with ExitStack() as cleanup:
+        yield _open(config, interrupt or Interrupt(), cleanup)
+
+
+def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
+    # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
+    world = World.join(
+        config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0
+    )
+    cleanup.callback(world.leave)
+    memory = MemoryPeak(world.device)
+    placement = Placement.of(config, world)
+    components = RunComponents.prepare(config, world)
+    cleanup.callback(components.close)
+    config = components.config
+    memory_plan = _plan_memory(components, placement)
+    store = WeightStore(Path(config.run.dir) / "weights")
+    engines = _make_engines(components, placement, store)
+    for engine in engines.values():
+        cleanup.callback(engine.close)
+    judge = components.make_judge()
+    flow = components.make_flow(engines, config.agent.max_turns)
+    run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
+    if world.is_main:  # turns the ids in the logs into words
+        tokenizer = components.policies["planner"].tokenizer
+        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
+    policy_trainer = _make_policy_trainer(components, placement, store)
+    state = _resume(config, run_dir, policy_trainer)
+    if policy_trainer is not None:
+        policy_trainer.republish(state["step"])
+    placement.wait()
+    load(engines[config.train.policy], state["step"], placement)
+    if world.is_main:
+        print(memory_plan.text())
+    logger = RunLogger(
+        components, placement, run_dir, judge=judge, memory=memory, start_step=state["step"]
+    )
+    cleanup.callback(logger.close)
+    batch_source = None
+    if config.dataflow.url:
+        batch_source = _open_batch_source(components, interrupt, logger, state)
+        cleanup.callback(batch_source.close)
+    return Run(
+        config=config,
+        components=components,
+        algorithm=components.algorithm,
+        placement=placement,
+        interrupt=interrupt,
+        engines=engines,
+        flow=flow,
+        judge=judge,
+        policy_trainer=policy_trainer,
+        batch_source=batch_source,
+        cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
+        evaluator=Evaluator(
+            components=components, engines=engines, judge=judge, samplers=placement.samplers
+        ),
+        logger=logger,
+        run_dir=run_dir,
+        memory_plan=memory_plan,
+        start_step=state["step"],
+    )
+
+
+def _samples_here(config: Config) -> bool:
+    """Tell whether this run needs engines: for rollouts, or to evaluate what nodes roll out."""
+    return not config.dataflow.url or config.eval.at_ends or config.eval.every > 0
+
+
+def _plan_memory(components: RunComponents, placement: Placement) -> MemoryPlan:
+    """Predict the memory of a step. Raises UserError where a rank that trains cannot have it."""
+    config, device = components.config, placement.world.device
+    gpu_bytes = 0
+    if device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    sampled = []
+    if _samples_here(config):
+        sampled = [policy.num_parameters() for policy in components.policies.values()]
+    plan = plan_memory(
+        config,
+        components.model,
+        sampled,
+        num_ranks=placement.trainers.size,
+        gpu_bytes=gpu_bytes,
+        has_reference=components.algorithm.needs_reference,
+    )
+    if placement.trainers.is_member:
+        plan.check(config)
+    return plan
+
+
+def _make_engines(
+    components: RunComponents, placement: Placement, store: WeightStore
+) -> dict[str, Engine]:
+    """Start the engines; only the trained policy follows the store, another one is frozen."""
+    if placement.samplers.is_member and _samples_here(components.config):
+        return components.make_policy_engines({components.config.train.policy: store})
+    return components.make_no_engines()
+
+
+def _make_policy_trainer(
+    components: RunComponents, placement: Placement, store: WeightStore
+) -> PolicyTrainer | None:
+    if placement.trainers.is_member:
+        return PolicyTrainer.make(components, placement.trainers, store)
+    components.model.to("meta")  # its memory is not needed here
+    return None
+
+
+def _resume(
+    config: Config, run_dir: report.RunDir, policy_trainer: PolicyTrainer | None
+) -> dict[str, Any]:
+    """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
+    path = checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
+    if path is None:
+        return {"step": 0, "cursor": 0, "dataflow": ""}
+    state = {"dataflow": "", **checkpoint.load_state(path)}
+    if policy_trainer is not None:
+        policy_trainer.restore(path)
+    if state["dataflow"] and not config.dataflow.url:
+        raise UserError(
+            f"dataflow.url is empty, but {path} was trained from the dataflow "
+            f"{state['dataflow']!r}: name its service"
         )
+    return state
 
-    def _seconds(self) -> dict[str, float]:
-        """By stage over the whole run, resumed parts included; "warm_up" when the model says how
-        long it took.
-        """
-        totals: dict[str, float] = {}
-        for record in read_lines(self._run_dir.path / "metrics.jsonl"):
-            for key, value in record.items():
-                if key.endswith("_s") and key != "tokens_per_s" and value is not None:
-                    totals[key.removesuffix("_s")] = totals.get(key.removesuffix("_s"), 0.0) + value
-        origin = Path(self._config.model.path) / "rft.json"
-        if origin.exists():
-            totals["warm_up"] = json.loads(origin.read_text())["seconds"]
-        return {key: round(value, 3) for key, value in totals.items()}
 
-    def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
-        """How fast a step was trained, on ranks that train. MFU counts FLOPs that the trees need,
-        and is there where the peak is known.
-        """
-        if not stats:
-            return {}
-        train_s, budget = (
-            max(train_s, 1e-9),
-            max(stats["num_rows"], 1) * self._config.train.token_budget,
-        )
-        speed = {
-            "tokens_per_s": stats["num_packed_tokens"] / train_s,
-            "packing_efficiency": stats["num_packed_tokens"] / budget,
-        }
-        return (
-            {**speed, "mfu": 1e12 * stats["train_tflop"] / train_s / self._peak_flops}
-            if self._peak_flops
-            else speed
-        )
-
-    def _known_tflops(self) -> float:
-        """0 where the table of devices does not tell."""
-        is_told = self.world.device.type == "cuda" and self._config.model.dtype == "bfloat16"
-        return (peak_tflops(torch.cuda.get_device_name()) or 0.0) if is_told else 0.0
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.log(metrics)
-        self._progress.update(metrics)
+def _open_batch_source(
+    components: RunComponents, interrupt: Interrupt, logger: RunLogger, state: dict[str, Any]
+) -> BatchSource:
+    """Register with the dataflow; nodes may pull the weights from now on."""
+    config = components.config
+    source = BatchSource(connect(config), config, components.world, interrupt, logger.progress.note)
+    with ExitStack() as cleanup:
+        cleanup.callback(source.close)
+        dtype = getattr(torch, config.model.dtype)
+        layout = layout_digest(components.model, components.tokenizer, dtype)
+        store = config.dataflow.store or str((Path(config.run.dir) / "weights").resolve())
+        source.register(layout, store, state["step"], state["dataflow"])
+        cleanup.pop_all()
+    return source

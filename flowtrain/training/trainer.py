@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from flowkernels import (
-    FutureRatio,
     LogProbs,
     LossSpec,
     PolicyLoss,
     TokenLossFn,
     correct_for_sampler,
     divergent_log_ratios,
-    future_aware,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
@@ -34,23 +32,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.token_scores import Scored, TokenScores
-from flowtrain.training.tree import PackedRow, empty_row, pack_rows, packing_order
+from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.tree import PackedRow, empty_row
 from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId, UserError
+from flowtrain.types import UserError
 
 _log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
 """Optimizer steps in a row that are skipped before the run ends."""
-
-_ROUNDING = 1e-5
-"""Nats by which two ways to compute an fp32 log-prob may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +67,6 @@ class OptimSpec:
     for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseScores:
-    """fp32 [T] each: what the policy says of generated tokens."""
-
-    logprob_T: Tensor
-    entropy_T: Tensor
-    old_logprob_T: Tensor
-    """Of the sampler, or of the reference policy."""
-
-    def by_sample(
-        self, samples: Sequence[Sample], has_old: bool, has_ref: bool
-    ) -> dict[SampleId, Scored]:
-        """What the trainer is to know of these samples: the policy's log-probs as old ones, the
-        others as those of the reference policy.
-        """
-        if not has_old and not has_ref:
-            return {}
-        num_tokens = [len(sample.response_ids) for sample in samples]
-        parts = zip(
-            samples,
-            self.logprob_T.split(num_tokens),
-            self.old_logprob_T.split(num_tokens),
-            strict=True,
-        )
-        return {
-            sample.sample_id: (
-                tuple(old.tolist()) if has_old else (),
-                tuple(ref.tolist()) if has_ref else (),
-            )
-            for sample, old, ref in parts
-            if sample.sample_id is not None
-        }
-
-
 class Trainer:
     """Owns the policy's master weights and optimizer; holds the frozen reference policy when the
     loss has a KL term.
@@ -120,7 +80,7 @@ class Trainer:
         optim: OptimSpec,
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
-        future: FutureRatio | None = None,
+        token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
     ) -> None:
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
@@ -133,64 +93,76 @@ class Trainer:
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
-        self._reference = reference
+        self.reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
-        self._scores, self._sample_ids = TokenScores(), list[SampleId]()
         self._num_skipped = 0
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
-        self._future = future
-        self._token_loss = self._aware_of_future(loss)
+        self._token_loss_of = token_loss
+        self._token_loss = token_loss(loss)
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, minibatches: Sequence[Sequence[PackedRow]], number: int = 0) -> dict[str, float]:
-        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share
-        of all and gets statistics of all.
+    def step(
+        self,
+        minibatches: Sequence[Sequence[PackedRow]],
+        number: int = 0,
+        scores: TokenScores | None = None,
+    ) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return statistics of all ranks; collective.
 
-        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in
-        a row were skipped.
+        Args:
+            minibatches: the rows that this rank trains, as `balance` returns them.
+            number: of the training step, for messages.
+            scores: collects the log-probs of the trained tokens.
+
+        Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
-        step_metrics, self._scores = StepMetrics(), TokenScores()
-        self._sample_ids = [each for rows in minibatches for row in rows for each in row.sample_ids]
+        step_metrics = StepMetrics()
         step_metrics.num_flops = self._needed_flops(minibatches)
-        prepared = [
-            self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches
-        ]
+        prepared = [self._prepare(rows) for rows in minibatches]
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce(
                 [sum(float(row.loss_weight_T.sum()) for row in rows)], [len(rows)]
             )
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
+            token_loss = None
             if self._optim.m2po is not None:
                 trusted = self._within_region(rows, self._optim.m2po)
                 step_metrics.ratio_bounds.append(1 + trusted.clip_high)
-                self._token_loss = self._aware_of_future(trusted)
-            loss = self.forward_backward(rows, normaliser, step_metrics, int(num_rows))
+                token_loss = self._token_loss_of(trusted)
+            loss = self.forward_backward(
+                rows,
+                normaliser,
+                step_metrics,
+                num_rows=int(num_rows),
+                scores=scores,
+                token_loss=token_loss,
+            )
             step_metrics.close_step(self.optim_step(loss, number))
         return step_metrics.reduce(self._world, self.optimizer.param_groups[0]["lr"])
-
-    def own_scores(self) -> dict[SampleId, tuple[float, ...]]:
-        """The log-probs of the last step's tokens, of the turns that this rank gave; collective,
-        and waits for the device.
-        """
-        return return_logprobs(self._scores.by_sample(), self._sample_ids, self._world)
 
     def forward_backward(
         self,
         rows: Sequence[PackedRow],
         normaliser: float,
         step_metrics: StepMetrics,
+        *,
         num_rows: int | None = None,
+        scores: TokenScores | None = None,
+        token_loss: LossSpec | TokenLossFn | None = None,
     ) -> Tensor:
-        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has,
-        because each is a collective.
+        """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
 
-        Returns this rank's part of the loss.
+        Every rank runs `num_rows`, the most that any has, because each is a collective.
         """
         num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
@@ -202,9 +174,12 @@ class Trainer:
                     self._reduces_every_row or index == num_rows - 1
                 )
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
+            out = row_loss(
+                self.model, row, token_loss or self._token_loss, scale, self._temperature
+            )
             out.loss.backward()
-            self._scores.add(row, out.logprob_T)
+            if scores is not None:
+                scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
             step_metrics.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
         return torch.stack(losses).sum()
@@ -250,64 +225,11 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
-        """Of every row's targets under `model`; collective, rows may differ in number."""
+        """Score every row's targets under `model`; collective, ranks may differ in rows."""
         num_rows = int(self._world.max([len(rows)])[0])
-        padded = [*rows, *[empty_row().to(self._world.device)] * (num_rows - len(rows))]
-        scores = [score_row(model, row, self._temperature) for row in padded]
+        padded = [*rows, *[empty_row()] * (num_rows - len(rows))]
+        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
-
-    def score_samples(
-        self,
-        samples: Sequence[Sample],
-        token_budget: int,
-        against_reference: bool,
-        entropies: Sequence[float] | None = None,
-    ) -> ResponseScores:
-        """The policy's view of all response tokens, in the order of the samples; collective.
-
-        With the `entropies` that the sampler told, the sampler's view is taken for the policy's,
-        and no pass is needed for it.
-        """
-        old_T = sampler_T = self._fp32([x for sample in samples for x in sample.logprobs])
-        if against_reference:
-            assert self._reference is not None, "there is no reference policy"
-            old_T, _ = self._score_in_order(self._reference, samples, token_budget)
-        if entropies is None:
-            return ResponseScores(*self._score_in_order(self.model, samples, token_budget), old_T)
-        # Equal policies are to be equal: a score would make much of what is rounding.
-        logprob_T = torch.where((sampler_T - old_T).abs() < _ROUNDING, old_T, sampler_T)
-        return ResponseScores(logprob_T, self._fp32(entropies), old_T)
-
-    def _score_in_order(
-        self, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of all response tokens, in the order of the samples, which rows
-        change.
-        """
-        scores = self.score(
-            model, [row.to(self._world.device) for row in pack_rows(samples, token_budget)]
-        )
-        order = packing_order(samples)
-        num_tokens = [len(samples[index].response_ids) for index in order]
-
-        def in_order(parts: list[Tensor]) -> Tensor:
-            of_samples = zip(
-                order, torch.cat([self._fp32([]), *parts]).split(num_tokens), strict=True
-            )
-            return torch.cat(
-                [
-                    self._fp32([]),
-                    *(part for _, part in sorted(of_samples, key=lambda pair: pair[0])),
-                ]
-            )
-
-        return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
-
-    def _fp32(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._world.device)
-
-    def _aware_of_future(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        return spec if self._future is None else future_aware(spec, self._future)
 
     def _within_region(self, rows: Sequence[PackedRow], threshold: float) -> LossSpec:
         """The loss with M2PO's clip, which hangs on all tokens of the mini-batch under the weights
@@ -342,10 +264,10 @@ class Trainer:
                 for row, old in zip(rows, self.score(self.model, rows), strict=True)
             ]
         if self._scores_reference:
-            assert self._reference is not None
+            assert self.reference is not None
             rows = [
                 replace(row, ref_logprob_T=ref.logprob_T)
-                for row, ref in zip(rows, self.score(self._reference, rows), strict=True)
+                for row, ref in zip(rows, self.score(self.reference, rows), strict=True)
             ]
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STAGES = ("collect", "branch", "train", "publish", "load", "eval")
+STAGES = ("checkpoint", "collect", "branch", "train", "publish", "load", "eval")
+"""In order; the checkpoint is that of the step before, which is written after its line of the log.
+"""
 
 
 class StepTimer:

@@ -16,14 +16,17 @@ from flowkernels.branching import (
     branching_score,
     discounted_reverse_scan,
 )
-from flowkernels.future import FutureRatio, future_aware
-from flowkernels.linear_loss import linear_logprobs, linear_policy_loss
-from flowkernels.policy_loss import LogProbs, PolicyLoss, logprobs, policy_loss
-from flowkernels.rows import SamplingMask
-from flowkernels.shards import VocabParallel
+from flowkernels.future_ratio import FutureRatio, future_aware
+from flowkernels.linear_logprobs import linear_logprobs
+from flowkernels.linear_policy_loss import linear_policy_loss
+from flowkernels.logprobs import LogProbs, logprobs
+from flowkernels.m2po import divergent_log_ratios, m2po_clip, second_moment_bound
+from flowkernels.policy_loss import PolicyLoss, policy_loss
 from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
+from flowkernels.targets import SamplingMask
 from flowkernels.token_loss import (
     LossSpec,
+    TokenInputs,
     TokenLoss,
     TokenLossFn,
     Tokens,
@@ -31,7 +34,7 @@ from flowkernels.token_loss import (
     token_loss,
 )
 from flowkernels.token_weights import token_weights
-from flowkernels.trust_region import divergent_log_ratios, m2po_clip, second_moment_bound
+from flowkernels.vocab_parallel import VocabParallel
 
 __all__ = [
     "BranchingScore",
@@ -40,6 +43,7 @@ __all__ = [
     "LossSpec",
     "PolicyLoss",
     "SamplingMask",
+    "TokenInputs",
     "TokenLoss",
     "TokenLossFn",
     "Tokens",

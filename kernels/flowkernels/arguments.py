@@ -1,31 +1,28 @@
-"""Checks of what a caller passes. A `ValueError` names the argument, what it must be and what it
-is.
+"""Checks of arguments. A `ValueError` names the argument, what it must be and what it is.
 
 Checks that read values make a GPU wait, so they run on CPU tensors, and on others when
 FLOWKERNELS_DEBUG=1 is set. Without them a target above the vocabulary, a NaN logit or +inf gives
-NaN for its row and so for the loss: nothing wrong goes unseen.
+NaN for its row and so for the loss: no mistake goes unseen.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowkernels.rows import Rows, SamplingMask
-from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, check_inputs
+from flowkernels.targets import SamplingMask, Targets
+from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, check_inputs
 
 IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INVARIANT_STEP = 16
-"""Products of fewer rows sum in an order that depends on where a row stands (seen of MKL with 3 and
-5 rows)."""
 
 
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """ "auto": Triton on a GPU, torch elsewhere and for float64."""
+    """Return "triton" or "torch"; "auto" is Triton on a GPU, torch elsewhere and for float64."""
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} must be one of {', '.join(map(repr, IMPLS))}")
     if impl == "auto":
@@ -40,14 +37,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
     return impl
 
 
-def check_rows(
-    logits_TV: Tensor,
-    target_ids_T: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None,
-    sampling_mask: SamplingMask | None,
-) -> Rows:
-    """Arguments of the functions on logits."""
+def check_logits(logits_TV: Tensor) -> None:
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
         raise ValueError(
             "logits_TV must be float32, bfloat16, float16 or float64 [T, V], V > 0, got "
@@ -58,9 +48,6 @@ def check_rows(
             "logits_TV must have the vocabulary contiguous (stride 1), got strides "
             f"{logits_TV.stride()}"
         )
-    return check_targets(
-        logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
-    )
 
 
 def check_targets(
@@ -70,34 +57,27 @@ def check_targets(
     temperature: float | Tensor,
     softcap: float | None,
     sampling_mask: SamplingMask | None,
-) -> Rows:
-    """What goes with rows of logits, or with hidden states in their place."""
-    check_tokens("target_ids_T", target_ids_T, len(rows_TX), torch.int64, rows_TX.device)
+) -> Targets:
+    """Return what is asked about rows of logits, or of hidden states that will become such."""
+    num_rows, device = len(rows_TX), rows_TX.device
+    check_tokens("target_ids_T", target_ids_T, num_rows, torch.int64, device)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
-    rows = Rows(
-        rows_TX,
-        target_ids_T.contiguous(),
-        _temperature(temperature, rows_TX),
-        softcap or 0.0,
-        sampling_mask,
-    )
+    temperature_T = _temperature(temperature, num_rows, device)
     if sampling_mask is not None:
-        _check_kept(sampling_mask, len(rows_TX), rows_TX.device)
-    if checks_values(rows_TX.device):
-        _check_values(rows, num_vocab)
-    return rows
+        _check_mask(sampling_mask, num_rows, device)
+    targets = Targets(target_ids_T.contiguous(), temperature_T, softcap, sampling_mask)
+    if checks_values(device):
+        _check_values(targets, num_vocab)
+    return targets
 
 
 def check_tokens(
     name: str, tensor: Tensor, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     if tensor.shape != (num_rows,) or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} must be {dtype} [{num_rows}], got {tensor.dtype} {tuple(tensor.shape)}".replace(
-                "torch.", ""
-            )
-        )
+        given = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise ValueError(f"{name} must be {dtype} [{num_rows}], got {given}".replace("torch.", ""))
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, where the logits are, got {tensor.device}")
 
@@ -152,126 +132,66 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
         raise ValueError(f"bias_V must be [V={weight_VD.shape[0]}], got {tuple(bias_V.shape)}")
 
 
-def chunk_rows(
-    memory_budget: int | None,
-    hidden_TD: Tensor,
-    num_vocab: int,
-    fp32_logits: bool,
-    batch_invariant: bool,
-) -> int:
-    """Rows of logits that fit the budget; without one, what a GPU or a CPU works well with. Never a
-    matter of T.
-    """
-    if batch_invariant and hidden_TD.dtype == torch.float64:
-        raise ValueError(
-            "batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"
-        )
-    size = hidden_TD.element_size()
-    row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
-    num_rows = 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
-    if memory_budget is not None:
-        num_rows = memory_budget // row_bytes
-    if not batch_invariant:
-        if num_rows < 1:
-            raise ValueError(
-                f"memory_budget={memory_budget} bytes must hold at least one row of logits, which "
-                f"takes {row_bytes}"
-            )
-        return num_rows
-    if num_rows < INVARIANT_STEP:
-        wanted = (
-            f"{INVARIANT_STEP} rows of logits for batch_invariant, which take "
-            f"{INVARIANT_STEP * row_bytes}"
-        )
-        raise ValueError(f"memory_budget={memory_budget} bytes must hold at least {wanted}")
-    return min(num_rows, 4096 if hidden_TD.is_cuda else 256) // INVARIANT_STEP * INVARIANT_STEP
-
-
 def check_token_inputs(
-    spec: LossSpec | TokenLossFn,
-    rows: Rows,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_logprob_T: Tensor | None,
-    ref_logprob_T: Tensor | None,
-    sampler_logprob_T: Tensor | None,
-    cu_seqlens_S1: Tensor | None,
-) -> Tokens:
-    """Everything but the log-probs, which are not known yet; none of it carries a gradient."""
-    num_rows, device = rows.logits_TV.shape[0], rows.logits_TV.device
-    needed = {"advantage_T": advantage_T, "weight_T": weight_T}
-    optional = {
-        "old_logprob_T": old_logprob_T,
-        "ref_logprob_T": ref_logprob_T,
-        "sampler_logprob_T": sampler_logprob_T,
-    }
-    for name, tensor in {**needed, **optional}.items():
-        if tensor is not None:
-            check_tokens(name, tensor, num_rows, torch.float32, device)
-    if cu_seqlens_S1 is not None:
-        check_sequences(cu_seqlens_S1, num_rows, device)
-    advantage_T, weight_T = (x.detach().contiguous() for x in needed.values())
-    old_T, ref_T, sampler_T = (
-        None if x is None else x.detach().contiguous() for x in optional.values()
-    )
-    tokens = Tokens(
-        weight_T, weight_T, advantage_T, weight_T, old_T, ref_T, sampler_T, cu_seqlens_S1
-    )
+    spec: LossSpec | TokenLossFn, inputs: TokenInputs, targets: Targets
+) -> TokenInputs:
+    """Return the inputs, contiguous and without gradients."""
+    num_tokens, device = len(targets), targets.ids_T.device
+    tensors = {name: x for name, x in inputs.per_token().items() if x is not None}
+    for name, tensor in tensors.items():
+        check_tokens(name, tensor, num_tokens, torch.float32, device)
+    if inputs.cu_seqlens_S1 is not None:
+        check_sequences(inputs.cu_seqlens_S1, num_tokens, device)
     if isinstance(spec, LossSpec):
-        check_inputs(spec, tokens)
-    return tokens
+        check_inputs(spec, inputs)
+    return replace(inputs, **{name: x.detach().contiguous() for name, x in tensors.items()})
 
 
-def _temperature(temperature: float | Tensor, logits_TV: Tensor) -> Tensor:
+def _temperature(temperature: float | Tensor, num_rows: int, device: torch.device) -> Tensor:
     """fp32 [T], of stride 0 when it is one number."""
-    num_rows = logits_TV.shape[0]
     if isinstance(temperature, Tensor):
-        check_tokens("temperature", temperature, num_rows, torch.float32, logits_TV.device)
-        if checks_values(logits_TV.device) and not bool((temperature > 0).all()):
+        check_tokens("temperature", temperature, num_rows, torch.float32, device)
+        if checks_values(device) and not bool((temperature > 0).all()):
             raise ValueError(
                 f"temperature must be above 0 in every row, got {float(temperature.min())}"
             )
         return temperature.detach()
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    return torch.full((1,), temperature, dtype=torch.float32, device=logits_TV.device).expand(
-        num_rows
-    )
+    return torch.full((1,), temperature, dtype=torch.float32, device=device).expand(num_rows)
 
 
-def _check_kept(sampling_mask: SamplingMask, num_rows: int, device: torch.device) -> None:
-    for name, tensor in (
-        ("sampling_mask.token_ids_K", sampling_mask.token_ids_K),
-        ("sampling_mask.offsets_T1", sampling_mask.offsets_T1),
-    ):
+def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
+    tensors = {"token_ids_K": mask.token_ids_K, "offsets_T1": mask.offsets_T1}
+    for name, tensor in tensors.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int64 [n], got {tensor.dtype} {tuple(tensor.shape)}".replace(
-                    "torch.", ""
-                )
-            )
+            given = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {given}")
         if tensor.device != device:
             raise ValueError(
-                f"{name} must be on {device}, where the logits are, got {tensor.device}"
+                f"sampling_mask.{name} must be on {device}, where the logits are, got "
+                f"{tensor.device}"
             )
-    if len(sampling_mask.offsets_T1) != num_rows + 1:
+    if len(mask.offsets_T1) != num_rows + 1:
         raise ValueError(
-            f"sampling_mask.offsets_T1 must have T + 1 = {num_rows + 1} entries, got {len(sampling_mask.offsets_T1)}"
+            f"sampling_mask.offsets_T1 must have T + 1 = {num_rows + 1} entries, got "
+            f"{len(mask.offsets_T1)}"
         )
 
 
-def _check_values(rows: Rows, num_vocab: int) -> None:
-    if len(rows.target_ids_T) and int(rows.target_ids_T.max()) >= num_vocab:
+def _check_values(targets: Targets, num_vocab: int) -> None:
+    if len(targets) and int(targets.ids_T.max()) >= num_vocab:
         raise ValueError(
             f"target_ids_T must be below V={num_vocab} (negative: ignored), got "
-            f"{int(rows.target_ids_T.max())}"
+            f"{int(targets.ids_T.max())}"
         )
-    if rows.sampling_mask is None:
+    if targets.mask is None:
         return
-    ids_K, offsets = rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1.tolist()
+    ids_K = targets.mask.token_ids_K
+    offsets = targets.mask.offsets_T1.tolist()
     if offsets[0] != 0 or offsets[-1] != len(ids_K) or offsets != sorted(offsets):
         raise ValueError(
-            f"sampling_mask.offsets_T1 must ascend from 0 to the {len(ids_K)} kept ids, got "
+            f"sampling_mask.offsets_T1 must ascend from 0 to the {len(ids_K)} ids, got "
             f"{_short(offsets)}"
         )
     if len(ids_K) and not (int(ids_K.min()) >= 0 and int(ids_K.max()) < num_vocab):
@@ -279,16 +199,11 @@ def _check_values(rows: Rows, num_vocab: int) -> None:
             f"sampling_mask.token_ids_K must be in [0, V={num_vocab}), got {int(ids_K.min())} to "
             f"{int(ids_K.max())}"
         )
-    row_K = torch.repeat_interleave(
-        torch.arange(len(offsets) - 1, device=ids_K.device), rows.sampling_mask.offsets_T1.diff()
-    )
-    if len(torch.unique(row_K * num_vocab + ids_K)) != len(ids_K):
+    if len(torch.unique(targets.mask.row_of_ids() * num_vocab + ids_K)) != len(ids_K):
         raise ValueError("sampling_mask.token_ids_K must not name an id twice in a row")
 
 
 def _short(numbers: list[int]) -> str:
-    return (
-        str(numbers)
-        if len(numbers) <= 8
-        else f"[{', '.join(map(str, numbers[:4]))}, …, {numbers[-1]}]"
-    )
+    if len(numbers) <= 8:
+        return str(numbers)
+    return f"[{', '.join(map(str, numbers[:4]))}, …, {numbers[-1]}]"

@@ -37,6 +37,100 @@ class BranchingScore:
     """bool: generated, and both z-scores are above 0."""
 
 
+def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
+    """Reference: doubling. After k rounds every position holds the sum over its next 2^k ones, in
+    fp64; O(T log T).
+    """
+    sum_T = (x_T if mask_T is None else torch.where(mask_T, x_T, 0.0)).double()
+    num_tokens, reach = len(x_T), 1
+    end_T = (
+        cu_seqlens_S1[1:][sequence_ids(cu_seqlens_S1, num_tokens)] if num_tokens else cu_seqlens_S1
+    )
+    position_T = torch.arange(num_tokens, device=x_T.device)
+    longest = int(cu_seqlens_S1.diff().max()) if len(cu_seqlens_S1) > 1 else 0
+    while reach < longest:
+        later_T = position_T + reach
+        more_T = sum_T[later_T.clamp(max=num_tokens - 1)] * gamma**reach
+        sum_T = sum_T + torch.where(later_T < end_T, more_T, 0.0)
+        reach *= 2
+    return sum_T.float()
+
+
+def _score_torch(
+    log_ratio_T: Tensor,
+    entropy_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    gamma: float,
+    clip: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of `branching_triton.score`."""
+    sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
+    future_T = (
+        _scan_torch(log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
+    )
+    omega_T = future_T.clamp(1 - clip, 1 + clip)
+    z_entropy_T, _ = _z_score(entropy_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
+    z_omega_T, std_S = _z_score(omega_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
+    z_omega_T = torch.where(std_S[sequence_T] < _FLAT, 1.0, z_omega_T)
+    is_candidate_T = mask_T & (z_entropy_T > 0) & (z_omega_T > 0)
+    return torch.where(mask_T, z_entropy_T * z_omega_T, 0.0), omega_T, is_candidate_T
+
+
+def _z_score(
+    x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """(z-scores over the generated tokens of each sequence, fp32 [T]; population standard
+    deviations, fp64 [S]).
+    """
+    zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
+    num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
+    mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
+    deviation_T = torch.where(mask_T, x_T.double() - mean_S[sequence_T], 0.0)
+    std_S = (zeros_S.index_add(0, sequence_T, deviation_T.square()) / num_S).sqrt()
+    return (deviation_T / (std_S[sequence_T] + _EPSILON)).float(), std_S
+
+
+@torch.library.custom_op("flowkernels::discounted_reverse_scan", mutates_args=())
+def _scan_op(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None, gamma: float, impl: str) -> Tensor:
+    if impl == "torch":
+        return _scan_torch(x, cu_seqlens, mask, gamma)
+    from flowkernels import branching_triton
+
+    return branching_triton.scan(x, cu_seqlens, gamma, mask)
+
+
+@_scan_op.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("flowkernels::branching_score", mutates_args=())
+def _score_op(
+    log_ratio: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    clip: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if impl == "torch":
+        return _score_torch(log_ratio, entropy, mask, cu_seqlens, gamma, clip)
+    from flowkernels import branching_triton
+
+    return branching_triton.score(
+        log_ratio, entropy, mask, cu_seqlens, gamma, clip, _LOG_LIMIT, _FLAT
+    )
+
+
+@_score_op.register_fake
+def _(
+    log_ratio: Tensor, entropy: Tensor, mask: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(entropy), torch.empty_like(entropy), torch.empty_like(mask)
+
+
 def discounted_reverse_scan(
     x_T: Tensor,
     cu_seqlens_S1: Tensor,
@@ -179,97 +273,3 @@ def _check(
     check_sequences(cu_seqlens_S1, len(x_T), x_T.device)
     if mask_T is not None:
         check_tokens("mask_T", mask_T, len(x_T), torch.bool, x_T.device)
-
-
-def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
-    """Reference: doubling. After k rounds every position holds the sum over its next 2^k ones, in
-    fp64; O(T log T).
-    """
-    sum_T = (x_T if mask_T is None else torch.where(mask_T, x_T, 0.0)).double()
-    num_tokens, reach = len(x_T), 1
-    end_T = (
-        cu_seqlens_S1[1:][sequence_ids(cu_seqlens_S1, num_tokens)] if num_tokens else cu_seqlens_S1
-    )
-    position_T = torch.arange(num_tokens, device=x_T.device)
-    longest = int(cu_seqlens_S1.diff().max()) if len(cu_seqlens_S1) > 1 else 0
-    while reach < longest:
-        later_T = position_T + reach
-        more_T = sum_T[later_T.clamp(max=num_tokens - 1)] * gamma**reach
-        sum_T = sum_T + torch.where(later_T < end_T, more_T, 0.0)
-        reach *= 2
-    return sum_T.float()
-
-
-def _score_torch(
-    log_ratio_T: Tensor,
-    entropy_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens_S1: Tensor,
-    gamma: float,
-    clip: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of `branching_triton.score`."""
-    sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
-    future_T = (
-        _scan_torch(log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
-    )
-    omega_T = future_T.clamp(1 - clip, 1 + clip)
-    z_entropy_T, _ = _z_score(entropy_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
-    z_omega_T, std_S = _z_score(omega_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
-    z_omega_T = torch.where(std_S[sequence_T] < _FLAT, 1.0, z_omega_T)
-    is_candidate_T = mask_T & (z_entropy_T > 0) & (z_omega_T > 0)
-    return torch.where(mask_T, z_entropy_T * z_omega_T, 0.0), omega_T, is_candidate_T
-
-
-def _z_score(
-    x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
-) -> tuple[Tensor, Tensor]:
-    """(z-scores over the generated tokens of each sequence, fp32 [T]; population standard
-    deviations, fp64 [S]).
-    """
-    zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
-    num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
-    mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
-    deviation_T = torch.where(mask_T, x_T.double() - mean_S[sequence_T], 0.0)
-    std_S = (zeros_S.index_add(0, sequence_T, deviation_T.square()) / num_S).sqrt()
-    return (deviation_T / (std_S[sequence_T] + _EPSILON)).float(), std_S
-
-
-@torch.library.custom_op("flowkernels::discounted_reverse_scan", mutates_args=())
-def _scan_op(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None, gamma: float, impl: str) -> Tensor:
-    if impl == "torch":
-        return _scan_torch(x, cu_seqlens, mask, gamma)
-    from flowkernels import branching_triton
-
-    return branching_triton.scan(x, cu_seqlens, gamma, mask)
-
-
-@_scan_op.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("flowkernels::branching_score", mutates_args=())
-def _score_op(
-    log_ratio: Tensor,
-    entropy: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    gamma: float,
-    clip: float,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if impl == "torch":
-        return _score_torch(log_ratio, entropy, mask, cu_seqlens, gamma, clip)
-    from flowkernels import branching_triton
-
-    return branching_triton.score(
-        log_ratio, entropy, mask, cu_seqlens, gamma, clip, _LOG_LIMIT, _FLAT
-    )
-
-
-@_score_op.register_fake
-def _(
-    log_ratio: Tensor, entropy: Tensor, mask: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(entropy), torch.empty_like(entropy), torch.empty_like(mask)

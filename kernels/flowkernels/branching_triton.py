@@ -13,15 +13,15 @@ LAUNCH = {"BLOCK": 512, "num_warps": 4}
 
 
 @triton.jit
-def _combine(x_right, decay_right, x_left, decay_left):
-    """Of the recurrence S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to
+def _combine(x_right, decay_right, x_left, decay_left) -> tuple[tl.tensor, tl.tensor]:
+    """Combine parts of S_i = x_i + gamma S_{i+1}, read from the right: the later operand lies to
     the left.
     """
     return x_left + decay_left * x_right, decay_left * decay_right
 
 
 @triton.jit
-def _scan_block(x, gamma, carry):
+def _scan_block(x, gamma, carry) -> tl.tensor:
     """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they
     leave the carry as it is but for its decay, which is why the first block read must have carry 0.
     """
@@ -31,13 +31,15 @@ def _scan_block(x, gamma, carry):
 
 
 @triton.jit
-def _first(x, offsets):
+def _first(x, offsets) -> tl.tensor:
     return tl.sum(tl.where(offsets == 0, x, 0.0), axis=0)
 
 
 @triton.jit
-def _std(squares, off, total):
-    """Of the population, from squared deviations from a mean that is off by `off`."""
+def _std(squares, off, total) -> tl.tensor:
+    """Standard deviation of the population, from squared deviations from a mean that is off by
+    `off`.
+    """
     return tl.sqrt(
         tl.maximum(
             tl.sum(squares, axis=0) / total - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL
@@ -46,9 +48,7 @@ def _std(squares, off, total):
 
 
 @triton.jit
-def scan_kernel(
-    x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
-):
+def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr) -> None:
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -59,7 +59,7 @@ def scan_kernel(
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
         is_in = start + offsets < end
-        if HAS_MASK:
+        if mask_ptr is not None:
             is_in = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
         x = tl.load(x_ptr + start + offsets, mask=is_in, other=0.0)
         scanned = _scan_block(x, gamma, carry)
@@ -71,7 +71,7 @@ def scan_kernel(
 def score_kernel(
     log_ratio_ptr, entropy_ptr, mask_ptr, omega_ptr, score_ptr, is_candidate_ptr, cu_seqlens_ptr,
     gamma, clip, limit, flat, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -79,11 +79,8 @@ def score_kernel(
     offsets = tl.arange(0, BLOCK)
     num_blocks = (end - begin + BLOCK - 1) // BLOCK
     carry = 0.0
-    num, omegas, entropies = (
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-    )
+    zeros = tl.zeros([BLOCK], tl.float32)
+    num, omegas, entropies = zeros, zeros, zeros
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
         is_in = start + offsets < end
@@ -104,8 +101,7 @@ def score_kernel(
     entropy_mean = tl.sum(entropies, axis=0) / total
     # Squares of deviations in a pass of their own: E[x^2] - E[x]^2 has no digits left where Omega
     # is nearly flat.
-    omega_squares, entropy_squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    omegas, entropies = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    omegas, entropies, omega_squares, entropy_squares = zeros, zeros, zeros, zeros
     for block in range(num_blocks):
         start = begin + block * BLOCK
         is_in = start + offsets < end
@@ -148,9 +144,7 @@ def scan(x_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None
     """Launcher, see `branching.discounted_reverse_scan`."""
     out_T = torch.zeros_like(x_T)
     if len(cu_seqlens_S1) > 1:
-        scan_kernel[(len(cu_seqlens_S1) - 1,)](
-            x_T, mask_T, out_T, cu_seqlens_S1, gamma, HAS_MASK=mask_T is not None, **LAUNCH
-        )
+        scan_kernel[(len(cu_seqlens_S1) - 1,)](x_T, mask_T, out_T, cu_seqlens_S1, gamma, **LAUNCH)
     return out_T
 
 
@@ -165,14 +159,22 @@ def score(
     flat: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launcher, see `branching.branching_score`."""
-    score_T, omega_T, is_candidate_T = (
-        torch.zeros_like(entropy_T),
-        torch.ones_like(entropy_T),
-        torch.zeros_like(mask_T),
-    )
+    score_T = torch.zeros_like(entropy_T)
+    omega_T = torch.ones_like(entropy_T)
+    is_candidate_T = torch.zeros_like(mask_T)
     if len(cu_seqlens_S1) > 1:
         score_kernel[(len(cu_seqlens_S1) - 1,)](
-            log_ratio_T, entropy_T, mask_T, omega_T, score_T, is_candidate_T, cu_seqlens_S1, gamma, clip, limit, flat,
+            log_ratio_ptr=log_ratio_T,
+            entropy_ptr=entropy_T,
+            mask_ptr=mask_T,
+            omega_ptr=omega_T,
+            score_ptr=score_T,
+            is_candidate_ptr=is_candidate_T,
+            cu_seqlens_ptr=cu_seqlens_S1,
+            gamma=gamma,
+            clip=clip,
+            limit=limit,
+            flat=flat,
             **LAUNCH,
-        )  # fmt: skip
+        )
     return score_T, omega_T, is_candidate_T

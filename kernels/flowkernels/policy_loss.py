@@ -1,10 +1,10 @@
-"""Log-probabilities and policy losses from logits: the public functions.
+"""Policy losses from logits.
 
-The maths is in `rows.py` (logits) and `token_loss.py` (tokens). A `LossSpec` without a sequence
-term runs as one kernel that reads a row, takes its loss and writes its gradient: 4 B per element of
-bf16 when the second read comes from cache. GSPO and a loss of one's own see all tokens before any
-gradient is known, so there the logits are read again: 6 B. T: target tokens, V: vocabulary, S:
-sequences.
+The maths is in `logprobs.py` (rows of logits) and `token_loss.py` (tokens). A `LossSpec` without a
+sequence term runs as one kernel that reads a row, takes its loss and writes its gradient: 4 B per
+element of bf16 when the second read comes from cache. GSPO and a loss of one's own see all tokens
+before any gradient is known, so there the logits are read again: 6 B. T: target tokens, V:
+vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import check_rows, check_token_inputs, resolve_impl
-from flowkernels.row_loss import (
-    columns,
-    policy_loss_inplace_op,
-    policy_loss_op,
-    scale_op,
-    weighted_slopes,
+from flowkernels.arguments import check_logits, check_targets, check_token_inputs, resolve_impl
+from flowkernels.logprobs import (
+    Score,
+    Slopes,
+    backward_torch,
+    forward_torch,
+    row_chunks,
+    scores,
+    write_gradient,
 )
-from flowkernels.rows import Rows, SamplingMask, scores, write_gradient
-from flowkernels.token_loss import LossSpec, TokenLossFn, Tokens, correct_for_sampler, token_loss
-
-
-@dataclass(frozen=True, slots=True)
-class LogProbs:
-    """fp32 [T] each; 0 in rows whose target is negative."""
-
-    logprob_T: Tensor
-    entropy_T: Tensor
-    """Exact, over the full vocabulary, in nats."""
-    lse_T: Tensor
-    """Log-sum-exp of the row at the temperature. Never carries a gradient."""
+from flowkernels.statistics import Column, to_columns
+from flowkernels.targets import SamplingMask, Targets, unflatten
+from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, decode, token_loss
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """What `policy_loss` returns. Only `loss` carries a gradient."""
+    """The result of `policy_loss`. Only `loss` carries a gradient."""
 
     loss: Tensor
     """0-d fp32: sum_T weight * token loss."""
@@ -56,198 +48,202 @@ class PolicyLoss:
     `statistics.BIN_WIDTH`. `*_sum` add up over micro-batches and ranks, `*_max` and `*_min` reduce
     so; where no token counts these are -inf and inf."""
 
-
-def logprobs(
-    logits_TV: Tensor,
-    target_ids_T: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    sampling_mask: SamplingMask | None = None,
-    differentiable: bool = False,
-    impl: str = "auto",
-) -> LogProbs:
-    """Log-probability of each target, the entropy and the log-sum-exp of its row, in one read of
-    the logits.
-
-    Args:
-        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32. fp64 is
-            accepted, in torch, and stays fp64.
-        target_ids_T: [T] int64 in [0, V); a negative id marks a row that is not read.
-        temperature: divides the logits; > 0, a number or fp32 [T].
-        softcap: logits become softcap * tanh(logits / softcap) first.
-        sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those of the
-            full vocabulary.
-        differentiable: let gradients of `logprob_T` and `entropy_T` reach the logits (a second
-            read, in the backward pass).
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value. Values of tensors are
-            checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
-            logits give NaN.
-    """
-    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, sampling_mask)
-    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        score_3T, _ = scores(rows, resolve_impl(impl, logits_TV.device, logits_TV.dtype))
-    logprob_T, entropy_T, lse_T = score_3T.unbind()
-    return LogProbs(logprob_T, entropy_T, lse_T.detach())
-
-
-def policy_loss(
-    logits_TV: Tensor,
-    target_ids_T: Tensor,
-    *,
-    spec: LossSpec | TokenLossFn,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_logprob_T: Tensor | None = None,
-    ref_logprob_T: Tensor | None = None,
-    sampler_logprob_T: Tensor | None = None,
-    cu_seqlens_S1: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    sampling_mask: SamplingMask | None = None,
-    inplace: bool = False,
-    impl: str = "auto",
-) -> PolicyLoss:
-    """sum_T weight * token_loss(spec), with the gradient formed in the forward pass.
-
-    Args:
-        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype;
-            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64.
-        target_ids_T: [T] int64 in [0, V); a negative id marks a row to leave out.
-        spec: the token loss, or a function of all tokens (see `TokenLossFn`).
-        advantage_T: [T] fp32.
-        weight_T: [T] fp32; it holds the whole averaging rule. Rows of weight 0 are not read, get a
-            zero gradient and count in no statistic.
-        old_logprob_T: [T] fp32, of the policy that the ratio is taken against; needed by every
-            policy but "nll".
-        ref_logprob_T: [T] fp32, of the reference policy; needed when spec.kl_coef > 0.
-        sampler_logprob_T: [T] fp32, as the sampler reported them; needed by spec.tis and spec.mis.
-        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo".
-        temperature: the one that sampled the tokens; > 0, a number or fp32 [T].
-        softcap: logits become softcap * tanh(logits / softcap) first.
-        sampling_mask: the ids that top-k / top-p left the sampler; log-probs are taken over them and their
-            gradient stays on them.
-        inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
-            torch.compile, which plans memory itself.
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value. Values of tensors are
-            checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
-            logits give a NaN loss.
-        RuntimeError: a second backward pass through a loss whose gradient was formed in the forward
-            pass: it is handed over, not kept.
-
-    Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq.
-    8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero loss.
-    """
-    rows = check_rows(logits_TV, target_ids_T, temperature, softcap, sampling_mask)
-    impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
-    tokens = check_token_inputs(
-        spec,
-        rows,
-        advantage_T,
-        weight_T,
-        old_logprob_T,
-        ref_logprob_T,
-        sampler_logprob_T,
-        cu_seqlens_S1,
-    )
-    if isinstance(spec, LossSpec):
-        advantage_T, weight_T = correct_for_sampler(
-            spec,
-            tokens.advantage_T,
-            tokens.weight_T,
-            tokens.old_logprob_T,
-            tokens.sampler_logprob_T,
+    @classmethod
+    def of(cls, loss: Tensor, column_7T: Tensor, stats: Tensor) -> PolicyLoss:
+        column_7T = column_7T.detach()
+        return cls(
+            loss=loss,
+            logprob_T=column_7T[Column.LOGPROB],
+            entropy_T=column_7T[Column.ENTROPY],
+            stats=statistics.by_name(stats.detach()),
         )
-        tokens = replace(tokens, advantage_T=advantage_T, weight_T=weight_T)
-    inplace = inplace and not torch.compiler.is_compiling()
-    if isinstance(spec, LossSpec) and spec.loss_type != "gspo":
-        loss, column_7T, stats = _fused(rows, spec, tokens, impl, inplace)
-    else:
-        loss, column_7T, stats = _two_passes(rows, spec, tokens, impl, inplace)
-    return PolicyLoss(
-        loss, column_7T[1].detach(), column_7T[2].detach(), statistics.by_name(stats.detach())
+
+
+def _loss_torch(
+    logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
+) -> Tensor:
+    """The reference of `policy_loss_triton.loss`."""
+    weight_T = inputs.weight_T
+    column_7T = torch.zeros(Column.NUM, len(weight_T), device=weight_T.device)
+    counts_T = (weight_T != 0) & (targets.ids_T >= 0)
+    for chunk in row_chunks(logits_TV):
+        logits_CV = logits_TV[chunk]
+        forward = forward_torch(logits_CV, targets[chunk])
+        tokens = inputs[chunk].scored(forward.logprob_C, forward.entropy_C)
+        token, counts_C = token_loss(spec, tokens), counts_T[chunk]
+        column_7T[:, chunk] = torch.where(counts_C, to_columns(token, tokens), 0.0)
+        if out_TV is None:
+            continue
+        slope_C = tokens.weight_T / targets.temperature_T[chunk]
+        a_C = torch.where(counts_C, -slope_C * token.dlogprob_T, 0.0)
+        c_C = None
+        if token.dentropy_T is not None:
+            c_C = torch.where(counts_C, -slope_C * token.dentropy_T, 0.0)
+        backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk])
+    return column_7T
+
+
+def run_loss(
+    logits_TV: Tensor,
+    targets: Targets,
+    spec: LossSpec,
+    inputs: TokenInputs,
+    out_TV: Tensor | None,
+    *,
+    impl: str,
+) -> Tensor:
+    """Return `column_7T`, and write the gradient by the logits into `out_TV` unless that is None;
+    it may be the logits.
+    """
+    if impl == "torch":
+        return _loss_torch(logits_TV, targets, spec, inputs, out_TV)
+    from flowkernels import policy_loss_triton
+
+    return policy_loss_triton.loss(logits_TV, targets, spec, inputs, out_TV)
+
+
+def scored_loss(
+    spec: LossSpec | TokenLossFn, inputs: TokenInputs, score_3T: Tensor, target_ids_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Slopes]:
+    """(loss, columns, statistics, slopes) of tokens that have been scored; in torch, so that
+    torch.compile can trace it.
+    """
+    weight_T = torch.where(target_ids_T >= 0, inputs.weight_T, 0.0)
+    logprob_T, entropy_T, _ = score_3T.detach().unbind()
+    tokens = replace(inputs, weight_T=weight_T).scored(logprob_T, entropy_T)
+    token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
+    column_7T = to_columns(token, tokens)
+    loss, stats = statistics.reduce_torch(column_7T, weight_T, target_ids_T)
+    return loss, column_7T, stats, token.weighted_slopes(weight_T)
+
+
+def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
+    """Add a zero that has the gradient: x - x.detach() is 0 with slope 1."""
+    dlogprob_T, dentropy_T = slopes
+    if dentropy_T is None:
+        dentropy_T = torch.zeros_like(dlogprob_T)
+    slope_2T = torch.stack([dlogprob_T, dentropy_T])
+    score_2T = score_3T[: Score.LSE]
+    moved_2T = torch.where(slope_2T != 0, score_2T - score_2T.detach(), 0.0)
+    return loss + (slope_2T * moved_2T).sum()
+
+
+@torch.library.custom_op("flowkernels::policy_loss", mutates_args=())
+def _policy_loss_op(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float | None,
+    mask_ids: Tensor | None,
+    mask_offsets: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    old: Tensor | None,
+    ref: Tensor | None,
+    spec: str,
+    needs_gradient: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, gradient or an empty tensor, columns, statistics)."""
+    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
+    inputs = TokenInputs(
+        advantage_T=advantage, weight_T=weight, old_logprob_T=old, ref_logprob_T=ref
+    )
+    dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
+    out_TV = dlogits_TV if needs_gradient else None
+    column_7T = run_loss(logits, parts, decode(spec), inputs, out_TV, impl=impl)
+    loss, stats = statistics.reduce(column_7T, weight, targets, impl)
+    return loss, dlogits_TV, column_7T, stats
+
+
+@_policy_loss_op.register_fake
+def _(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs_gradient = arguments[-2]
+    loss, column_7T, stats = fake_results(logits, targets.shape[0])
+    dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
+    return loss, dlogits_TV, column_7T, stats
+
+
+def fake_results(example: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty (loss, columns, statistics) for the fake kernels of operators."""
+    return (
+        example.new_empty((), dtype=torch.float32),
+        example.new_empty((Column.NUM, num_tokens), dtype=torch.float32),
+        example.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32),
     )
 
 
-def _fused(
-    rows: Rows, spec: LossSpec, tokens: Tokens, impl: str, inplace: bool
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    # Or autograd fills a zero gradient of [T, V] for the gradient itself.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
+
+
+def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (dlogits_TV,) = ctx.saved_tensors
+    return (scaled(dlogits_TV, dloss), *[None] * 12)
+
+
+_policy_loss_op.register_autograd(_policy_loss_backward, setup_context=_save_gradient)
+
+
+@torch.library.custom_op("flowkernels::policy_loss_", mutates_args=("logits",))
+def _policy_loss_inplace_op(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float | None,
+    mask_ids: Tensor | None,
+    mask_offsets: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    old: Tensor | None,
+    ref: Tensor | None,
+    spec: str,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, columns, statistics) by one kernel."""
-    kept_ids, kept_offsets = (
-        (None, None)
-        if rows.sampling_mask is None
-        else (rows.sampling_mask.token_ids_K, rows.sampling_mask.offsets_T1)
+    """(loss, columns, statistics); the gradient is written over the logits."""
+    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
+    inputs = TokenInputs(
+        advantage_T=advantage, weight_T=weight, old_logprob_T=old, ref_logprob_T=ref
     )
-    needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
-    of_tokens = (
-        rows.target_ids_T,
-        tokens.advantage_T,
-        tokens.weight_T,
-        tokens.old_logprob_T,
-        tokens.ref_logprob_T,
-    )
-    of_rows = (rows.temperature_T, rows.softcap, kept_ids, kept_offsets)
-    if inplace and needs_gradient:
-        with torch.no_grad():
-            loss, column_7T, stats = policy_loss_inplace_op(
-                rows.logits_TV, *of_tokens, *of_rows, spec.encoded, impl
-            )
-        return _Attach.apply(rows.logits_TV, loss), column_7T, stats
-    loss, _, column_7T, stats = policy_loss_op(
-        rows.logits_TV, *of_tokens, *of_rows, spec.encoded, needs_gradient, impl
-    )
+    column_7T = run_loss(logits, parts, decode(spec), inputs, logits, impl=impl)
+    loss, stats = statistics.reduce(column_7T, weight, targets, impl)
     return loss, column_7T, stats
 
 
-def _two_passes(
-    rows: Rows, spec: LossSpec | TokenLossFn, tokens: Tokens, impl: str, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, columns, statistics): scores of all tokens, their loss in torch, then the gradient by
-    a second read of the logits.
+@_policy_loss_inplace_op.register_fake
+def _(logits: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_results(logits, targets.shape[0])
+
+
+@torch.library.custom_op("flowkernels::scale_", mutates_args=("gradient",))
+def scale_op(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
+    if gradient.is_cuda and gradient.is_contiguous():
+        from flowkernels import policy_loss_triton
+
+        policy_loss_triton.scale_(gradient, factor)
+    elif gradient.is_cuda or float(factor) != 1.0:
+        for part in gradient.split(64):  # in fp32, and without a copy of all of it
+            part.copy_(part.to(torch.promote_types(part.dtype, factor.dtype)) * factor)
+
+
+@scale_op.register_fake
+def _(gradient: Tensor, factor: Tensor) -> None:
+    return None
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must
+    stay.
     """
-    rows = replace(rows, target_ids_T=torch.where(tokens.weight_T != 0, rows.target_ids_T, -1))
-    needs_gradient = rows.logits_TV.requires_grad and torch.is_grad_enabled()
-    with torch.set_grad_enabled(needs_gradient and not inplace):
-        score_3T, state_4T = scores(rows, impl)
-    loss, column_7T, stats, slopes = evaluate(spec, tokens, score_3T, rows.target_ids_T)
-    if not needs_gradient:
-        return loss, column_7T, stats
-    if inplace:
-        with torch.no_grad():
-            write_gradient(rows, score_3T, state_4T, *slopes, impl, rows.logits_TV)
-        return _Attach.apply(rows.logits_TV, loss), column_7T, stats
-    return add_slopes(loss, score_3T, slopes), column_7T, stats
-
-
-def evaluate(
-    spec: LossSpec | TokenLossFn, tokens: Tokens, score_3T: Tensor, target_ids_T: Tensor
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor | None]]:
-    """(loss, columns, statistics, weighted slopes) of tokens that have been scored."""
-    weight_T = torch.where(target_ids_T >= 0, tokens.weight_T, 0.0)
-    logprob_T, entropy_T, _ = score_3T.detach().unbind()
-    tokens = replace(tokens, logprob_T=logprob_T, entropy_T=entropy_T, weight_T=weight_T)
-    token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
-    column_7T = columns(token, tokens)
-    loss, stats = statistics.reduce_torch(
-        column_7T, weight_T, target_ids_T
-    )  # outside an operator: torch.compile traces it
-    return loss, column_7T, stats, weighted_slopes(token, weight_T)
-
-
-def add_slopes(loss: Tensor, score_3T: Tensor, slopes: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Adds a zero that has the gradient: x - x.detach() is 0 with slope 1."""
-    dlogprob_T, dentropy_T = slopes
-    slope_2T = torch.stack(
-        [dlogprob_T, torch.zeros_like(dlogprob_T) if dentropy_T is None else dentropy_T]
-    )
-    moved_2T = torch.where(slope_2T != 0, score_3T[:2] - score_3T[:2].detach(), 0.0)
-    return loss + (slope_2T * moved_2T).sum()
+    if type(gradient) is not Tensor:
+        wide = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
+        return (wide * factor).to(gradient.dtype)
+    scale_op(gradient, factor)
+    return gradient
 
 
 class _Attach(torch.autograd.Function):
@@ -268,3 +264,122 @@ class _Attach(torch.autograd.Function):
         dlogits_TV, ctx.dlogits_TV = ctx.dlogits_TV, None
         scale_op(dlogits_TV, dloss)
         return dlogits_TV, None
+
+
+def policy_loss(
+    logits_TV: Tensor,
+    target_ids_T: Tensor,
+    *,
+    spec: LossSpec | TokenLossFn,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    old_logprob_T: Tensor | None = None,
+    ref_logprob_T: Tensor | None = None,
+    sampler_logprob_T: Tensor | None = None,
+    cu_seqlens_S1: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    sampling_mask: SamplingMask | None = None,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> PolicyLoss:
+    """Return sum_T weight * token_loss(spec), with the gradient formed in the forward pass.
+
+    Args:
+        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype;
+            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64.
+        target_ids_T: [T] int64 in [0, V); a negative id marks a row to leave out.
+        spec: the token loss, or a function of all tokens (see `TokenLossFn`).
+        advantage_T: [T] fp32.
+        weight_T: [T] fp32; it holds the whole averaging rule. Rows of weight 0 are not read, get a
+            zero gradient and count in no statistic.
+        old_logprob_T: [T] fp32, of the policy that the ratio is taken against; needed by every
+            loss type but "nll".
+        ref_logprob_T: [T] fp32, of the reference policy; needed when spec.kl_coef > 0.
+        sampler_logprob_T: [T] fp32, as the sampler reported them; needed by spec.tis and spec.mis.
+        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo".
+        temperature: the one that sampled the tokens; > 0, a number or fp32 [T].
+        softcap: logits become softcap * tanh(logits / softcap) first.
+        sampling_mask: the ids that top-k / top-p left the sampler; log-probs are taken over them
+            and their gradient stays on them.
+        inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
+            torch.compile, which plans memory itself.
+        impl: "triton", "torch", or "auto" by the device.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value. Values of tensors are
+            checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
+            logits give a NaN loss.
+        RuntimeError: a second backward pass through a loss whose gradient was formed in the forward
+            pass: it is handed over, not kept.
+
+    Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq.
+    8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero
+    loss.
+    """
+    check_logits(logits_TV)
+    targets = check_targets(
+        logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
+    )
+    impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
+    inputs = TokenInputs(
+        advantage_T=advantage_T,
+        weight_T=weight_T,
+        old_logprob_T=old_logprob_T,
+        ref_logprob_T=ref_logprob_T,
+        sampler_logprob_T=sampler_logprob_T,
+        cu_seqlens_S1=cu_seqlens_S1,
+    )
+    inputs = check_token_inputs(spec, inputs, targets)
+    inplace = inplace and not torch.compiler.is_compiling()
+    if not isinstance(spec, LossSpec):
+        return _two_passes(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
+    inputs = inputs.corrected(spec)
+    if spec.loss_type == "gspo":
+        return _two_passes(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
+    return _fused(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
+
+
+def _fused(
+    logits_TV: Tensor,
+    targets: Targets,
+    spec: LossSpec,
+    inputs: TokenInputs,
+    *,
+    impl: str,
+    inplace: bool,
+) -> PolicyLoss:
+    """The loss by one kernel."""
+    needs_gradient = logits_TV.requires_grad and torch.is_grad_enabled()
+    of_tokens = (inputs.advantage_T, inputs.weight_T, inputs.old_logprob_T, inputs.ref_logprob_T)
+    flat = (logits_TV, *targets.flat(), *of_tokens, spec.encoded)
+    if inplace and needs_gradient:
+        with torch.no_grad():
+            loss, column_7T, stats = _policy_loss_inplace_op(*flat, impl)
+        return PolicyLoss.of(_Attach.apply(logits_TV, loss), column_7T, stats)
+    loss, _, column_7T, stats = _policy_loss_op(*flat, needs_gradient, impl)
+    return PolicyLoss.of(loss, column_7T, stats)
+
+
+def _two_passes(
+    logits_TV: Tensor,
+    targets: Targets,
+    spec: LossSpec | TokenLossFn,
+    inputs: TokenInputs,
+    *,
+    impl: str,
+    inplace: bool,
+) -> PolicyLoss:
+    """The scores of all tokens, their loss in torch, then the gradient from the logits again."""
+    targets = replace(targets, ids_T=torch.where(inputs.weight_T != 0, targets.ids_T, -1))
+    needs_gradient = logits_TV.requires_grad and torch.is_grad_enabled()
+    with torch.set_grad_enabled(needs_gradient and not inplace):
+        scored = scores(logits_TV, targets, impl)
+    loss, column_7T, stats, slopes = scored_loss(spec, inputs, scored[0], targets.ids_T)
+    if needs_gradient and inplace:
+        with torch.no_grad():
+            write_gradient(logits_TV, targets, scored, slopes, impl=impl, out_TV=logits_TV)
+        loss = _Attach.apply(logits_TV, loss)
+    elif needs_gradient:
+        loss = add_slopes(loss, scored[0], slopes)
+    return PolicyLoss.of(loss, column_7T, stats)

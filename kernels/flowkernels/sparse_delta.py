@@ -52,8 +52,125 @@ class WordDiff:
     """int64 [2], the bits of two unsigned sums: digest(new) - digest(old)."""
 
 
+def _num_blocks(num_words: int) -> int:
+    return (num_words + BLOCK_WORDS - 1) // BLOCK_WORDS
+
+
+def _indices(counts: Tensor, positions: Tensor) -> Tensor:
+    """int64 [C]: the word of each change, from the start of the piece."""
+    change_C = torch.arange(len(positions), device=counts.device)
+    block_C = torch.searchsorted(counts.cumsum(0), change_C, right=True)
+    return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
+
+
+def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
+    """(c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign, hence the masks."""
+    x = (global_index + 1) * _GOLDEN
+    r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
+    high = (r >> 32) & _LOW32
+    return ((r & _LOW32) ^ high) | 1, high | 1
+
+
+def _weighted(squares: Tensor, global_index: Tensor) -> Tensor:
+    c_a, c_b = _coefficients(global_index)
+    return torch.stack([(squares * c_a).sum(), (squares * c_b).sum()])
+
+
+def _squares(words: Tensor) -> Tensor:
+    return (words.long() & 0xFFFF).square()
+
+
+def _chunks(num: int) -> Iterator[slice]:
+    return (slice(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK))
+
+
+def _diff_torch(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reference of `sparse_delta_triton.diff`."""
+    index_C = (old != new).nonzero()[:, 0]
+    counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
+    old_C, new_C = old[index_C], new[index_C]
+    change = torch.zeros(2, dtype=torch.int64, device=old.device)
+    for part in _chunks(len(index_C)):
+        change += _weighted(_squares(new_C[part]) - _squares(old_C[part]), first + index_C[part])
+    return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
+
+
+def _scatter_torch(
+    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int
+) -> Tensor:
+    """Reference of `sparse_delta_triton.scatter`."""
+    index_C = _indices(counts, positions)
+    change = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for part in _chunks(len(index_C)):
+        old = words[index_C[part]]
+        new = old + diffs[part]
+        words[index_C[part]] = new
+        change += _weighted(_squares(new) - _squares(old), first + index_C[part])
+    return change
+
+
+def _digest_torch(words: Tensor, first: int) -> Tensor:
+    """Reference of `sparse_delta_triton.digest`."""
+    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for part in _chunks(len(words)):
+        index = torch.arange(first + part.start, first + part.stop, device=words.device)
+        digest += _weighted(_squares(words[part]), index)
+    return digest
+
+
+@torch.library.custom_op("flowkernels::diff_words", mutates_args=())
+def _diff_op(
+    old: Tensor, new: Tensor, first: int, impl: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if impl == "torch":
+        return _diff_torch(old, new, first)
+    from flowkernels import sparse_delta_triton
+
+    return sparse_delta_triton.diff(old, new, first)
+
+
+@_diff_op.register_fake
+def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_changes = torch.library.get_ctx().new_dynamic_size()
+    counts = old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32)
+    digest = old.new_empty(2, dtype=torch.int64)
+    return counts, old.new_empty(num_changes), old.new_empty(num_changes), digest
+
+
+@torch.library.custom_op("flowkernels::scatter_words_", mutates_args=("words",))
+def _scatter_op(
+    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str
+) -> Tensor:
+    if impl == "torch":
+        return _scatter_torch(words, counts, positions, diffs, first)
+    from flowkernels import sparse_delta_triton
+
+    # Bounds that never point outside the changes, whatever the counts hold.
+    bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
+    return sparse_delta_triton.scatter(words, bounds_B1, positions, diffs, first, writes=True)
+
+
+@_scatter_op.register_fake
+def _(words: Tensor, *_: object) -> Tensor:
+    return words.new_empty(2, dtype=torch.int64)
+
+
+@torch.library.custom_op("flowkernels::digest_words", mutates_args=())
+def _digest_op(words: Tensor, first: int, impl: str) -> Tensor:
+    if impl == "torch":
+        return _digest_torch(words, first)
+    from flowkernels import sparse_delta_triton
+
+    return sparse_delta_triton.digest(words, first)
+
+
+@_digest_op.register_fake
+def _(words: Tensor, *_: object) -> Tensor:
+    return words.new_empty(2, dtype=torch.int64)
+
+
 def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") -> WordDiff:
-    """What turns `old` into `new`. The host waits once, for the number of changes.
+    """Find the changes that turn `old` into `new`. The host waits once, for the number of changes.
 
     Args:
         old: contiguous, any shape, of a dtype with an even number of bytes; viewed as 16-bit words.
@@ -67,11 +184,8 @@ def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") 
     impl = resolve_impl(impl, old.device)
     old_words, new_words = _as_words("old", old), _as_words("new", new)
     if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (
-            f"{x.dtype} of {x.numel()} elements on {x.device}".removeprefix("torch.")
-            for x in (old, new)
-        )
-        raise ValueError(f"new must be {wanted}, as old, got {given}")
+        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
+        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
     _check_first(first, len(old_words))
     return WordDiff(*_diff_op(old_words, new_words, first, impl))
 
@@ -147,16 +261,12 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    if (
-        words.dtype != torch.int16
-        or index.dtype != torch.int64
-        or (words.shape, words.device) != (index.shape, index.device)
-    ):
-        given = " and ".join(
-            f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index)
-        ).replace("torch.", "")
+    has_dtypes = words.dtype == torch.int16 and index.dtype == torch.int64
+    if not has_dtypes or (words.shape, words.device) != (index.shape, index.device):
+        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
         raise ValueError(
-            f"words must be int16 and index int64 of the same shape and device, got {given}"
+            "words must be int16 and index int64 of the same shape and device, got "
+            + given.replace("torch.", "")
         )
     flat, at = words.reshape(-1), index.reshape(-1)
     digest = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -168,11 +278,8 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
 def _as_words(name: str, tensor: Tensor) -> Tensor:
     """int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:
-        raise ValueError(
-            f"{name} must have a dtype of an even number of bytes, got {tensor.dtype}".replace(
-                "torch.", ""
-            )
-        )
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {given}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
@@ -190,17 +297,11 @@ def _check_first(first: int, num_words: int) -> None:
 def _check_delta(
     name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
 ) -> None:
-    if (
-        tensor.dtype != dtype
-        or tensor.shape != (num,)
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
+    found = (tensor.dtype, tensor.shape, tensor.device)
+    if found != (dtype, (num,), device) or not tensor.is_contiguous():
         layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-        wanted, given = (
-            f"{dtype} [{num}] on {device}",
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}",
-        )
+        wanted = f"{dtype} [{num}] on {device}"
+        given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
         raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
 
 
@@ -220,122 +321,3 @@ def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:
         raise ValueError(
             f"positions must be below the {num_words} words, got one for word {int(index_C[-1])}"
         )
-
-
-def _num_blocks(num_words: int) -> int:
-    return (num_words + BLOCK_WORDS - 1) // BLOCK_WORDS
-
-
-def _indices(counts: Tensor, positions: Tensor) -> Tensor:
-    """int64 [C]: the word of each change, from the start of the piece."""
-    change_C = torch.arange(len(positions), device=counts.device)
-    block_C = torch.searchsorted(counts.cumsum(0), change_C, right=True)
-    return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
-
-
-def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(c_a, c_b), int64, of int64 indices. A shift of int64 drags its sign along, hence the masks."""
-    x = (global_index + 1) * _GOLDEN
-    r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
-    high = (r >> 32) & _LOW32
-    return ((r & _LOW32) ^ high) | 1, high | 1
-
-
-def _weighted(squares: Tensor, global_index: Tensor) -> Tensor:
-    c_a, c_b = _coefficients(global_index)
-    return torch.stack([(squares * c_a).sum(), (squares * c_b).sum()])
-
-
-def _squares(words: Tensor) -> Tensor:
-    return (words.long() & 0xFFFF).square()
-
-
-def _chunks(num: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK))
-
-
-def _diff_torch(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of `sparse_delta_triton.diff`."""
-    index_C = (old != new).nonzero()[:, 0]
-    counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
-    old_C, new_C = old[index_C], new[index_C]
-    change = torch.zeros(2, dtype=torch.int64, device=old.device)
-    for part in _chunks(len(index_C)):
-        change += _weighted(_squares(new_C[part]) - _squares(old_C[part]), first + index_C[part])
-    return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
-
-
-def _scatter_torch(
-    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int
-) -> Tensor:
-    """Reference of `sparse_delta_triton.scatter`."""
-    index_C = _indices(counts, positions)
-    change = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(index_C)):
-        old = words[index_C[part]]
-        new = old + diffs[part]
-        words[index_C[part]] = new
-        change += _weighted(_squares(new) - _squares(old), first + index_C[part])
-    return change
-
-
-def _digest_torch(words: Tensor, first: int) -> Tensor:
-    """Reference of `sparse_delta_triton.digest`."""
-    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(words)):
-        index = torch.arange(first + part.start, first + part.stop, device=words.device)
-        digest += _weighted(_squares(words[part]), index)
-    return digest
-
-
-@torch.library.custom_op("flowkernels::diff_words", mutates_args=())
-def _diff_op(
-    old: Tensor, new: Tensor, first: int, impl: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if impl == "torch":
-        return _diff_torch(old, new, first)
-    from flowkernels import sparse_delta_triton
-
-    return sparse_delta_triton.diff(old, new, first)
-
-
-@_diff_op.register_fake
-def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_changes = torch.library.get_ctx().new_dynamic_size()
-    counts, digest = (
-        old.new_empty(_num_blocks(old.shape[0]), dtype=torch.int32),
-        old.new_empty(2, dtype=torch.int64),
-    )
-    return counts, old.new_empty(num_changes), old.new_empty(num_changes), digest
-
-
-@torch.library.custom_op("flowkernels::scatter_words_", mutates_args=("words",))
-def _scatter_op(
-    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str
-) -> Tensor:
-    if impl == "torch":
-        return _scatter_torch(words, counts, positions, diffs, first)
-    from flowkernels import sparse_delta_triton
-
-    # Bounds that never point outside the changes, whatever the counts hold.
-    bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
-    return sparse_delta_triton.scatter(words, bounds_B1, positions, diffs, first, writes=True)
-
-
-@_scatter_op.register_fake
-def _(words: Tensor, *_: object) -> Tensor:
-    return words.new_empty(2, dtype=torch.int64)
-
-
-@torch.library.custom_op("flowkernels::digest_words", mutates_args=())
-def _digest_op(words: Tensor, first: int, impl: str) -> Tensor:
-    if impl == "torch":
-        return _digest_torch(words, first)
-    from flowkernels import sparse_delta_triton
-
-    return sparse_delta_triton.digest(words, first)
-
-
-@_digest_op.register_fake
-def _(words: Tensor, *_: object) -> Tensor:
-    return words.new_empty(2, dtype=torch.int64)

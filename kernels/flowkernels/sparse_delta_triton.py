@@ -18,7 +18,7 @@ DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
 
 
 @triton.jit
-def _coefficients(index):
+def _coefficients(index) -> tuple[tl.tensor, tl.tensor]:
     """(c_a, c_b) of the digest as uint32, of global indices."""
     x = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     low, high = x.to(tl.uint32) ^ 0x85EBCA6B, (x >> 32).to(tl.uint32) ^ 0xC2B2AE35
@@ -28,25 +28,27 @@ def _coefficients(index):
 
 
 @triton.jit
-def _square(word):
+def _square(word) -> tl.tensor:
     """w^2 as uint64, of an unsigned word in int32; 32 bits hold it."""
     word = word.to(tl.uint32)
     return (word * word).to(tl.uint64)
 
 
 @triton.jit
-def _weigh(squares, coefficients):
+def _weigh(squares, coefficients) -> tl.tensor:
     return (squares * coefficients.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
-def _load_word(ptr, mask):
+def _load_word(ptr, mask) -> tl.tensor:
     """A word as unsigned number in int32."""
     return tl.load(ptr, mask=mask, other=0).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
-def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE: tl.constexpr):
+def count_kernel(
+    old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE: tl.constexpr
+) -> None:
     """Changed words of a tile."""
     tile = tl.program_id(0)
     index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -59,8 +61,9 @@ def count_kernel(old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE:
 
 @triton.jit
 def compact_kernel(
-    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr, num_words, TILE: tl.constexpr
-):  # fmt: skip
+    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr,
+    num_words, TILE: tl.constexpr,
+) -> None:  # fmt: skip
     """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is
     not read again.
     """
@@ -84,7 +87,7 @@ def compact_kernel(
 def scatter_kernel(
     words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, first, num_words,
     WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Add the diffs of a block and sum up the digest change; without WRITES only the latter.
     `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1.
     """
@@ -112,7 +115,7 @@ def scatter_kernel(
 @triton.jit(do_not_specialize=["first"])
 def digest_kernel(
     words_ptr, digest_ptr, first, num_words, TILE: tl.constexpr, NUM_TILES: tl.constexpr
-):
+) -> None:
     """The share of NUM_TILES tiles in the digest."""
     begin = tl.program_id(0).to(tl.int64) * (TILE * NUM_TILES)
     end = tl.minimum(begin + TILE * NUM_TILES, num_words)

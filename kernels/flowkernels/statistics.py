@@ -1,9 +1,28 @@
-"""What people log of a policy loss, reduced on the device: no value is read by the host."""
+"""The per-token results of a policy loss, and what people log of them, reduced on the device: no
+value is read by the host.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from flowkernels.token_loss import TokenLoss, Tokens
+
+
+class Column:
+    """Rows of `column_7T`, fp32 results per token; the kernels index by them too."""
+
+    LOSS = 0
+    """Times the weight."""
+    LOGPROB = 1
+    ENTROPY = 2
+    LOG_RATIO = 3
+    KL = 4
+    IS_CLIPPED = 5
+    HAS_GRADIENT = 6
+    NUM = 7
+
 
 NAMES = (
     "num_tokens_sum",
@@ -24,51 +43,69 @@ the last are open to their side."""
 NUM_STATISTICS = len(NAMES) + NUM_BINS
 
 
-def reduce(
-    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str
-) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [26]) of the columns of `row_loss` over the rows that count."""
-    if impl == "torch":
-        return reduce_torch(column_7T, weight_T, target_ids_T)
-    from flowkernels import loss_triton
-
-    return loss_triton.statistics(column_7T, weight_T, target_ids_T)
+def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
+    """[7, T], see `Column`."""
+    counts_T = tokens.weight_T != 0
+    has_gradient_T = token.dlogprob_T != 0
+    if token.dentropy_T is not None:
+        has_gradient_T = has_gradient_T | (token.dentropy_T != 0)
+    columns = {
+        Column.LOSS: torch.where(counts_T, tokens.weight_T * token.loss_T, 0.0),
+        Column.LOGPROB: tokens.logprob_T,
+        Column.ENTROPY: tokens.entropy_T,
+        Column.LOG_RATIO: token.log_ratio_T,
+        Column.KL: token.kl_T,
+        Column.IS_CLIPPED: token.is_clipped_T.float(),
+        Column.HAS_GRADIENT: (counts_T & has_gradient_T).float(),
+    }
+    return torch.stack([columns[i] for i in range(Column.NUM)])
 
 
 def reduce_torch(
     column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reference of the kernel."""
+    """(loss, statistics [26]) over the tokens that count: the reference of
+    `policy_loss_triton.statistics`.
+    """
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
-    loss_T, _, entropy_T, log_ratio_T, kl_T, clipped_T = torch.where(counts_T, column_7T[:6], 0.0)
+    column_7T = torch.where(counts_T, column_7T, 0.0)
+    log_ratio_T = column_7T[Column.LOG_RATIO]
+    clipped_T = column_7T[Column.IS_CLIPPED]
     ratio_T = log_ratio_T.exp()
     infinity = ratio_T.new_full((1,), torch.inf)  # keeps max and min defined where no token counts
-    bins_T = (log_ratio_T / BIN_WIDTH).clamp(
-        -NUM_BINS / 2, NUM_BINS / 2 - 1
-    ).floor() + NUM_BINS // 2
-    histogram = (
-        (bins_T[:, None] == torch.arange(NUM_BINS, device=bins_T.device)) & counts_T[:, None]
-    ).sum(0)
+    bins_T = (log_ratio_T / BIN_WIDTH).clamp(-NUM_BINS / 2, NUM_BINS / 2 - 1).floor()
+    is_bin_TB = (bins_T + NUM_BINS // 2)[:, None] == torch.arange(NUM_BINS, device=bins_T.device)
     is_low_T = log_ratio_T < 0
-    values = (
-        counts_T.sum(),
-        torch.where(counts_T, weight_T, 0.0).sum(),
-        entropy_T.sum(),
-        kl_T.sum(),
-        torch.where(counts_T, ratio_T, 0.0).sum(),
-        torch.cat([torch.where(counts_T, ratio_T, -torch.inf), -infinity]).max(),
-        torch.cat([torch.where(counts_T, ratio_T, torch.inf), infinity]).min(),
-        torch.where(is_low_T, clipped_T, 0.0).sum(),
-        torch.where(is_low_T, 0.0, clipped_T).sum(),
-        log_ratio_T.abs().sum(),
-    )
-    return loss_T.sum(), torch.cat(
-        [torch.stack([value.float() for value in values]), histogram.float()]
-    )
+    values = {
+        "num_tokens_sum": counts_T.sum(),
+        "weight_sum": torch.where(counts_T, weight_T, 0.0).sum(),
+        "entropy_sum": column_7T[Column.ENTROPY].sum(),
+        "kl_sum": column_7T[Column.KL].sum(),
+        "ratio_sum": torch.where(counts_T, ratio_T, 0.0).sum(),
+        "ratio_max": torch.cat([torch.where(counts_T, ratio_T, -torch.inf), -infinity]).max(),
+        "ratio_min": torch.cat([torch.where(counts_T, ratio_T, torch.inf), infinity]).min(),
+        "clipped_low_sum": torch.where(is_low_T, clipped_T, 0.0).sum(),
+        "clipped_high_sum": torch.where(is_low_T, 0.0, clipped_T).sum(),
+        "mismatch_sum": log_ratio_T.abs().sum(),
+    }
+    sums = torch.stack([values[name].float() for name in NAMES])
+    histogram = (is_bin_TB & counts_T[:, None]).sum(0)
+    return column_7T[Column.LOSS].sum(), torch.cat([sums, histogram.float()])
+
+
+def reduce(
+    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str
+) -> tuple[Tensor, Tensor]:
+    """(loss, statistics [26]) by either implementation."""
+    if impl == "torch":
+        return reduce_torch(column_7T, weight_T, target_ids_T)
+    from flowkernels import policy_loss_triton
+
+    return policy_loss_triton.statistics(column_7T, weight_T, target_ids_T)
 
 
 def by_name(statistics: Tensor) -> dict[str, Tensor]:
-    """Views: 0-d by name, and `ratio_histogram_sum` [16]."""
+    """Views of the statistics: 0-d by name, and `ratio_histogram_sum` [16]."""
     named = dict(zip(NAMES, statistics[: len(NAMES)].unbind(), strict=True))
     return {**named, "ratio_histogram_sum": statistics[len(NAMES) :]}

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,11 +37,11 @@ class LossSpec:
     """
 
     loss_type: LossType = "clip"
-    """With r = exp(logp - old): "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
-    A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same with r =
-    exp(mean over the sequence of logp - old), whose gradient is shared by its tokens (arXiv
-    2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with the
-    ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
+    """Kind of loss, with r = exp(logp - old). "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 +
+    clip_high) A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same
+    with r = exp(mean over the sequence of logp - old), whose gradient is shared by its tokens
+    (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with
+    the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -64,7 +65,7 @@ class LossSpec:
     weight 0."""
 
     encoded: str = field(init=False, repr=False, compare=False)
-    """All of it as text: an operator's schema knows strings, and torch.compile then guards one
+    """The whole spec as text: an operator's schema knows strings, and torch.compile then guards one
     string and no numbers."""
 
     def __post_init__(self) -> None:
@@ -101,14 +102,19 @@ class LossSpec:
             raise ValueError(f"mis={self.mis} must be (low, high) with 0 <= low < high")
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a token loss sees: fp32 [T] each, without gradient. Where `weight_T` is 0 a token takes
-    no part and may hold anything.
+@lru_cache(maxsize=64)
+def decode(text: str) -> LossSpec:
+    """The spec that `LossSpec.encoded` stands for."""
+    given = json.loads(text)
+    return LossSpec(**{**given, "mis": None if given["mis"] is None else tuple(given["mis"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputs:
+    """The inputs of a token loss: fp32 [T] each, without gradient. Where `weight_T` is 0 a token
+    takes no part and may hold anything.
     """
 
-    logprob_T: Tensor
-    entropy_T: Tensor
     advantage_T: Tensor
     weight_T: Tensor
     old_logprob_T: Tensor | None = None
@@ -116,6 +122,63 @@ class Tokens:
     sampler_logprob_T: Tensor | None = None
     cu_seqlens_S1: Tensor | None = None
     """int32 or int64 [S + 1]: sequence s owns the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1."""
+
+    def __getitem__(self, block: slice) -> TokenInputs:
+        """The inputs of consecutive tokens; sequences outside the block become empty ones."""
+        bounds_S1 = self.cu_seqlens_S1
+        if bounds_S1 is not None:  # a clamp takes no look at the values
+            bounds_S1 = bounds_S1.clamp(block.start, block.stop) - block.start
+        return self._indexed(block, bounds_S1)
+
+    def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
+        """The inputs of the chosen tokens, named both ways; their sequences shrink accordingly."""
+        bounds_S1 = self.cu_seqlens_S1
+        if bounds_S1 is not None:
+            num_before = torch.cat(
+                [is_chosen_T.new_zeros(1, dtype=torch.int64), is_chosen_T.cumsum(0)]
+            )
+            bounds_S1 = num_before[bounds_S1.long()]
+        return self._indexed(index_A, bounds_S1)
+
+    def _indexed(self, index: slice | Tensor, cu_seqlens_S1: Tensor | None) -> TokenInputs:
+        parts: dict[str, Any] = {
+            name: x if x is None else x[index] for name, x in self.per_token().items()
+        }
+        return replace(self, **parts, cu_seqlens_S1=cu_seqlens_S1)
+
+    def per_token(self) -> dict[str, Any]:
+        """The tensors [T] by name, None among them."""
+        return {
+            "advantage_T": self.advantage_T,
+            "weight_T": self.weight_T,
+            "old_logprob_T": self.old_logprob_T,
+            "ref_logprob_T": self.ref_logprob_T,
+            "sampler_logprob_T": self.sampler_logprob_T,
+        }
+
+    def corrected(self, spec: LossSpec) -> TokenInputs:
+        """The inputs with TIS on the advantages and MIS on the weights, as the spec has them."""
+        advantage_T, weight_T = correct_for_sampler(
+            spec, self.advantage_T, self.weight_T, self.old_logprob_T, self.sampler_logprob_T
+        )
+        return replace(self, advantage_T=advantage_T, weight_T=weight_T)
+
+    def scored(self, logprob_T: Tensor, entropy_T: Tensor) -> Tokens:
+        """The tokens after the forward pass."""
+        return Tokens(
+            logprob_T=logprob_T,
+            entropy_T=entropy_T,
+            cu_seqlens_S1=self.cu_seqlens_S1,
+            **self.per_token(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens(TokenInputs):
+    """The argument of a token loss: its inputs, and the results of the forward pass."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +197,14 @@ class TokenLoss:
     ratio was bounded."""
     kl_T: Tensor
     """The KL estimate to the reference where there is one, else k3 of old against new."""
+
+    def weighted_slopes(self, weight_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight times dL/dlogp and dL/dH; 0 where the weight is, whatever the slope."""
+        counts_T = weight_T != 0
+        dlogprob_T = torch.where(counts_T, weight_T * self.dlogprob_T, 0.0)
+        if self.dentropy_T is None:
+            return dlogprob_T, None
+        return dlogprob_T, torch.where(counts_T, weight_T * self.dentropy_T, 0.0)
 
 
 TokenLossFn = Callable[[Tokens], TokenLoss]
@@ -180,13 +251,13 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     return TokenLoss(loss_T, dlogprob_T, dentropy_T, log_ratio_T, is_clipped_T, kl_T)
 
 
-def check_inputs(spec: LossSpec, tokens: Tokens) -> None:
-    """What the loss needs must be there."""
-    if spec.loss_type != "nll" and tokens.old_logprob_T is None:
+def check_inputs(spec: LossSpec, inputs: TokenInputs) -> None:
+    """Raise a ValueError if an input that the loss needs is missing."""
+    if spec.loss_type != "nll" and inputs.old_logprob_T is None:
         raise ValueError(f"loss_type={spec.loss_type!r} needs old_logprob_T")
-    if spec.kl_coef > 0 and tokens.ref_logprob_T is None:
+    if spec.kl_coef > 0 and inputs.ref_logprob_T is None:
         raise ValueError(f"kl_coef={spec.kl_coef} needs ref_logprob_T")
-    if spec.loss_type == "gspo" and tokens.cu_seqlens_S1 is None:
+    if spec.loss_type == "gspo" and inputs.cu_seqlens_S1 is None:
         raise ValueError("loss_type='gspo' needs cu_seqlens_S1, the bounds of the sequences")
 
 

@@ -1,6 +1,4 @@
-"""The fixtures of the training tests, for algorithms whose samples are scored and trained."""
-
-from __future__ import annotations
+"""The samples and the trainer of the tests of training."""
 
 from tests.training.conftest import alone, make_trainer, random_samples
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.algorithms import appo
+from flowtrain.algorithms.appo import appo
 from flowtrain.types import (
     BranchPoint,
     Call,

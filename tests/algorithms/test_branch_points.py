@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from flowtrain.algorithms.branching import BranchRule, Place, ScoreTokens, choose, find_points
-from flowtrain.config import Config
+from flowtrain.algorithms import Algorithm, load_algorithm
+from flowtrain.algorithms.branching import (
+    BranchRule,
+    Candidate,
+    ResponseScores,
+    choose,
+    find_points,
+    known_logprobs,
+    root_samples,
+    score_samples,
+)
 from flowtrain.config.options import parse
-from flowtrain.run.recipe import optim_spec, scored_before
+from flowtrain.run.policy_trainer import optim_spec
 from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
-from flowtrain.training.trainer import ResponseScores, Trainer
+from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack
 from flowtrain.types import (
     Call,
@@ -51,35 +62,28 @@ def rollout(*turns: Turn) -> Trajectory:
     return Trajectory(TASK, turns, "", seconds=0.0, seed=0)
 
 
-def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ScoreTokens:
-    """Scores as given; of samples, only their lengths are looked at."""
+def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ResponseScores:
     ratio = torch.zeros(len(entropy)) if log_ratio is None else torch.tensor(log_ratio)
-
-    def score(samples: Sequence[Sample], entropies: Sequence[float]) -> ResponseScores:
-        assert sum(len(s.response_ids) for s in samples) == len(entropy)
-        return ResponseScores(
-            ratio, torch.tensor(entropy, dtype=torch.float32), torch.zeros(len(entropy))
-        )
-
-    return score
+    entropy_T = torch.tensor(entropy, dtype=torch.float32)
+    return ResponseScores(ratio, entropy_T, torch.zeros(len(entropy)))
 
 
 def points(
     groups: Sequence[Group],
-    score: ScoreTokens,
+    scores: ResponseScores,
     rule: BranchRule,
     num: int,
     blank: Sequence[int] = (),
 ) -> list[list[tuple[int, int, int]]]:
+    samples, _ = root_samples(groups)
+    assert sum(len(s.response_ids) for s in samples) == len(scores.entropy_T)
     is_blank = NOT_BLANK.clone()
     is_blank[list(blank)] = True
-    return [
-        [(p.parent, p.turn, p.token) for p in found]
-        for found in find_points(groups, score, rule, num, 0, is_blank)
-    ]
+    found = find_points(groups, scores, rule, num_branches=num, seed=0, is_blank_V=is_blank)
+    return [[(p.parent, p.turn, p.token) for p in each] for each in found]
 
 
-ENTROPY = BranchRule("entropy", spacing=1)
+ENTROPY = BranchRule(kind="entropy", spacing=1)
 
 
 def test_places_are_told_by_root_turn_and_token() -> None:
@@ -145,7 +149,7 @@ def test_equal_policies_fall_back_to_entropy() -> None:
 
 def test_kept_tokens_move_the_place_on_and_never_beyond_the_end() -> None:
     groups = [Group(0, (rollout(turn([1, 2, 3])),))]
-    rule = BranchRule("entropy", spacing=1, keeps_token=True)
+    rule = BranchRule(kind="entropy", spacing=1, keeps_token=True)
     assert points(groups, scores([0, 1, 9]), rule, 1) == [[(0, 0, 2)]], (
         "token 1 is kept; after token 2 there is nothing"
     )
@@ -155,13 +159,13 @@ def test_arpo_branches_where_a_tool_raised_the_entropy() -> None:
     """dH of 10 makes the chance 1, of -10 makes it 0; the first turn has read no tool."""
     groups = [Group(0, (rollout(turn([1]), turn([2, 3]), turn([4])), rollout(turn([5]))))]
     score = scores([10.0, 20.0, 20.0, 0.0, 99.0])
-    assert points(groups, score, BranchRule("arpo"), 3) == [[(0, 1, 0)]]
+    assert points(groups, score, BranchRule(kind="arpo", spacing=16), 3) == [[(0, 1, 0)]]
 
 
 # ---- the budget
 
 
-def place(value: float, root: int, token: int) -> Place:
+def place(value: float, root: int, token: int) -> Candidate:
     return value, root, 0, token
 
 
@@ -194,7 +198,9 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
 ) -> None:
     group = Group(0, tuple(rollout(*map(turn, turns)) for turns in roots))
     ids = [x for turns in roots for response in turns for x in response]
-    rule = BranchRule("entropy", "root" if spread == "root" else "question", spacing)
+    rule = BranchRule(
+        kind="entropy", spread="root" if spread == "root" else "question", spacing=spacing
+    )
     (found,) = points([group], scores([float(x) for x in ids]), rule, num)
     assert len(found) == (num if ids else 0)
     assert all(
@@ -211,9 +217,9 @@ def test_scores_come_back_in_the_order_of_the_samples(
 ) -> None:
     """Rows sort samples by their tokens; each token's scores must be those of its own sample alone."""
     trainer, samples = make_trainer(temperature=0.7), random_samples(9)
-    together = trainer.score_samples(samples, 30, against_reference=False)
-    alone = [trainer.score_samples([sample], 1000, against_reference=False) for sample in samples]
-    assert together.old_logprob_T.tolist() == [
+    together = score_samples(trainer, samples, 30, against_reference=False)
+    alone = [score_samples(trainer, [sample], 1000, against_reference=False) for sample in samples]
+    assert together.baseline_logprob_T.tolist() == [
         x for s in samples for x in torch.tensor(s.logprobs).tolist()
     ]
     torch.testing.assert_close(
@@ -222,7 +228,7 @@ def test_scores_come_back_in_the_order_of_the_samples(
     torch.testing.assert_close(
         together.entropy_T, torch.cat([each.entropy_T for each in alone]), rtol=1e-6, atol=1e-6
     )
-    assert trainer.score_samples([], 30, against_reference=False).entropy_T.shape == (0,)
+    assert score_samples(trainer, [], 30, against_reference=False).entropy_T.shape == (0,)
 
 
 def test_the_reference_is_the_other_denominator(
@@ -233,11 +239,11 @@ def test_the_reference_is_the_other_denominator(
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(0.01)
-    scored = trainer.score_samples(samples, 1000, against_reference=True)
-    assert not torch.allclose(scored.logprob_T, scored.old_logprob_T)
+    scored = score_samples(trainer, samples, 1000, against_reference=True)
+    assert not torch.allclose(scored.logprob_T, scored.baseline_logprob_T)
     torch.testing.assert_close(
-        scored.old_logprob_T,
-        make_trainer().score_samples(samples, 1000, against_reference=False).logprob_T,
+        scored.baseline_logprob_T,
+        score_samples(make_trainer(), samples, 1000, against_reference=False).logprob_T,
     )
 
 
@@ -251,10 +257,10 @@ def test_every_rule_runs_on_real_scores(
         Group(g, tuple(rollout(*turns[6 * g + 2 * r : 6 * g + 2 * r + 2]) for r in range(3)))
         for g in range(2)
     ]
-    rule = BranchRule(kind, spacing=1)  # type: ignore[arg-type]
-    found = find_points(
-        groups, lambda samples, _: trainer.score_samples(samples, 40, False), rule, 4, 0, NOT_BLANK
-    )
+    rule = BranchRule(kind=kind, spacing=1)  # type: ignore[arg-type]
+    samples, _ = root_samples(groups)
+    scores = score_samples(trainer, samples, 40, against_reference=False)
+    found = find_points(groups, scores, rule, num_branches=4, seed=0, is_blank_V=NOT_BLANK)
     assert [len(each) for each in found] == [4, 4] or kind == "arpo"
     assert all(p.turn > 0 and p.token == 0 for each in found for p in each) or kind != "arpo"
 
@@ -277,26 +283,31 @@ def test_what_the_sampler_told_spares_the_policys_pass(
     assert (
         num_passes(
             trainer.model,
-            lambda: found.append(trainer.score_samples(samples, 1000, False, entropies)),
+            lambda: found.append(
+                score_samples(trainer, samples, 1000, against_reference=False, entropies=entropies)
+            ),
         )
         == 0
     )
     assert found[0].entropy_T.tolist() == entropies
     assert (
         found[0].logprob_T.tolist()
-        == found[0].old_logprob_T.tolist()
+        == found[0].baseline_logprob_T.tolist()
         == torch.tensor([x for s in samples for x in s.logprobs]).tolist()
     )
     assert (
         num_passes(
-            reference, lambda: found.append(trainer.score_samples(samples, 1000, True, entropies))
+            reference,
+            lambda: found.append(
+                score_samples(trainer, samples, 1000, against_reference=True, entropies=entropies)
+            ),
         )
         == 1
     )
     assert (
         found[1].logprob_T.tolist()
         == found[0].logprob_T.tolist()
-        != found[1].old_logprob_T.tolist()
+        != found[1].baseline_logprob_T.tolist()
     )
 
 
@@ -306,13 +317,17 @@ def test_rounding_between_sampler_and_reference_is_no_difference(
     """Or the first step, in which both policies are the same, would branch where its noise is."""
     trainer = make_trainer(reference=make_trainer().model.eval())
     (sample,) = random_samples(1, seed=3)
-    truth = trainer.score_samples([sample], 1000, against_reference=False).logprob_T
+    truth = score_samples(trainer, [sample], 1000, against_reference=False).logprob_T
     noise = torch.tensor([9e-6, -9e-6] * len(truth))[: len(truth)]
     noise[-1] = 3e-3
     told = replace(sample, logprobs=tuple((truth + noise).tolist()))
-    scored = trainer.score_samples([told], 1000, True, [1.0] * len(truth))
-    assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.old_logprob_T[:-1])
-    assert float(scored.logprob_T[-1] - scored.old_logprob_T[-1]) == pytest.approx(3e-3, rel=1e-2)
+    scored = score_samples(
+        trainer, [told], 1000, against_reference=True, entropies=[1.0] * len(truth)
+    )
+    assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.baseline_logprob_T[:-1])
+    assert float(scored.logprob_T[-1] - scored.baseline_logprob_T[-1]) == pytest.approx(
+        3e-3, rel=1e-2
+    )
 
 
 def test_what_was_scored_is_not_scored_again_and_trains_the_same(
@@ -337,8 +352,10 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
             for parameter in reference.parameters():
                 parameter.mul_(1.05)
         trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
-        scores = trainer.score_samples(samples, 1000, against_reference=True)
-        batch = attach_logprobs(samples, scores.by_sample(samples, is_given, is_given))
+        scores = score_samples(trainer, samples, 1000, against_reference=True)
+        batch = attach_logprobs(
+            samples, known_logprobs(samples, scores, has_old=is_given, has_ref=is_given)
+        )
         rows, stats = pack(batch, 2, 1000), dict[str, float]()
         num_scored = num_passes(reference, lambda: stats.update(trainer.step(rows)))  # noqa: B023
         assert num_scored == (0 if is_given else 2)
@@ -353,31 +370,31 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
     assert ours["train_tflop"] == pytest.approx(theirs["train_tflop"] * 3 / 5)
 
 
-def test_only_what_the_loss_asks_for_is_handed_on() -> None:
+def test_branching_hands_on_the_logprobs_that_the_loss_asks_for() -> None:
     """(by the policy, by the reference policy)"""
 
-    def config(*words: str) -> Config:
-        found = parse(["--appo.spacing", "2", *words])
-        assert found is not None
-        return found
+    def algorithm(*words: str) -> Algorithm:
+        config = parse(["--appo.spacing", "2", *words])
+        assert config is not None
+        return load_algorithm(config)
 
     def known(*words: str) -> tuple[bool, bool]:
-        return scored_before(config("--algorithm.name", "appo", *words))
+        appo = algorithm("--algorithm.name", "appo", *words)
+        return appo.has_old_logprobs, appo.has_ref_logprobs
 
-    rescore, bf16 = ("--train.rescore", "true"), ("--model.dtype", "bfloat16")
+    rescore = ("--train.rescore", "true")
+    bf16 = ("--model.dtype", "bfloat16")
     assert known(*rescore, *bf16) == (True, True) and known(*bf16) == (False, True)
-    assert known(*rescore) == (False, True), (
-        "the sampler told, so nobody has scored with the policy"
-    )
+    assert known(*rescore) == (False, True), "the engine's log-probs serve: no pass of the policy"
     assert known(*rescore, *bf16, "--algorithm.kl_coef", "0") == (True, False)
-    assert (
-        known(*rescore, *bf16, "--appo.omega", "behavior")
-        == known(*rescore, *bf16, "--appo.rule", "entropy")
-        == (True, False)
+    behavior = known(*rescore, *bf16, "--appo.omega", "behavior")
+    assert behavior == known(*rescore, *bf16, "--appo.rule", "entropy") == (True, False)
+    arpo = known(*rescore, *bf16, "--appo.rule", "arpo")
+    assert arpo == (False, False), "branches are trained too"
+    flow_grpo = algorithm(*rescore, *bf16)
+    assert (flow_grpo.has_old_logprobs, flow_grpo.has_ref_logprobs) == (False, False)
+    components: Any = SimpleNamespace(
+        config=flow_grpo.config, algorithm=algorithm("--algorithm.name", "appo", *rescore, *bf16)
     )
-    assert known(*rescore, *bf16, "--appo.rule", "arpo") == (False, False), (
-        "branches are trained too"
-    )
-    assert scored_before(config(*rescore, *bf16)) == (False, False)
-    optim = optim_spec(config("--algorithm.name", "appo", *rescore, *bf16))
+    optim = optim_spec(components)
     assert (optim.rescore, optim.has_ref) == (False, True)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowtrain.algorithms import flow_grpo
+from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.types import (
     Call,
     FinishReason,

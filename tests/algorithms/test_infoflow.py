@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowtrain.algorithms import flow_grpo, infoflow
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.types import Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
 
 TASK = Task("t", "q", ("a",))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Chat, Config, Policy
 from flowtrain.config.options import (
     FIRST,
@@ -54,10 +55,15 @@ def parsed(*argv: str) -> Config:
     return config
 
 
+def filled(*argv: str) -> Config:
+    """Parse, and let the algorithm fill in what is left to it."""
+    return load_algorithm(parsed(*argv)).config
+
+
 def complaint(*argv: str) -> str:
     """The message that the arguments cause; always one line."""
     with pytest.raises(UserError) as caught:
-        parse(argv)
+        filled(*argv)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -78,26 +84,26 @@ def test_without_arguments_every_option_has_its_default() -> None:
 
 
 def test_paper_mode_has_one_symmetric_clip_and_no_dual_clip() -> None:
-    for config in (Config(), parsed("--algorithm.mode", "paper")):
+    for config in (filled(), filled("--algorithm.mode", "paper")):
         algorithm = config.algorithm
         assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, None)
 
 
 def test_released_mode_has_the_clips_of_the_released_code(toml: Callable[[str], str]) -> None:
     for config in (
-        parsed("--algorithm.mode", "released"),
-        parsed("--config", toml('[algorithm]\nmode = "released"')),
+        filled("--algorithm.mode", "released"),
+        filled("--config", toml('[algorithm]\nmode = "released"')),
     ):
         algorithm = config.algorithm
         assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
 
 
 def test_a_clip_that_is_set_wins_over_the_mode() -> None:
-    algorithm = parsed(
+    algorithm = filled(
         "--algorithm.mode=released", "--algorithm.clip_high=0.25", "--algorithm.dual_clip=5"
     ).algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.25, 5.0)
-    assert parsed("--algorithm.dual_clip=4").algorithm.dual_clip == 4
+    assert filled("--algorithm.dual_clip=4").algorithm.dual_clip == 4
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -347,7 +353,7 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     )
     assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
     assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
-    assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = 0.2"
+    assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = unset"
 
 
 def test_help_shows_the_options_that_people_set_first() -> None:
@@ -563,7 +569,7 @@ APPO = ("--algorithm.name", "appo")
 
 
 def test_appo_has_its_clips() -> None:
-    algorithm = parsed(*APPO).algorithm
+    algorithm = filled(*APPO).algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
 
 
@@ -660,13 +666,13 @@ def test_impossible_policies_are_refused(argv: tuple[str, ...], line: str) -> No
 
 
 def test_m2po_has_wide_clips_of_its_own() -> None:
-    wide = parsed("--algorithm.m2po", "0.04").algorithm
+    wide = filled("--algorithm.m2po", "0.04").algorithm
     assert (wide.clip_low, wide.clip_high) == (0.95, 20.0)
     assert (
-        parsed("--algorithm.m2po", "0.04", "--algorithm.clip_high", "0.5").algorithm.clip_high
+        filled("--algorithm.m2po", "0.04", "--algorithm.clip_high", "0.5").algorithm.clip_high
         == 0.5
     )
-    assert (parsed().algorithm.m2po, parsed().algorithm.clip_high) == (None, 0.2)
+    assert (filled().algorithm.m2po, filled().algorithm.clip_high) == (None, 0.2)
 
 
 NODES = ("--dataflow.url", "http://flow:8400")

@@ -29,7 +29,7 @@ def inplace(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of torch on the CPU."""
+    """Number of torch's threads on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

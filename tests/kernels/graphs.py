@@ -1,4 +1,4 @@
-"""What torch.compile makes of our operators."""
+"""The graphs that torch.compile makes of our operators."""
 
 from __future__ import annotations
 

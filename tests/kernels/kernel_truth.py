@@ -1,4 +1,4 @@
-"""What the kernel tests share: random batches, the losses as plain formulas in fp64 for autograd,
+"""Shared by the kernel tests: random batches, the losses as plain formulas in fp64 for autograd,
 and the device of an implementation.
 """
 
@@ -200,7 +200,7 @@ def truth(
 def ours(
     spec: Any, batch: Batch, impl: str, *, inplace: bool = False, scale: float = 1.0, **options: Any
 ) -> tuple[PolicyLoss, Tensor]:
-    """What `policy_loss` returns, and the gradient of `scale` times its loss, on the CPU."""
+    """The result of `policy_loss`, and the gradient of `scale` times its loss, on the CPU."""
     moved = on_device({**batch, **options}, impl)
     logits = moved["logits_TV"].detach().clone().requires_grad_()
     out = policy_loss(**{**moved, "logits_TV": logits}, spec=spec, inplace=inplace, impl=impl)

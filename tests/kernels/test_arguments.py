@@ -1,5 +1,5 @@
-"""What does not fit is refused with the argument's name, what it must be and what it is; and
-nothing that is passed is changed.
+"""An argument that does not fit is refused with the argument's name, what it must be and what it
+is; and nothing that is passed is changed.
 """
 
 from __future__ import annotations
@@ -626,10 +626,10 @@ def test_a_target_outside_the_vocabulary_that_nobody_checked_gives_nan_and_write
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 3, 2**40, -(2**40)])
 @pytest.mark.parametrize("spec", [SPEC, FUSED], ids=["gspo", "clip"])
-def test_a_kept_id_outside_the_vocabulary_that_nobody_checked_gives_nan_and_writes_nowhere_else(
+def test_an_unchecked_mask_id_outside_the_vocabulary_gives_nan_and_writes_nowhere_else(
     spec: LossSpec, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the kernels; torch raises an error of its own."""
+    """For the kernels; torch raises an error of its own."""
     monkeypatch.setattr(arguments, "checks_values", lambda device: False)
     batch = {**full_batch(), "sampling_mask": kept(ids=(0, 1, 2, bad, 2))}
     batch = {name: on_device(value, "triton") for name, value in batch.items()}

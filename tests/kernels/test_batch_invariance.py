@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, head, linear_logprobs, linear_policy_loss
+from flowkernels import LossSpec, linear_logprobs, linear_policy_loss, lm_head
 from kernel_truth import Batch, on_device
 from test_linear_loss import HEAD, SPECS, head_batch
 from torch import Tensor
@@ -31,7 +31,7 @@ def batch_of_rows(num_tokens: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def results(batch: Batch, row: list[int], spec: Any, impl: str, **options: Any) -> Results:
-    """logp, entropy and the gradient of the hidden states, of these rows alone and in this order."""
+    """logp, entropy and the gradient of the hidden states of these rows alone, in this order."""
     of_rows = {
         name: value[row] if name.endswith("_T") or name == "hidden_TD" else value
         for name, value in batch.items()
@@ -58,10 +58,10 @@ def results(batch: Batch, row: list[int], spec: Any, impl: str, **options: Any) 
 @pytest.mark.parametrize("fp32_logits", [False, True], ids=["logits", "fp32-logits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["clip", "k3-entropy", "own"])
-def test_a_row_gets_the_same_bits_in_any_company(
+def test_results_of_a_row_are_batch_invariant(
     name: str, dtype: torch.dtype, fp32_logits: bool, num_threads: int
 ) -> None:
-    """Alone, among 7, among 100, and in any order."""
+    """A row alone, among 7, among 100, and in any order."""
     spec = LossSpec(clip_high=0.3, entropy_coef=0.1) if name == "k3-entropy" else SPECS[name]
     batch = batch_of_rows(NUM_TOKENS, dtype)
     options = {"fp32_logits": fp32_logits, "impl": "torch"}
@@ -90,14 +90,14 @@ def test_the_same_bits_from_the_kernels(impl: str) -> None:
 def test_all_products_for_rows_have_one_size(
     budget: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of rows, of rows with a gradient and of the last chunk."""
-    seen, product = set(), head._product
+    """The size depends on no number of rows: all, those with a gradient, the last chunk."""
+    seen, product = set(), lm_head._product
 
     def counted(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
         seen.add(len(a_MK))
         return product(a_MK, b_KN, dtype)
 
-    monkeypatch.setattr(head, "_product", counted)
+    monkeypatch.setattr(lm_head, "_product", counted)
     for num_tokens in (1, 17, NUM_TOKENS):
         results(
             batch_of_rows(num_tokens) | {"bias_V": None},

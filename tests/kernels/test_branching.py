@@ -1,4 +1,4 @@
-"""The reverse scan, the branching score and the branch points against plain Python loops in fp64."""
+"""The reverse scan, the branching score and the branch points against plain fp64 Python loops."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_sequence_does_not_see_its_neighbours(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -> None:
-    """With half of the tokens of no consequence: what they hold in any input changes nothing."""
+    """Half of the tokens are masked: what they hold in any input changes nothing."""
     lengths, clip = LAYOUTS[layout], 0.3
     bounds, num = bounds_of(lengths), sum(lengths)
     mask = random_mask(num)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 HEAD = ("hidden_TD", "weight_VD", "bias_V")
-"""What has a gradient."""
+"""Tensors that have a gradient."""
 Gradients = dict[str, Tensor]
 
 
@@ -113,7 +113,7 @@ def head_batch(
 
 
 def plain_logits(head: Batch) -> Tensor:
-    """In fp64."""
+    """Logits in fp64."""
     hidden, weight, bias = (head[name].double() for name in HEAD)
     return hidden @ weight.T + bias
 
@@ -162,8 +162,8 @@ def ours(
     needs: Collection[str] = HEAD,
     **options: Any,
 ) -> tuple[PolicyLoss, Gradients]:
-    """What `linear_policy_loss` returns, and the gradients that its loss times `scale` leaves in
-    those that need one, on the CPU.
+    """Return the result of `linear_policy_loss`, and the gradients that its loss times `scale`
+    leaves in those that need one, on the CPU.
     """
     moved = on_device({**batch, **options}, impl)
     leaves = {
@@ -284,11 +284,9 @@ def test_statistics_match_direct_computation(impl: str) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", MAIN)
-def test_temperature_softcap_kept_sets_and_no_bias(
-    name: str, softcap: float | None, impl: str
-) -> None:
-    """Of every kind of kept set: none, with and without the target, in any order; chunks of five
-    rows cut the list of ids.
+def test_temperature_softcap_masks_and_no_bias(name: str, softcap: float | None, impl: str) -> None:
+    """Sampling masks without ids, with and without the target, in any order; chunks of five rows
+    cut the list of ids.
     """
     num_tokens, vocab = 16, 17
     rng = torch.Generator().manual_seed(5)
@@ -519,8 +517,8 @@ def test_fp16_heads(name: str, impl: str) -> None:
 
 
 def test_fp64_heads_get_fp64_gradients() -> None:
-    """To the last digits, which fp32 products or a softmax in fp32 would lose. (What is [T] is
-    fp32, hence numbers of few digits.)
+    """Exact to the last digits, which fp32 products or a softmax in fp32 would lose. (What is [T]
+    is fp32, hence numbers of few digits.)
     """
     batch = head_batch(dtype=torch.float64)
     batch["advantage_T"], batch["weight_T"] = (

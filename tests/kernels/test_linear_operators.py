@@ -51,24 +51,19 @@ def loss_of(batch: Batch, spec: Any, **options: Any) -> Tensor:
 
 
 def operator_arguments(
-    name: str, has_bias: bool, has_kept: bool, needs: list[bool], dtype: torch.dtype
+    name: str, has_bias: bool, has_mask: bool, needs: list[bool], dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    """Of a call, as the public functions make it; `policy` is in the name of the case."""
+    """Arguments as the public functions pass them."""
     batch = small_batch(dtype=dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
     head[2] = head[2] if has_bias else None
-    sampling_mask = mask_of(SUBSETS)
+    mask = mask_of(SUBSETS)
     of_rows = (
-        (
-            torch.linspace(0.5, 2, NUM_TOKENS),
-            5.0,
-            sampling_mask.token_ids_K,
-            sampling_mask.offsets_T1,
-        )
-        if has_kept
-        else (torch.ones(1).expand(NUM_TOKENS), 0.0, None, None)
+        (torch.linspace(0.5, 2, NUM_TOKENS), 5.0, mask.token_ids_K, mask.offsets_T1)
+        if has_mask
+        else (torch.ones(1).expand(NUM_TOKENS), None, None, None)
     )
-    is_invariant = has_kept and dtype != torch.float64
+    is_invariant = has_mask and dtype != torch.float64
     options = (dtype == torch.bfloat16, 3, is_invariant, "torch")
     targets = batch["target_ids_T"]
     if name == "linear_scores":
@@ -82,21 +77,21 @@ def operator_arguments(
             needs,
             *options,
         )
-    old, ref = batch["old_logprob_T"], batch["ref_logprob_T"] if has_kept else None
-    spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_kept else "clip"]
+    old, ref = batch["old_logprob_T"], batch["ref_logprob_T"] if has_mask else None
+    spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_mask else "clip"]
     bounds = batch["cu_seqlens_S1"] if spec.loss_type == "gspo" else None
     return (
         *head,
         targets,
+        *of_rows,
         batch["advantage_T"],
         batch["weight_T"],
         old,
         ref,
         bounds,
-        *of_rows,
         spec.encoded,
         needs,
-        has_kept,
+        has_mask,
         *options,
     )
 
@@ -111,10 +106,10 @@ NEEDS = {
 
 @pytest.mark.parametrize("needs", NEEDS)
 @pytest.mark.parametrize(
-    ("has_bias", "has_kept"), [(True, True), (False, False)], ids=["much", "little"]
+    ("has_bias", "has_mask"), [(True, True), (False, False)], ids=["much", "little"]
 )
 @pytest.mark.parametrize("name", [*OPERATORS, "linear_policy_loss_gspo"])
-def test_operator_passes_opcheck(name: str, has_bias: bool, has_kept: bool, needs: str) -> None:
+def test_operator_passes_opcheck(name: str, has_bias: bool, has_mask: bool, needs: str) -> None:
     """Schema, autograd registration, shapes and types of the fake kernel, and AOT dispatch with
     dynamic shapes.
     """
@@ -122,7 +117,7 @@ def test_operator_passes_opcheck(name: str, has_bias: bool, has_kept: bool, need
     dtypes = [torch.float32, torch.bfloat16, torch.float64] if needs == "all" else [torch.float32]
     operator = getattr(torch.ops.flowkernels, name.removesuffix("_gspo")).default
     for dtype in dtypes:
-        arguments = operator_arguments(name, has_bias, has_kept, flags, dtype)
+        arguments = operator_arguments(name, has_bias, has_mask, flags, dtype)
         if "policy_loss" in name:
             assert (
                 operator(*arguments)[0] > 0
@@ -140,13 +135,13 @@ def test_every_linear_operator_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("has_kept", [False, True], ids=["all-ids", "sampling_mask"])
-def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_kept: bool) -> None:
+@pytest.mark.parametrize("has_mask", [False, True], ids=["all-ids", "sampling_mask"])
+def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_mask: bool) -> None:
     """The gradients come with it: in the backward graph they are scaled, and nothing of ours is
     left to do.
     """
     batch, graphs = small_batch(), Graphs()
-    options = {"sampling_mask": mask_of(SUBSETS), "temperature": 0.8} if has_kept else {}
+    options = {"sampling_mask": mask_of(SUBSETS), "temperature": 0.8} if has_mask else {}
 
     def function(batch: Batch) -> Tensor:
         return 3 * loss_of({**batch, "hidden_TD": 1.5 * batch["hidden_TD"]}, SPECS[name], **options)
@@ -233,7 +228,7 @@ def test_gradients_are_the_same_under_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SPECS, "own"])
 def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
-    """In one graph, and over two backward passes."""
+    """Both in one graph and over two backward passes."""
     spec, batches = SPECS.get(name, own), [small_batch(), small_batch(9)]
     batches[1]["weight_VD"] = batches[0]["weight_VD"]
     first, second = (
@@ -254,7 +249,7 @@ def test_gradients_of_two_losses_add_up_in_one_head(name: str) -> None:
 def test_autocast_leaves_the_arithmetic_as_the_operands_have_it(
     name: str, dtype: torch.dtype, fp32_logits: bool
 ) -> None:
-    """Of fp32 heads as of bf16 ones, and fp32 logits stay fp32: autocast is for what is outside."""
+    """Holds for fp32 and bf16 heads; fp32 logits stay fp32: autocast acts outside alone."""
     spec, batch = SPECS.get(name, own), small_batch(dtype=dtype)
 
     def autocast(batch: Batch) -> Tensor:

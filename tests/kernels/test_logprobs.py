@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and log-sum-exps against fp64, and their gradients against autograd."""
+"""Log-probabilities, entropies and log-sum-exps against fp64; their gradients against autograd."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_scores_match_fp64(
 def test_gradients_match_fp64_autograd(
     parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str
 ) -> None:
-    """For any gradient that comes from above; rows with a negative target get none, whatever they
-    hold.
+    """Holds for any gradient that comes from above; rows with a negative target get none, whatever
+    they hold.
     """
     batch, temperature = random_batch(12), torch.linspace(0.4, 2.0, 12)
     logits, targets, rows = (
@@ -120,7 +120,7 @@ def test_masked_ids_are_as_good_as_absent(impl: str) -> None:
 
 
 def test_far_targets_keep_their_log_probability(impl: str) -> None:
-    """Thousands of nats below the most likely id, as low temperatures and confident models have it."""
+    """Targets thousands of nats below the most likely id: low temperatures, confident models."""
     logits = torch.tensor([[60.0, -60.0, 0.0], [3000.0, 0.0, 1.0], [-5.0, -105.0, -6.0]])
     logp, _, _ = scores_of(logits, torch.tensor([1, 1, 1]), impl, temperature=0.1)
     torch.testing.assert_close(logp, torch.tensor([-1200.0, -30_000.0, -1000.0]), rtol=1e-5, atol=0)
@@ -169,7 +169,9 @@ def test_rows_of_a_larger_buffer(impl: str) -> None:
 
 @pytest.mark.parametrize("vocab", [257, 40_001])
 def test_a_row_alone_is_summed_as_among_others(vocab: int, num_threads: int) -> None:
-    """To the bit; torch would spread the sum over a single long row over its threads."""
+    """The sums agree to the bit; torch would spread the sum over a single long row over its
+    threads.
+    """
     logits, targets = (
         torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)),
         torch.arange(5),

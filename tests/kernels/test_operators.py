@@ -110,24 +110,24 @@ class Recorder(TorchDispatchMode):
         if func.namespace != "flowkernels":
             return func(*args, **(kwargs or {}))
         name = func.name().split("::")[1]
-        kept = (
+        copied = (
             args[0].detach().clone(),
             *(arg.detach() if isinstance(arg, Tensor) else arg for arg in args[1:]),
         )
-        kept[0].requires_grad_(args[0].requires_grad and name in ("scores", "policy_loss"))
+        copied[0].requires_grad_(args[0].requires_grad and name in ("scores", "policy_loss"))
         result = func(*args, **(kwargs or {}))
-        self.calls.append((name, kept, result))
+        self.calls.append((name, copied, result))
         return result
 
 
 @cache
 def recorded(impl: str) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """Calls of every operator with little and with all there is, as the public functions make them."""
-    kept = SamplingMask(
+    """Calls of every operator by the public functions, with few and with all arguments."""
+    mask = SamplingMask(
         *(torch.tensor(ids, device=device_of(impl)) for ids in ([1, 2, 3], [0, 2, 2, 3, 3, 3, 3]))
     )
     more = {
-        "sampling_mask": kept,
+        "sampling_mask": mask,
         "softcap": 5.0,
         "temperature": torch.linspace(0.5, 2, 6, device=device_of(impl)),
     }
@@ -211,8 +211,8 @@ def test_every_operator_is_checked() -> None:
 def test_compiled_policy_loss_is_one_node_and_equal_to_eager(
     impl: str, name: str, inplace: bool
 ) -> None:
-    """In-place is for eager mode; torch.compile plans memory itself. GSPO has its gradient in the
-    backward graph.
+    """inplace=True is for eager mode; torch.compile plans memory itself. GSPO has its gradient in
+    the backward graph.
     """
     batch, graphs = random_batch(8, impl), Graphs()
 
@@ -339,7 +339,7 @@ def test_inductor_gives_the_loss_and_gradient_of_eager(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_are_compiled_once_for_all_numbers_of_tokens() -> None:
-    from flowkernels.loss_triton import loss_kernel
+    from flowkernels.policy_loss_triton import loss_kernel
 
     sizes = []
     for num in (5, 6, 7, 33):

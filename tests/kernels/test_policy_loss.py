@@ -125,7 +125,7 @@ def test_the_gradient_sums_to_zero_over_the_vocabulary(impl: str) -> None:
 
 @pytest.mark.parametrize("name", [*MAIN, "cispo", "tis"])
 def test_rows_left_out_are_not_read(name: str, impl: str, inplace: bool) -> None:
-    """Whatever they hold, their gradient, logp and entropy are 0; loss and statistics are those of
+    """Their gradient, logp and entropy are 0, whatever they hold; loss and statistics are those of
     the other rows alone.
     """
     batch = random_batch()
@@ -256,8 +256,8 @@ def test_fp16_logits_get_an_fp16_gradient(name: str, impl: str, inplace: bool) -
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_fp64_logits_get_an_fp64_gradient(softcap: float | None, inplace: bool) -> None:
-    """To the last digits, which a softmax in fp32 would lose. (What is [T] is fp32, hence numbers
-    of few digits.)
+    """Exact to the last digits, which a softmax in fp32 would lose. (Tensors [T] are fp32, hence
+    numbers of few digits.)
     """
     batch = random_batch()
     batch["logits_TV"] = batch["logits_TV"].double()
@@ -418,7 +418,7 @@ def test_the_gradient_goes_on_to_what_made_the_logits(name: str, impl: str, inpl
 
 @pytest.mark.parametrize("name", MAIN)
 def test_two_runs_agree_to_the_bit_and_rows_do_not_see_each_other(name: str, inplace: bool) -> None:
-    """Of the kernels; each row of these batches is a sequence of its own."""
+    """Kernels alone; each row of these batches is a sequence of its own."""
     batch = random_batch(6, vocab=300)
     batch |= {
         "target_ids_T": batch["target_ids_T"].clamp(min=0),

@@ -205,8 +205,8 @@ def run_last_of(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
-    monkeypatch.setattr("flowkernels.rows_triton.grid", lambda *_: (1,))
-    monkeypatch.setattr("flowkernels.loss_triton.grid", lambda *_: (1,))
+    monkeypatch.setattr("flowkernels.logprobs_triton.grid", lambda *_: (1,))
+    monkeypatch.setattr("flowkernels.policy_loss_triton.grid", lambda *_: (1,))
     monkeypatch.setattr(builder, "set_grid_dim", lambda *size: set_dim(num_programs, 1, 1))
     monkeypatch.setattr(builder, "set_grid_idx", lambda *index: set_index(num_programs - 1, 0, 0))
 
@@ -228,19 +228,21 @@ def test_more_tokens_than_16_bits_count_in_kernels(monkeypatch: pytest.MonkeyPat
 
 
 def test_statistics_of_more_tokens_than_16_bits_count() -> None:
-    from flowkernels import loss_triton
+    from flowkernels import policy_loss_triton
+    from flowkernels.statistics import Column
 
     rng = torch.Generator().manual_seed(8)
-    columns = torch.randn(6, 70_001, generator=rng)
-    columns[5] = (columns[5] > 1).float()
+    columns = torch.randn(Column.NUM, 70_001, generator=rng)
+    columns[Column.IS_CLIPPED] = (columns[Column.IS_CLIPPED] > 1).float()
     weight, targets = (
         torch.randn(70_001, generator=rng).clamp(min=0),
         torch.randint(-1, 3, (70_001,), generator=rng),
     )
-    weight[-1], targets[-1], columns[3, -1] = 1.0, 2, 9.0
+    weight[-1], targets[-1], columns[Column.LOG_RATIO, -1] = 1.0, 2, 9.0
     expected_loss, expected = statistics.reduce_torch(columns.double(), weight.double(), targets)
     device = device_of("triton")
-    loss, stats = loss_triton.statistics(columns.to(device), weight.to(device), targets.to(device))
+    moved = (x.to(device) for x in (columns, weight, targets))
+    loss, stats = policy_loss_triton.statistics(*moved)
     torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(stats.cpu().double(), expected.double(), rtol=1e-4, atol=1e-3)
     assert statistics.by_name(stats)["ratio_max"].item() == pytest.approx(math.exp(9.0)), (

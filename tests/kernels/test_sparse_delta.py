@@ -52,7 +52,7 @@ def plain_coefficients(index: int) -> tuple[int, int]:
 
 
 def plain_digest(words: list[int], first: int) -> list[int]:
-    """In integers that do not wrap, reduced at the end."""
+    """The digest in integers that do not wrap, reduced at the end."""
     pairs = [(w * w, plain_coefficients(first + i)) for i, w in enumerate(words)]
     return [sum(square * c[k] for square, c in pairs) % 2**64 for k in (0, 1)]
 
@@ -228,7 +228,7 @@ def test_wider_elements_are_several_words_each(impl: str, dtype: torch.dtype) ->
 
 
 def test_a_piece_within_a_larger_tensor_is_all_that_is_read_and_written(impl: str) -> None:
-    """It starts at an odd word, so that no load of it is aligned."""
+    """The piece starts at an odd word, so that no load of it is aligned."""
     old, new = random_change(66_000, 1.0)
     weights, target = tensor(old, impl), tensor(new, impl)
     piece = slice(257, 65_900)
@@ -434,8 +434,8 @@ def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
 def test_without_checks_the_kernel_still_stays_within_its_tensors(
     counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where nobody reads the values first: whatever the counts say, nothing outside of
-    words, positions and diffs is read or written.
+    """No value is read first, as on a GPU: whatever the counts say, nothing outside of words,
+    positions and diffs is read or written.
     """
     monkeypatch.setattr(sparse_delta, "checks_values", lambda device: False)
     device = device_of("triton")

@@ -1,4 +1,4 @@
-"""The statistics of a policy loss against direct computation, for every way that a loss is taken."""
+"""The statistics of a policy loss against direct computation, for every kind of loss."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAMES = {
 
 
 def statistics_of(spec: LossSpec, batch: Batch, impl: str, two_pass: bool) -> dict[str, Any]:
-    """On the host: numbers, and the histogram as a list. A function as the spec takes the two-pass
-    way.
+    """Statistics on the host: numbers, and the histogram as a list. A function as the spec takes
+    the two-pass way.
     """
     some_spec = (lambda tokens: token_loss(spec, tokens)) if two_pass else spec
     moved = on_device(batch, impl)

@@ -174,7 +174,15 @@ def test_any_loss_matches_the_plain_formula(
     )
     logp, advantage, old, ref, weight = torch.tensor(numbers, dtype=torch.float64).T
     bounds = torch.tensor([0, min(cut, len(logp)), len(logp)])
-    tokens = Tokens(logp, -logp, advantage, weight, old, ref, cu_seqlens_S1=bounds)
+    tokens = Tokens(
+        logprob_T=logp,
+        entropy_T=-logp,
+        advantage_T=advantage,
+        weight_T=weight,
+        old_logprob_T=old,
+        ref_logprob_T=ref,
+        cu_seqlens_S1=bounds,
+    )
     # At a kink the derivative is a matter of taste (autograd and we may pick either side).
     ratio = torch.exp(sequence_log_ratio(tokens) if loss_type == "gspo" else logp - old)
     for kink in (
@@ -209,7 +217,9 @@ class _Differentiated(torch.autograd.Function):
     "name", [name for name, spec in SPECS.items() if spec.loss_type in ("clip", "nll")]
 )
 def test_derivatives_match_finite_differences(name: str) -> None:
-    """Of the losses whose derivative is that of their value; the others hold a ratio constant."""
+    """Checked for the losses whose derivative is that of their value; the others hold a ratio
+    constant.
+    """
     tokens = random_tokens(40)
     inputs = tokens.logprob_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()
     assert torch.autograd.gradcheck(
@@ -314,7 +324,7 @@ def test_worked_examples_of_the_clip(
 def test_worked_examples_of_cispo(
     ratio: float, weight: float, is_bounded: bool, advantage: float
 ) -> None:
-    """With logp = -1.5: weight A 1.5, whose gradient never vanishes."""
+    """logp = -1.5: weight A 1.5, whose gradient never vanishes."""
     tokens = few(logprob_T=[-1.5], advantage_T=[advantage], old_logprob_T=[-1.5 - math.log(ratio)])
     out = token_loss(LossSpec("cispo", clip_low=0.2, clip_high=0.3), tokens)
     assert out.loss_T.item() == pytest.approx(weight * advantage * 1.5)
@@ -397,8 +407,10 @@ def test_supervised_loss_needs_no_old_logprobs() -> None:
 
 @pytest.mark.parametrize("name", ["all", "gspo-dual", "cispo"])
 def test_no_tokens(name: str) -> None:
-    none = torch.zeros(0)
-    out = token_loss(SPECS[name], Tokens(*[none] * 6, cu_seqlens_S1=torch.tensor([0, 0])))
+    names = [f.name for f in fields(Tokens) if f.name != "cu_seqlens_S1"]
+    bounds = torch.tensor([0, 0])
+    tokens = Tokens(**{name: torch.zeros(0) for name in names}, cu_seqlens_S1=bounds)
+    out = token_loss(SPECS[name], tokens)
     assert out.loss_T.shape == out.dlogprob_T.shape == out.kl_T.shape == (0,)
 
 
@@ -485,7 +497,7 @@ def test_a_spec_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
 
 
 def test_a_spec_accepts_its_limits() -> None:
-    """And every field has a case above."""
+    """Every field has a case above."""
     LossSpec(
         clip_low=0.0,
         clip_high=0.0,

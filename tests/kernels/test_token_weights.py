@@ -53,7 +53,7 @@ def test_constant() -> None:
 def test_weighted_sums_are_the_averages(
     sequences: list[list[tuple[float, bool]]], length: int
 ) -> None:
-    """Of any numbers, sequence by sequence."""
+    """Averages of any numbers, sequence by sequence."""
     tokens = [token for sequence in sequences for token in sequence]
     bounds = torch.tensor([0] + [len(sequence) for sequence in sequences]).cumsum(0)
     numbers, mask = (

@@ -27,7 +27,7 @@ LENGTHS = (7, 3, 0, 5, 2, 4)
 """One completion is masked as a whole, as `mask_truncated_completions` does."""
 ADVANTAGES = (1.3, -0.7, 0.5, -1.1, 0.4, -0.9)
 LOG_RATIOS = (0.5, -0.5, 0.0, 0.7, -0.4, 0.1)
-"""Of the sequences' centres: past each clip with each sign of the advantage, and within."""
+"""Centres of the sequences' log-ratios: past each clip with each sign of A, and within."""
 VOCAB, MAX_LENGTH, TEMPERATURE, TIS = 67, 9, 0.8, 1.2
 
 AVERAGINGS: dict[str, tuple[Averaging, int | None]] = {
@@ -219,13 +219,13 @@ def token_ratio(batch: Batch) -> Tensor:
 
 
 def sequence_ratio(batch: Batch) -> Tensor:
-    """The same by sequence [S, 1], as "sequence_*" has it."""
+    """Ratio by sequence [S, 1], as "sequence_*" has it."""
     return ((batch.old_SL - batch.sampler_SL) * batch.trained_SL).sum(-1, keepdim=True).exp()
 
 
 def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
-    """Of `policy_loss`, but for `spec`. For GSPO the sampler's log-probs are such that every token
-    has the ratio of its sequence.
+    """Arguments of `policy_loss`, but for `spec`. For GSPO the sampler's log-probs are such that
+    every token has the ratio of its sequence.
     """
     averaging, length = AVERAGINGS[setting.loss_type]
     bounds = batch.bounds()
@@ -299,7 +299,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, change: str, impl: str) -
     ],
 )
 def test_the_batch_tells_every_setting(name: str, field: str, value: Any) -> None:
-    """With one setting changed on our side, loss and gradient leave TRL's: each setting has tokens
+    """If one setting is changed on our side, loss and gradient leave TRL's: each setting has tokens
     that depend on it.
     """
     setting, batch = replace(LOSSES[name], **CHANGES["all"]), random_batch()
@@ -331,8 +331,8 @@ def test_gradient_accumulation_is_a_factor_of_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_statistics_are_the_metrics_that_trl_logs(name: str) -> None:
-    """Without `delta`: TRL counts tokens that the region of the ratio clips, ours also those of the
-    dual clip.
+    """Settings without `delta`: TRL counts tokens that the region of the ratio clips, ours also
+    those of the dual clip.
     """
     setting, batch = replace(LOSSES[name], **CHANGES["asymmetric"], beta=0.3), random_batch()
     theirs = trl_loss(setting, batch)[2]
@@ -381,7 +381,7 @@ def test_masked_importance_sampling_is_that_of_trl(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo"])
 def test_any_other_ratio_of_the_sampler_is_a_factor_of_the_advantage(name: str) -> None:
-    """So TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it
+    """TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it
     is masked.
     """
     setting, batch = replace(LOSSES[name], **CHANGES["all"]), random_batch()

@@ -19,7 +19,7 @@ from http_servers import running
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Batch, Progress, Refused, Served, Unavailable
+from flowtrain.dataflow.contract import AssignedGroup, Batch, Progress, Refused, Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.run import batch_source as feeds
@@ -27,7 +27,7 @@ from flowtrain.run.batch_source import BatchSource, connect, versions
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
-from tests.dataflow.groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
+from tests.dataflow.fake_groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -66,7 +66,7 @@ class Place:
         joined(self.ledger)
         leases = lease(self.ledger, num)
         assert [push(self.ledger, each, version) for each in leases] == ["committed"] * num
-        return [each.unit for each in leases]
+        return [each.work_item for each in leases]
 
 
 @pytest.fixture
@@ -81,21 +81,20 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
     batch_source.register(LAYOUT, "weights", 0, "")
     assert batch_source.run == place.ledger.run
     place.fill(5)
-    groups = batch_source.next_batch(1)
-    assert groups is not None and [each.index for each in groups] == [0, 1, 2, 3]
+    rollouts = batch_source.next_batch(1)
+    assert rollouts is not None
+    groups, _, metrics = rollouts
+    assert [each.index for each in groups] == [0, 1, 2, 3]
     assert all(
         each.trajectories == group(each.trajectories[0].task).trajectories for each in groups
     )
     assert (
-        batch_source.metrics["dataflow/staleness_mean"]
-        == batch_source.metrics["dataflow/staleness_max"]
-        == batch_source.metrics["dataflow/replay_share"]
+        metrics["dataflow/staleness_mean"]
+        == metrics["dataflow/staleness_max"]
+        == metrics["dataflow/replay_share"]
         == 0
     )
-    assert (
-        batch_source.metrics["dataflow/num_buffered"] == 1
-        and batch_source.metrics["dataflow/waited_s"] >= 0
-    )
+    assert metrics["dataflow/num_buffered"] == 1 and metrics["dataflow/waited_s"] >= 0
 
 
 def test_a_rank_gets_its_share(place: Place) -> None:
@@ -105,7 +104,7 @@ def test_a_rank_gets_its_share(place: Place) -> None:
         batch_source._world = replace(ALONE, rank=rank, size=2)
     place.fill(4)
     assert [
-        [served.place for served in batch_source._full(1).groups] for batch_source in feeds
+        [assigned.position for assigned in batch_source._full(1).groups] for batch_source in feeds
     ] == [[0, 2], [1, 3]]
 
 
@@ -130,10 +129,11 @@ def test_staleness_is_counted_in_tokens(place: Place) -> None:
     batch_source.report_progress(1, 0)
     place.fill(2, version=0)
     place.fill(2, version=1)
-    batch_source.next_batch(2)
+    rollouts = batch_source.next_batch(2)
+    assert rollouts is not None
     assert (
-        batch_source.metrics["dataflow/staleness_mean"],
-        batch_source.metrics["dataflow/staleness_max"],
+        rollouts.metrics["dataflow/staleness_mean"],
+        rollouts.metrics["dataflow/staleness_max"],
     ) == (0.5, 1)
 
 
@@ -240,10 +240,10 @@ def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> Non
     batch_source._answer(lambda: batch_source._full(1), batch_source._missing)
     place.interrupt.requested = True
     while (
-        groups := batch_source.next_batch(1)
+        rollouts := batch_source.next_batch(1)
     ) is None:  # asked for before it was there, if the machine is slow
         pass
-    assert len(groups) == 4
+    assert len(rollouts.groups) == 4
 
 
 # ---- a service that is wrong
@@ -252,7 +252,7 @@ def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> Non
 class Serving:
     """Answers with one batch, whatever is asked."""
 
-    def __init__(self, *groups: Served) -> None:
+    def __init__(self, *groups: AssignedGroup) -> None:
         self._batch = Batch(groups, 0)
 
     def batch(self, request: Any) -> Batch:
@@ -271,9 +271,9 @@ def spans(*versions: int) -> Group:
     )
 
 
-def served(*groups: Group, first: int = 0) -> list[Served]:
+def served(*groups: Group, first: int = 0) -> list[AssignedGroup]:
     return [
-        Served(first + index, 10 + index, pack_group(each), False)
+        AssignedGroup(first + index, 10 + index, pack_group(each), False)
         for index, each in enumerate(groups)
     ]
 
@@ -285,15 +285,16 @@ def test_a_token_that_is_too_old_is_an_error_that_names_it(place: Place, step: i
         client=Serving(*served(spans(6), spans(6, 4, 6), spans(6), spans(6)))
     )
     if step == 6:
-        batch_source.next_batch(step)
+        rollouts = batch_source.next_batch(step)
+        assert rollouts is not None
         assert (
-            batch_source.metrics["dataflow/staleness_max"],
-            batch_source.metrics["dataflow/staleness_mean"],
+            rollouts.metrics["dataflow/staleness_max"],
+            rollouts.metrics["dataflow/staleness_mean"],
         ) == (1, pytest.approx(-4 / 6))
         return
     with pytest.raises(
         RuntimeError,
-        match=r"unit 11 came for step 7 with tokens of version 4, 2 versions behind; "
+        match=r"work item 11 came for step 7 with tokens of version 4, 2 versions behind; "
         r".*max_staleness=1",
     ):
         batch_source.next_batch(step)
@@ -303,7 +304,9 @@ def test_a_group_at_another_place_is_an_error(place: Place) -> None:
     batch_source = place.batch_source(
         client=Serving(*served(spans(0), spans(0), spans(0), spans(0), first=1))
     )
-    with pytest.raises(RuntimeError, match="unit 10 came for place 1 of its batch instead of 0"):
+    with pytest.raises(
+        RuntimeError, match="work item 10 came for position 1 of its batch instead of 0"
+    ):
         batch_source.next_batch(1)
 
 

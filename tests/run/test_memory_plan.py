@@ -13,6 +13,7 @@ from flowkernels import LossSpec
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
 from flowtrain.training import attention
@@ -59,8 +60,21 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def plan(config: Config, model: Any, num_ranks: int, gpu_bytes: int = 0) -> MemoryPlan:
-    """With an engine for the model alone."""
-    return plan_memory(config, model, [model.num_parameters()], num_ranks, gpu_bytes)
+    """Plan with an engine for the model alone."""
+    return plan_with(config, model, [model.num_parameters()], num_ranks, gpu_bytes)
+
+
+def plan_with(
+    config: Config, model: Any, sampled: list[int], num_ranks: int = 1, gpu_bytes: int = 0
+) -> MemoryPlan:
+    return plan_memory(
+        config,
+        model,
+        sampled,
+        num_ranks=num_ranks,
+        has_reference=load_algorithm(config).needs_reference,
+        gpu_bytes=gpu_bytes,
+    )
 
 
 def build(config: Any) -> Any:
@@ -171,12 +185,12 @@ def test_ranks_that_only_train_have_no_engine() -> None:
 
 def test_every_policy_that_is_sampled_from_has_an_engine() -> None:
     model = build(CONFIGS["Llama"])
-    assert plan_memory(settings(), model, [1000, 10], 1).parts["engine"] == 4 * 1010
-    assert plan_memory(settings(), model, [], 1).parts["engine"] == 0
+    assert plan_with(settings(), model, [1000, 10], 1).parts["engine"] == 4 * 1010
+    assert plan_with(settings(), model, [], 1).parts["engine"] == 0
     half = settings(rollout={"engine": "vllm"}, vllm={"gpu_memory_utilization": 0.25})
-    assert plan_memory(half, model, [1000, 10], 1, GB_80).vllm == 40 * BILLION
+    assert plan_with(half, model, [1000, 10], 1, GB_80).vllm == 40 * BILLION
     cached = settings(rollout={"engine": "vllm"}, vllm={"kv_cache_gb": 2.0})
-    assert plan_memory(cached, model, [1000, 10], 1, GB_80).vllm == 4 * 1010 + 4 * 2**30
+    assert plan_with(cached, model, [1000, 10], 1, GB_80).vllm == 4 * 1010 + 4 * 2**30
 
 
 def test_a_reference_that_places_branches_counts_too() -> None:

@@ -1,15 +1,19 @@
-"""What a session does around the training step."""
+"""The verbs of a run around the training step."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from flowtrain.config import Config
+from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.run import Run
+from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.world import World
 
 
 class Engine:
@@ -24,28 +28,49 @@ class Trainer:
     def __init__(self, called: list[str]) -> None:
         self.called = called
 
-    def step(self, minibatches: Any, number: int) -> dict[str, float]:
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
+
+    def step(self, minibatches: Any, number: int, scores: TokenScores) -> dict[str, float]:
         self.called.append("trainer steps")
         return {"num_minibatches": len(minibatches)}
 
 
+def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
+    """A run with those of its parts that training touches."""
+    layers = torch.nn.ModuleList()
+    shape = SimpleNamespace(
+        head_dim=1, num_attention_heads=1, num_hidden_layers=1, vocab_size=1, hidden_size=1
+    )
+    model = SimpleNamespace(config=shape, get_decoder=lambda: SimpleNamespace(layers=layers))
+    components: Any = SimpleNamespace(config=config, model=model)
+    world = World(0, 1, torch.device("cpu"))
+    fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
+    fields |= {
+        "config": config,
+        "engines": {"planner": engine},
+        "components": components,
+        "placement": Placement(world, world, world),
+    }
+    if trainer is not None:
+        parts: list[Any] = [components, None, None, trainer, None]
+        fields["policy_trainer"] = PolicyTrainer(*parts)
+    return Run(**fields)
+
+
 @pytest.mark.parametrize("sleep", [False, True])
-def test_the_engine_sleeps_while_the_rank_trains_and_finds_its_memory_free(
+def test_engine_sleeps_during_training_and_torch_returns_its_memory(
     monkeypatch: pytest.MonkeyPatch, sleep: bool
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("torch gives back"))
     config = Config.model_validate({"vllm": {"sleep": sleep}})
-    components: Any = type("RunComponents", (), {"config": config})
-    session, trainer = Run(config), Trainer(called)
-    session._engine = Engine(called)  # type: ignore[assignment]
-    session._policy_trainer = PolicyTrainer(components, None, None, trainer, None)  # type: ignore[arg-type]
-    assert session.train(1, [[], []]) == {"num_minibatches": 2}
+    run = a_run(config, Engine(called), Trainer(called))
+    assert run.train(1, [[], []]).metrics == {"num_minibatches": 2}
     assert called == ["engine sleeps", "trainer steps", *(["torch gives back"] if sleep else [])]
 
 
-def test_a_rank_that_only_samples_does_not_put_its_engine_to_sleep() -> None:
+def test_sampling_rank_keeps_its_engine_awake() -> None:
     called: list[str] = []
-    session = Run(Config())
-    session._engine, session._policy_trainer = Engine(called), None  # type: ignore[assignment]
-    assert session.train(1, [[]]) == {} and called == []
+    run = a_run(Config(), Engine(called), None)
+    assert run.train(1, [[]]).metrics == {} and called == []

@@ -43,7 +43,7 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import KeptTokens, Sample, Sampling, UserError
+from flowtrain.types import Sample, Sampling, SamplingMask, UserError
 from flowtrain.weights import (
     Publisher,
     PublishOptions,
@@ -202,7 +202,7 @@ class Engine:
         samples = []
         for prompt, out in zip(prompts, outputs, strict=True):
             flat = out.logprobs
-            kept = KeptTokens.of(kept_sets(flat)) if sampling.is_truncated else None
+            kept = SamplingMask.of(kept_sets(flat)) if sampling.is_truncated else None
             logprobs, weights = (
                 tuple(flat.logprobs[at] for at in flat.start_indices),
                 (1.0,) * len(out.token_ids),

@@ -1,0 +1,35 @@
+"""Find algorithms by name: those of this package, and those of other packages behind the entry
+point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+from flowtrain.algorithms.base import Algorithm
+from flowtrain.config import Config
+from flowtrain.types import UserError
+from flowtrain.utils import plugins
+
+GROUP = "flowtrain.algorithms"
+BUILT_IN = {
+    name: EntryPoint(name, f"flowtrain.algorithms.{value}", GROUP)
+    for name, value in {
+        "flow_grpo": "flow_grpo:FlowGrpo",
+        "appo": "appo:Appo",
+        "infoflow": "infoflow:Infoflow",
+    }.items()
+}
+
+
+def load_algorithm(config: Config) -> Algorithm:
+    """Make the algorithm that `algorithm.name` asks for.
+
+    Raises UserError for a name that nobody offers, and for a config that the algorithm refuses.
+    """
+    name = config.algorithm.name
+    offered = plugins.offered("algorithm", GROUP, BUILT_IN)
+    if name not in offered:
+        raise UserError(f"algorithm.name={name!r} is unknown; there are {', '.join(offered)}")
+    algorithm: Algorithm = offered[name].load()(config)
+    return algorithm

@@ -1,0 +1,58 @@
+"""Judgements on disk, shared by processes and restarts, so that nothing is asked twice."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from flowtrain.utils.errors import user_error
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS verdicts "
+    "(key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply TEXT NOT NULL)"
+)
+_WAIT_S = 30.0
+"""Seconds to wait for another process that writes."""
+
+
+class JudgeCache:
+    """A SQLite file in WAL mode, on a local disk, keyed by the hash of engine name and prompt."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file; raises UserError."""
+        self._path = path
+        with self._writing() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(_SCHEMA)
+
+    def get(self, engine: str, prompt: str) -> bool | None:
+        """Return the judgement, or None where there is none yet."""
+        with self._writing() as connection:
+            row = connection.execute(
+                "SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)
+            ).fetchone()
+        return None if row is None else bool(row[0])
+
+    def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
+        """Keep a judgement with its reply, unless there is one already."""
+        with self._writing() as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)",
+                (_key(engine, prompt), is_right, reply.encode(errors="replace").decode()),
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Open a connection for one statement, so that no fork or other thread inherits it."""
+        problem = f"judge.cache={str(self._path)!r} cannot be used as a cache"
+        with user_error(problem, sqlite3.Error, OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as connection, connection:
+                yield connection
+
+
+def _key(engine: str, prompt: str) -> str:
+    return hashlib.sha256(f"{engine}\0{prompt}".encode()).hexdigest()

@@ -1,0 +1,28 @@
+"""The results that the verbs of a training step hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flowtrain.training.token_scores import Scored
+from flowtrain.types import Group, SampleId
+
+
+class Rollouts(NamedTuple):
+    """This rank's scored rollouts of a step."""
+
+    groups: Sequence[Group]
+    logprobs: Mapping[SampleId, Scored]
+    """Log-probs of turns that the search for branch points has already computed."""
+    metrics: Mapping[str, float]
+    """About where they came from, for the log."""
+
+
+class Trained(NamedTuple):
+    """The results of a batch's optimizer steps."""
+
+    metrics: Mapping[str, float]
+    """Statistics of all ranks that train; empty on the others."""
+    logprobs: Mapping[SampleId, tuple[float, ...]]
+    """The trainer's log-probs of the turns that this rank sampled, for the log of rollouts."""

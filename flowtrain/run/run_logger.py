@@ -1,0 +1,232 @@
+"""The log of a run: metrics.jsonl, the rollouts, the progress line, and the report at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain import report
+from flowtrain.config import Config
+from flowtrain.report.curves import plot_curves
+from flowtrain.report.jsonl import read_lines
+from flowtrain.rewards import Judge
+from flowtrain.run.components import RunComponents
+from flowtrain.run.evaluation import Evaluation
+from flowtrain.run.memory_plan import MemoryPlan
+from flowtrain.run.placement import Placement
+from flowtrain.run.records import Rollouts, Trained
+from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.run.verdict_stats import verdict_metrics
+from flowtrain.training import checkpoint
+from flowtrain.training.devices import MemoryPeak, peak_tflops
+from flowtrain.training.token_scores import with_training_stats
+from flowtrain.types import Group, TrainBatch, Trajectory
+
+
+class RunLogger:
+    """Writes a run down: the main rank its metrics, each rank that samples its rollouts."""
+
+    def __init__(
+        self,
+        components: RunComponents,
+        placement: Placement,
+        run_dir: report.RunDir,
+        *,
+        judge: Judge | None,
+        memory: MemoryPeak,
+        start_step: int,
+    ) -> None:
+        """Open the logs; a run that resumes goes on after the lines of `start_step`.
+
+        `memory` has watched this process from before the model was loaded.
+        """
+        config = components.config
+        self._config = config
+        self._chats = components.chats
+        self._judge = judge
+        self._placement = placement
+        self._run_dir = run_dir
+        self._memory = memory
+        tflops = config.train.peak_tflops or _known_tflops(config, placement.world.device)
+        self._peak_flops = 1e12 * tflops * placement.trainers.size
+        self._cleanup = ExitStack()
+        with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
+            self._open(start_step, cleanup)
+            self._cleanup = cleanup.pop_all()
+
+    def _open(self, start_step: int, cleanup: ExitStack) -> None:
+        config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
+        last_step = start_step or -1  # from the start also means: without the line of step 0
+        self._trajectories, self._held_out = (
+            report.TrajectoryLog(path, samplers.rank, last_step, name, samplers.size)
+            for name in ("trajectories", "held_out")
+        )
+        is_main = self._placement.world.is_main
+        self.progress = report.Progress(config.train.num_steps, start_step, is_main)
+        cleanup.callback(self.progress.close)
+        self._metrics = None
+        if is_main:
+            self._metrics = report.MetricsLog(
+                path,
+                last_step,
+                config.log.tensorboard,
+                wandb_project=config.log.wandb_project or None,
+                config=config.model_dump(),
+            )
+            cleanup.callback(self._metrics.close)
+
+    def close(self) -> None:
+        self._cleanup.close()
+
+    def log(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        stats: RolloutStats,
+        *,
+        batch: TrainBatch,
+        trained: Trained,
+        weights: Mapping[str, float | str],
+        evaluation: Evaluation | None,
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Write a step down; collective.
+
+        Args:
+            rollouts: this rank's; their `stats` are of all ranks.
+            batch: this rank's, after filtering.
+            weights: metrics of publishing and loading them.
+            seconds: by stage.
+        """
+        held_out = {}
+        if evaluation is not None:
+            held_out = {"eval_reward": evaluation.stats.reward_mean}
+            self.log_held_out(step, evaluation.trajectories)
+        policy = self._config.train.policy
+        told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
+        self._trajectories.log(step, step - 1, told)
+        verdicts = {}
+        if "verifier" in self._config.policy_names:
+            trajectories = [t for group in rollouts.groups for t in group.trajectories]
+            verdicts = verdict_metrics(trajectories, self._config, self._placement.world)
+        self.write(
+            {
+                "step": step,
+                "version": step,
+                **stats.metrics(),
+                **verdicts,
+                **held_out,
+                **self._counts(batch),
+                **rollouts.metrics,
+                **trained.metrics,
+                **self._speed(trained.metrics, seconds["train_s"]),
+                **weights,
+                **self._chat_metrics(),
+                **seconds,
+            }
+        )
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write a line of metrics, and show it."""
+        if self._metrics is not None:
+            self._metrics.log(metrics)
+        self.progress.update(metrics)
+
+    def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write this rank's rollouts of the main held-out split, as groups of one."""
+        rank, size = self._placement.samplers.rank, self._placement.samplers.size
+        groups = [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
+        self._held_out.log(version, version, groups)
+
+    def _counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Groups and samples left out, over all ranks, and the most memory that a rank took."""
+        reasons = list(batch.num_filtered)
+        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
+        sums, (peak_bytes,) = self._placement.world.reduce(numbers, [self._memory.num_bytes()])
+        left_out = dict(zip((f"num_excluded/{name}" for name in reasons), sums[1:], strict=True))
+        return {"num_groups_dropped": sums[0], **left_out, "peak_memory_gb": peak_bytes / 1e9}
+
+    def _chat_metrics(self) -> dict[str, float]:
+        judge = {} if self._judge is None else self._judge.metrics()
+        own = {**self._chats.metrics(), **judge}
+        return dict(zip(own, self._placement.world.sum(list(own.values())), strict=True))
+
+    def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
+        """Compute the speed of a step; nothing on ranks that do not train.
+
+        MFU counts the FLOPs that the trees need, and is there where the device's peak is known.
+        """
+        if not stats:
+            return {}
+        train_s = max(train_s, 1e-9)
+        num_tokens = stats["num_packed_tokens"]
+        budget = max(stats["num_rows"], 1) * self._config.train.token_budget
+        speed = {"tokens_per_s": num_tokens / train_s, "packing_efficiency": num_tokens / budget}
+        if self._peak_flops:
+            speed["mfu"] = 1e12 * stats["train_tflop"] / train_s / self._peak_flops
+        return speed
+
+    def report(
+        self,
+        plan: MemoryPlan,
+        warm: Mapping[str, Any],
+        trained: Mapping[str, Any],
+        shown: Sequence[Trajectory],
+    ) -> None:
+        """Write summary.json and curves.png, and print the comparison and some rollouts;
+        collective.
+
+        Args:
+            warm, trained: comparisons before and after training; empty where neither was measured.
+            shown: held-out rollouts to print.
+        """
+        self.progress.close()
+        (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
+        if self._placement.samplers.is_main:
+            for trajectory in shown[: self._config.log.num_rollouts]:
+                print(report.rollout_text(trajectory))
+        if not self._placement.world.is_main:
+            return
+        path = self._run_dir.path
+        summary = {
+            "warm": warm,
+            "trained": trained,
+            "seconds": self._seconds(),
+            "planned_memory_gb": plan.num_bytes / 1e9,
+            "peak_memory_gb": peak_bytes / 1e9,
+        }
+        report.write_summary(path / "summary.json", summary)
+        plot_curves(path)
+        if trained:
+            print(report.comparison_table(warm, trained))
+        model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
+        files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
+        print(f"{path}/{files}; model: {model}")
+        print(f"to look at it: python -m flowtrain.report.viewer {path}")
+
+    def _seconds(self) -> dict[str, float]:
+        """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
+        model's folder says how long it took.
+        """
+        totals: dict[str, float] = {}
+        for record in read_lines(self._run_dir.path / "metrics.jsonl"):
+            for key, value in record.items():
+                if key.endswith("_s") and key != "tokens_per_s" and value is not None:
+                    stage = key.removesuffix("_s")
+                    totals[stage] = totals.get(stage, 0.0) + value
+        origin = Path(self._config.model.path) / "rft.json"
+        if origin.exists():
+            totals["warm_up"] = json.loads(origin.read_text())["seconds"]
+        return {stage: round(seconds, 3) for stage, seconds in totals.items()}
+
+
+def _known_tflops(config: Config, device: torch.device) -> float:
+    """Look the device's dense bf16 peak up; 0 where it is unknown."""
+    if device.type != "cuda" or config.model.dtype != "bfloat16":
+        return 0.0
+    return peak_tflops(torch.cuda.get_device_name()) or 0.0

@@ -1,0 +1,136 @@
+"""Future-aware advantages: a token earns more where the policy has come to like what followed it
+(APPO, arXiv 2606.12384, eqs. 7 and 8).
+
+Maths, within each sequence: d_t = logp - old; P_t = [d_t <= log c] with c the dual clip; F_t = P_t
+d_t + g F_{t+1}, a decayed product of ratios in log space, with g = 2^(-1/half_life); A_fut =
+clip(exp(clamp(F_t, -20, 20)), low, high), held constant; A = A_base (1 + coef A_fut). It is FIPO's
+future-KL (arXiv 2603.19835) with "1 +". A token's advantage hangs on the log-probs of those after
+it, so the loss is a function of all tokens: the head's logits are computed twice (four products
+instead of three), nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowkernels.branching import discounted_reverse_scan
+from flowkernels.token_loss import (
+    LossSpec,
+    TokenLoss,
+    TokenLossFn,
+    Tokens,
+    sequence_ids,
+    token_loss,
+)
+
+_RISKY_RATIO = 6.0
+_RISKY_LOW = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class FutureRatio:
+    """A_fut and what it does to the advantage. The defaults are APPO's."""
+
+    coef: float = 1.0
+    """b in A_base (1 + b A_fut): at 1 about twice the advantage. 0 leaves the advantage as it is.
+    """
+    half_life: float = 64.0
+    """tau: tokens after which a ratio counts half."""
+    low: float = 1.0
+    high: float = 1.2
+    """A_fut lies in [low, high]; in [0.8, 1] for a negative advantage whose ratio is above 6."""
+    max_dual_clipped: int | None = 1
+    """A sequence with more tokens that the dual clip bounds than this takes no part in the policy
+    term; None: all do."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.coef) and 0 < self.half_life < math.inf):
+            raise ValueError(
+                f"coef={self.coef} must be finite and half_life={self.half_life} above 0 and finite"
+            )
+        if not 0 <= self.low <= self.high < math.inf:
+            raise ValueError(
+                f"low={self.low} and high={self.high} must be 0 <= low <= high, finite"
+            )
+        if self.max_dual_clipped is not None and self.max_dual_clipped < 0:
+            raise ValueError(f"max_dual_clipped={self.max_dual_clipped} must be >= 0")
+
+    @property
+    def gamma(self) -> float:
+        """g, the decay per token."""
+        return float(2 ** (-1 / self.half_life))
+
+
+def future_ratio(
+    tokens: Tokens,
+    advantage_T: Tensor,
+    future: FutureRatio,
+    dual_clip: float | None,
+    impl: str = "auto",
+) -> Tensor:
+    """A_fut, fp32 [T], before the 1 + coef; anything where a token has no weight."""
+    assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
+    log_ratio_T = tokens.logprob_T - tokens.old_logprob_T
+    joins_T = (tokens.weight_T != 0) & (log_ratio_T <= math.log(dual_clip or math.inf))
+    sum_T = discounted_reverse_scan(
+        log_ratio_T.float(), tokens.cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
+    )
+    future_T = sum_T.clamp(-20.0, 20.0).exp().clamp(future.low, future.high)
+    is_risky_T = (advantage_T < 0) & (log_ratio_T > math.log(_RISKY_RATIO))
+    return torch.where(is_risky_T, future_T.clamp(_RISKY_LOW, 1.0), future_T)
+
+
+def _takes_part(
+    tokens: Tokens, advantage_T: Tensor, future: FutureRatio, dual_clip: float | None
+) -> Tensor:
+    """1 for tokens of sequences that stay in the policy term, else 0."""
+    if future.max_dual_clipped is None or dual_clip is None:
+        return torch.ones_like(advantage_T)
+    assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
+    is_bounded_T = (
+        (tokens.weight_T != 0)
+        & (advantage_T < 0)
+        & (tokens.logprob_T - tokens.old_logprob_T > math.log(dual_clip))
+    )
+    sequence_T = sequence_ids(tokens.cu_seqlens_S1, len(advantage_T))
+    count_S = advantage_T.new_zeros(len(tokens.cu_seqlens_S1) - 1).index_add_(
+        0, sequence_T, is_bounded_T.to(advantage_T.dtype)
+    )
+    return (count_S <= future.max_dual_clipped).to(advantage_T.dtype)[sequence_T]
+
+
+def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> TokenLossFn:
+    """The loss of `spec` with future-aware advantages, for `policy_loss` and `linear_policy_loss`.
+
+    They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
+    in `policy_loss`; MIS is a matter of the weights, which the caller takes from
+    `correct_for_sampler` beforehand.
+
+    Raises:
+        ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
+            missing.
+    """
+    if spec.loss_type not in ("clip", "cispo"):
+        raise ValueError(
+            f"loss_type={spec.loss_type!r} has no ratio of a single token, which future-aware "
+            "advantages need"
+        )
+
+    def loss(tokens: Tokens) -> TokenLoss:
+        if tokens.old_logprob_T is None or tokens.cu_seqlens_S1 is None:
+            raise ValueError("future-aware advantages need old_logprob_T and cu_seqlens_S1")
+        base_T = tokens.corrected(spec).advantage_T
+        factor_T = 1 + future.coef * future_ratio(tokens, base_T, future, spec.dual_clip, impl)
+        return token_loss(
+            spec,
+            replace(
+                tokens,
+                advantage_T=base_T * factor_T * _takes_part(tokens, base_T, future, spec.dual_clip),
+            ),
+        )
+
+    return loss

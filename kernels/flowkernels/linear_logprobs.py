@@ -1,0 +1,193 @@
+"""Log-probabilities straight from hidden states; `lm_head.py` has the maths and the walk over
+chunks.
+
+One product of 2 T D V FLOPs; with `differentiable=True` the gradient takes the logits once more:
+four products in all. T: target tokens, D: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowkernels.arguments import check_targets, resolve_impl
+from flowkernels.lm_head import (
+    Gradients,
+    LMHead,
+    accumulator_dtype,
+    new_head,
+    walk_gradient,
+    walk_scores,
+)
+from flowkernels.logprobs import LogProbs, Score, to_logprobs
+from flowkernels.targets import SamplingMask, Targets, unflatten
+from flowkernels.vocab_parallel import VocabParallel
+
+
+@torch.library.custom_op("flowkernels::linear_scores", mutates_args=())
+def _linear_scores_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float | None,
+    mask_ids: Tensor | None,
+    mask_offsets: Tensor | None,
+    fp32_logits: bool,
+    chunk_rows: int,
+    batch_invariant: bool,
+    impl: str,
+) -> Tensor:
+    """`score_3T`; differentiable by hidden, weight and bias in the log-prob and the entropy."""
+    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
+    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
+    return walk_scores(head, hidden, parts, impl)
+
+
+@_linear_scores_op.register_fake
+def _(hidden: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty((Score.NUM, hidden.shape[0]), dtype=torch.float32)
+
+
+def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.softcap, mask_ids, mask_offsets = inputs[:8]
+    ctx.options = inputs[8:]
+    ctx.save_for_backward(*tensors, mask_ids, mask_offsets)
+
+
+def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
+    *tensors, mask_ids, mask_offsets = ctx.saved_tensors
+    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+    flat = (*tensors, ctx.softcap, mask_ids, mask_offsets)
+    found = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
+    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
+
+
+_linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
+
+
+@torch.library.custom_op("flowkernels::linear_gradient", mutates_args=())
+def _linear_gradient_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: float | None,
+    mask_ids: Tensor | None,
+    mask_offsets: Tensor | None,
+    dscore: Tensor,
+    needs: Sequence[bool],
+    fp32_logits: bool,
+    chunk_rows: int,
+    batch_invariant: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
+    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
+    gradients = Gradients.empty(hidden, head, needs)
+    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
+    slopes = (dscore[Score.LOGPROB], dscore[Score.ENTROPY])
+    walk_gradient(head, hidden, parts, *slopes, gradients=gradients, impl=impl)
+    return gradients.as_outputs(hidden)
+
+
+@_linear_gradient_op.register_fake
+def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_gradients(hidden, weight, arguments[7])
+
+
+def fake_gradients(
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty gradients for the fake kernels of operators."""
+    dtype = accumulator_dtype(hidden.dtype)
+    empty = hidden.new_empty((0,))
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else empty,
+        weight.new_empty(weight.shape, dtype=dtype) if needs[1] else empty.clone(),
+        weight.new_empty((weight.shape[0],), dtype=dtype) if needs[2] else empty.clone(),
+    )
+
+
+def linear_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
+    """`walk_scores` as an operator."""
+    options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, impl)
+    score_3T: Tensor = _linear_scores_op(
+        hidden_TD, head.weight_VD, head.bias_V, *targets.flat(), *options
+    )
+    return score_3T
+
+
+def linear_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_ids_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    sampling_mask: SamplingMask | None = None,
+    fp32_logits: bool = False,
+    memory_budget: int | None = None,
+    batch_invariant: bool = False,
+    shard: VocabParallel | None = None,
+    differentiable: bool = False,
+    impl: str = "auto",
+) -> LogProbs:
+    """Return `logprobs` of the logits hidden @ weight^T + bias, of which no more than a chunk
+    exists at a time.
+
+    Args:
+        hidden_TD: [T, D] fp32, bf16, fp16 or fp64.
+        weight_VD: [V, D] of the same dtype; with `shard`, this rank's part of it.
+        bias_V: [V] of the same dtype.
+        fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of
+            the operands alone.
+        memory_budget: bytes for logits (of the whole vocabulary, also with a shard); by default
+            4096 rows on a GPU and 32 MB on a CPU.
+        batch_invariant: a row's results shall depend neither on the other rows nor on how many
+            there are. Each product then takes a chunk of one size, filled up with zeros: 4096 rows
+            on a GPU, 256 on a CPU, or the fewer that `memory_budget` holds; a row alone pays for
+            all of them. Compare only what was computed with one budget and one number of threads.
+            It holds as far as the library's order of summation depends on the shape and not on
+            where in it a row stands. That is so for fp32, bf16 and fp16 with MKL and oneDNN on x86;
+            not for fp64, which is refused; not measured on a GPU. Sums over rows (the loss, the
+            gradients of weight and bias) do depend on the batch, and sums over a `shard` follow
+            their library.
+        shard: the head is spread over a process group; collective, and the same on all ranks but
+            for the part of the weight.
+        differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
+            by computing the logits once more.
+        target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    head = new_head(
+        hidden_TD,
+        weight_VD,
+        bias_V,
+        fp32_logits=fp32_logits,
+        memory_budget=memory_budget,
+        batch_invariant=batch_invariant,
+        shard=shard,
+    )
+    targets = check_targets(
+        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, sampling_mask
+    )
+    impl = resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
+    needs_gradient = differentiable and torch.is_grad_enabled()
+    if shard is None:
+        with torch.set_grad_enabled(needs_gradient):
+            return to_logprobs(linear_scores(head, hidden_TD, targets, impl))
+    if sampling_mask is not None:
+        raise ValueError("sampling_mask does not work with a shard")
+    if needs_gradient:
+        raise ValueError("differentiable=True does not work with a shard; linear_policy_loss does")
+    with torch.no_grad():
+        return to_logprobs(walk_scores(head, hidden_TD, targets, impl))

@@ -1,0 +1,399 @@
+"""The language model's head in chunks: logits -> loss and their gradient in place -> gradients of
+hidden states and weight.
+
+Maths: logits = X W^T + b; dX = dlogits W, dW = dlogits^T X, db = sum dlogits. FLOPs: 2 T D V for
+each of the three products. Forming the gradient while a chunk's logits are at hand spares the
+fourth, which others spend on computing the logits again. Memory: one chunk of logits, and dW in
+fp32, whose read-modify-write (8 V D bytes per chunk) is why a chunk should not be small: 4096 rows
+by default. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowkernels.arguments import check_head
+from flowkernels.logprobs import Score, Slopes, compute_scores, write_gradient
+from flowkernels.policy_loss import run_loss
+from flowkernels.statistics import Column, to_columns
+from flowkernels.targets import Targets
+from flowkernels.token_loss import LossSpec, TokenInputs, token_loss
+from flowkernels.vocab_parallel import VocabParallel, merge_scores
+
+DENSE = 0.9
+"""A chunk with a larger share of active rows is not compacted: copying would cost more than it
+spares."""
+INVARIANT_STEP = 16
+"""Products of fewer rows sum in an order that depends on where a row stands (seen in MKL with 3 and
+5 rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LMHead:
+    """The layer that turns hidden states into logits, and the size of its chunks."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    fp32_logits: bool
+    """Keep the products of a 16-bit head in fp32 until the loss has read them."""
+    chunk_rows: int
+    batch_invariant: bool = False
+    """All products that a row's results come from have `chunk_rows` rows, whatever the number of
+    those that count."""
+    shard: VocabParallel | None = None
+
+    @property
+    def num_vocab(self) -> int:
+        """The size of the whole vocabulary."""
+        return len(self.weight_VD) if self.shard is None else self.shard.num_vocab
+
+    def chunks(self, num_rows: int, start: int = 0) -> Iterator[slice]:
+        """Chunks of `num_rows` rows from `start` on."""
+        size, stop = self.chunk_rows, start + num_rows
+        return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """[C, V], in fp32 if asked for, else in the dtype of the hidden states."""
+        num_rows, hidden_CD = len(hidden_CD), self.padded(hidden_CD)
+        dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
+        if self.bias_V is None or dtype != hidden_CD.dtype:
+            logits_CV = _product(hidden_CD, self.weight_VD.t(), dtype)[:num_rows]
+            return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
+        with torch.autocast(hidden_CD.device.type, enabled=False):  # one rounding of the sum
+            return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())[:num_rows]
+
+    def padded(self, rows_CX: Tensor) -> Tensor:
+        """Add rows of zeros up to `chunk_rows` if the head is batch-invariant: a library picks its
+        kernel, and with it the order in which it sums, by the shape.
+        """
+        missing = self.chunk_rows - len(rows_CX)
+        if self.batch_invariant and (missing or not rows_CX.is_contiguous()):
+            return pad(rows_CX, (0, 0, 0, missing))
+        return rows_CX
+
+
+def new_head(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    *,
+    fp32_logits: bool,
+    memory_budget: int | None,
+    batch_invariant: bool,
+    shard: VocabParallel | None,
+) -> LMHead:
+    """Check the arguments of a head, and choose the size of its chunks: the same on all ranks of a
+    shard, whatever the number of tokens.
+    """
+    check_head(hidden_TD, weight_VD, bias_V)
+    if batch_invariant and hidden_TD.dtype == torch.float64:
+        raise ValueError(
+            "batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"
+        )
+    num_vocab = len(weight_VD) if shard is None else shard.num_vocab
+    size = hidden_TD.element_size()
+    row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
+    num_rows = 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
+    if memory_budget is not None:
+        num_rows = memory_budget // row_bytes
+    if batch_invariant and num_rows < INVARIANT_STEP:
+        raise ValueError(
+            f"memory_budget={memory_budget} bytes must hold at least {INVARIANT_STEP} rows of "
+            f"logits for batch_invariant, which take {INVARIANT_STEP * row_bytes}"
+        )
+    if num_rows < 1:
+        raise ValueError(
+            f"memory_budget={memory_budget} bytes must hold at least one row of logits, which "
+            f"takes {row_bytes}"
+        )
+    if batch_invariant:
+        num_rows = min(num_rows, 4096 if hidden_TD.is_cuda else 256)
+        num_rows -= num_rows % INVARIANT_STEP
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, batch_invariant, shard)
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Sums over the chunks; None for a gradient that nobody needs."""
+
+    hidden_TD: Tensor | None
+    weight_VD: Tensor | None
+    """fp32 (fp64 in fp64), whatever the head's own dtype."""
+    bias_V: Tensor | None
+    num_rows: int = 0
+    """Rows that took part in the products."""
+
+    @classmethod
+    def empty(
+        cls,
+        hidden_TD: Tensor,
+        head: LMHead,
+        needs: Sequence[bool],
+        weight_grad_VD: Tensor | None = None,
+    ) -> Gradients:
+        """Zeros for each of hidden, weight and bias that needs a gradient; that of the weight is
+        added to `weight_grad_VD` if given.
+        """
+        dtype, device = accumulator_dtype(hidden_TD.dtype), hidden_TD.device
+        # Partial sums of shards stay exact until they are added up.
+        hidden_dtype = hidden_TD.dtype if head.shard is None else dtype
+        hidden = weight = bias = None
+        if needs[0]:
+            hidden = torch.zeros(hidden_TD.shape, dtype=hidden_dtype, device=device)
+        if weight_grad_VD is not None:
+            weight = weight_grad_VD
+        elif needs[1]:
+            weight = torch.zeros(head.weight_VD.shape, dtype=dtype, device=device)
+        if needs[2]:
+            bias = torch.zeros(len(head.weight_VD), dtype=dtype, device=device)
+        return cls(hidden, weight, bias)
+
+    def add(
+        self,
+        head: LMHead,
+        hidden_CD: Tensor,
+        dlogits_CV: Tensor,
+        row_C: Tensor | slice,
+        active_C: Tensor | None,
+    ) -> None:
+        """Add a chunk. `row_C`: where its rows lie among all; `active_C`: bool, rows whose dlogits
+        are not all zero; None: unknown.
+        """
+        if active_C is not None:
+            index_A = active_C.nonzero()[:, 0]
+            if len(index_A) <= DENSE * len(active_C):
+                hidden_CD, dlogits_CV = hidden_CD[index_A], dlogits_CV[index_A]
+                row_C = index_A + row_C.start if isinstance(row_C, slice) else row_C[index_A]
+        self.num_rows += len(hidden_CD)
+        if len(hidden_CD) == 0:
+            return
+        if self.hidden_TD is not None:
+            dhidden_CD = _product(head.padded(dlogits_CV), head.weight_VD, self.hidden_TD.dtype)
+            self.hidden_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
+        if self.weight_VD is not None:
+            _accumulate(self.weight_VD, dlogits_CV.t(), hidden_CD)
+        if self.bias_V is not None:
+            self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
+
+    def as_outputs(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three gradients; an empty tensor for each that is not needed."""
+        found = (self.hidden_TD, self.weight_VD, self.bias_V)
+        hidden, weight, bias = (example.new_empty((0,)) if g is None else g for g in found)
+        return hidden, weight, bias
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _product(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b of that dtype; 16-bit operands may give an fp32 result. Autocast has no say: the
+    operands' own dtype is what was asked for.
+    """
+    with torch.autocast(a_MK.device.type, enabled=False):
+        if a_MK.dtype == dtype:
+            return a_MK @ b_KN
+        if a_MK.is_cuda:
+            return torch.mm(a_MK, b_KN, out_dtype=dtype)
+        return a_MK.to(dtype) @ b_KN.to(dtype)
+
+
+def _accumulate(total_VD: Tensor, dlogits_VC: Tensor, hidden_CD: Tensor) -> None:
+    """total += dlogits^T X without rounding the sum to 16 bits."""
+    with torch.autocast(total_VD.device.type, enabled=False):
+        if total_VD.dtype == hidden_CD.dtype:
+            total_VD.addmm_(dlogits_VC, hidden_CD)
+        elif hidden_CD.is_cuda:
+            torch.addmm(total_VD, dlogits_VC, hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
+        else:
+            total_VD.addmm_(dlogits_VC.to(total_VD.dtype), hidden_CD.to(total_VD.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """A chunk whose logits are at hand."""
+
+    logits_CV: Tensor
+    targets: Targets
+    """Their ids are those of this head's part of the vocabulary."""
+    scored: tuple[Tensor, Tensor]
+    """`score_3C` and `state_4C`, over the whole vocabulary."""
+
+    @classmethod
+    def of(cls, head: LMHead, hidden_CD: Tensor, targets: Targets, impl: str) -> ScoredChunk:
+        logits_CV, shard = head.logits(hidden_CD), head.shard
+        if shard is None:
+            return cls(logits_CV, targets, compute_scores(logits_CV, targets, impl))
+        num_local = len(head.weight_VD)
+        targets = replace(targets, ids_T=shard.local_ids(targets.ids_T, num_local))
+        local = compute_scores(logits_CV, targets, impl)
+        return cls(logits_CV, targets, merge_scores(shard, num_local, targets, *local))
+
+    def gradient(self, slopes: Slopes, dtype: torch.dtype, impl: str) -> Tensor:
+        """The gradient by the logits, in the dtype of the hidden states."""
+        out_CV = gradient_buffer(self.logits_CV, dtype)
+        write_gradient(
+            self.logits_CV, self.targets, self.scored, slopes=slopes, impl=impl, out_TV=out_CV
+        )
+        return out_CV
+
+
+def gradient_buffer(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits themselves for dlogits to go over, or a 16-bit buffer where the logits are fp32
+    and the products are not.
+    """
+    return logits_CV if logits_CV.dtype == dtype else torch.empty_like(logits_CV, dtype=dtype)
+
+
+def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
+    """`score_3T`; rows with a negative target are not computed."""
+    score_3T = torch.zeros(Score.NUM, len(targets), device=hidden_TD.device)
+    index_A = (targets.ids_T >= 0).nonzero()[:, 0]
+    if len(index_A) < len(targets):
+        score_3T[:, index_A] = walk_scores(head, hidden_TD[index_A], targets.at(index_A), impl)
+        return score_3T
+    for chunk in head.chunks(len(targets)):
+        chunk_targets = targets[chunk]
+        score_3T[:, chunk] = ScoredChunk.of(head, hidden_TD[chunk], chunk_targets, impl).scored[0]
+    return score_3T
+
+
+def walk_gradient(
+    head: LMHead,
+    hidden_TD: Tensor,
+    targets: Targets,
+    dlogprob_T: Tensor,
+    dentropy_T: Tensor,
+    *,
+    gradients: Gradients,
+    impl: str,
+) -> None:
+    """Add the gradient for any upstream gradient of logp and entropy, from logits computed once
+    more; rows without one are left out.
+    """
+    has_slope_T = (dlogprob_T != 0) | (dentropy_T != 0)
+    row_T = (has_slope_T & (targets.ids_T >= 0)).nonzero()[:, 0]
+    hidden_TD, targets = hidden_TD[row_T], targets.at(row_T)
+    dlogprob_T, dentropy_T = dlogprob_T[row_T], dentropy_T[row_T]
+    for chunk in head.chunks(len(row_T)):
+        hidden_CD = hidden_TD[chunk]
+        scored = ScoredChunk.of(head, hidden_CD, targets[chunk], impl)
+        slopes = (dlogprob_T[chunk], dentropy_T[chunk])
+        out_CV = scored.gradient(slopes, hidden_CD.dtype, impl)
+        gradients.add(head, hidden_CD, out_CV, row_T[chunk], None)
+        del scored, out_CV  # before the next chunk's logits are made
+
+
+@dataclass(frozen=True, slots=True)
+class LossWalk:
+    """The loss of a `LossSpec` over the chunks of a head."""
+
+    head: LMHead
+    hidden_TD: Tensor
+    targets: Targets
+    inputs: TokenInputs
+    spec: LossSpec
+    gradients: Gradients | None
+    """The gradients are added up here; None: nobody needs one."""
+    impl: str
+    compact: bool
+    row_T: Tensor | None = None
+    """Positions of these rows among all; None: they are all."""
+
+    def run(self) -> Tensor:
+        """Return `column_7T`, and add up the gradients."""
+        counts_T = (self.inputs.weight_T != 0) & (self.targets.ids_T >= 0)
+        index_A = counts_T.nonzero()[:, 0] if self.compact else None
+        if index_A is None or len(index_A) == len(counts_T):
+            # A row with a negative target is in no sequence either.
+            weight_T = torch.where(counts_T, self.inputs.weight_T, 0.0)
+            return replace(self, inputs=replace(self.inputs, weight_T=weight_T))._walk()
+        column_7T = torch.zeros(Column.NUM, len(counts_T), device=counts_T.device)
+        part = replace(
+            self,
+            hidden_TD=self.hidden_TD[index_A],
+            targets=self.targets.at(index_A),
+            inputs=self.inputs.at(counts_T, index_A),
+            row_T=index_A,
+        )
+        column_7T[:, index_A] = part._walk()
+        return column_7T
+
+    def _walk(self) -> Tensor:
+        column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
+        is_fused = self.spec.loss_type != "gspo" and self.head.shard is None
+        one_block = self._fused_chunk if is_fused else self._scored_block
+        for block in self._blocks():
+            column_7T[:, block] = one_block(block)
+        return column_7T
+
+    def _blocks(self) -> list[slice]:
+        """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer
+        ones alone.
+        """
+        num_rows, bounds_S1 = len(self.targets), self.inputs.cu_seqlens_S1
+        if self.spec.loss_type != "gspo" or bounds_S1 is None:
+            return list(self.head.chunks(num_rows))
+        blocks: list[slice] = []
+        start = previous = 0
+        for bound in bounds_S1.tolist()[1:]:
+            if bound - start > self.head.chunk_rows and previous > start:
+                blocks.append(slice(start, previous))
+                start = previous
+            previous = bound
+        return [*blocks, slice(start, num_rows)] if num_rows > start else blocks
+
+    def _fused_chunk(self, chunk: slice) -> Tensor:
+        """One product, the row kernel over its result, two products."""
+        hidden_CD = self.hidden_TD[chunk]
+        logits_CV = self.head.logits(hidden_CD)
+        out_CV = None if self.gradients is None else gradient_buffer(logits_CV, hidden_CD.dtype)
+        column_7C = run_loss(
+            logits_CV, self.targets[chunk], self.spec, self.inputs[chunk], out_CV, impl=self.impl
+        )
+        if out_CV is not None:
+            self._add(chunk, out_CV, column_7C)
+        return column_7C
+
+    def _scored_block(self, block: slice) -> Tensor:
+        """The loss of rows that is known only together: scores of all, their loss, then gradients.
+        The logits of a block of one chunk are computed once, those of a longer one twice where a
+        chunk has rows with a gradient.
+        """
+        chunks = list(self.head.chunks(block.stop - block.start, block.start))
+        only = self._scored(chunks[0]) if len(chunks) == 1 else None
+        scores = (self._scored(chunk).scored[0] for chunk in chunks)
+        score_3B = torch.cat(list(scores), 1) if only is None else only.scored[0]
+        tokens = self.inputs[block].scored(score_3B[Score.LOGPROB], score_3B[Score.ENTROPY])
+        token = token_loss(self.spec, tokens)
+        column_7B = torch.where(tokens.weight_T != 0, to_columns(token, tokens), 0.0)
+        if self.gradients is None:
+            return column_7B
+        dlogprob_B, dentropy_B = token.weighted_slopes(tokens.weight_T)
+        # With a vocab shard never skip a chunk: rounding may make ranks disagree on whether a row
+        # is clipped, and all must enter the same collectives.
+        skips = self.compact and only is None and self.head.shard is None
+        for chunk in chunks:
+            inner = slice(chunk.start - block.start, chunk.stop - block.start)
+            if skips and not column_7B[Column.HAS_GRADIENT, inner].any():
+                continue
+            scored = self._scored(chunk) if only is None else only
+            slopes = (dlogprob_B[inner], None if dentropy_B is None else dentropy_B[inner])
+            out_CV = scored.gradient(slopes, self.hidden_TD.dtype, self.impl)
+            self._add(chunk, out_CV, column_7B[:, inner])
+            del scored, out_CV  # before the next chunk's logits are made
+        return column_7B
+
+    def _scored(self, chunk: slice) -> ScoredChunk:
+        return ScoredChunk.of(self.head, self.hidden_TD[chunk], self.targets[chunk], self.impl)
+
+    def _add(self, chunk: slice, dlogits_CV: Tensor, column_7C: Tensor) -> None:
+        assert self.gradients is not None
+        row_C = chunk if self.row_T is None else self.row_T[chunk]
+        active_C = column_7C[Column.HAS_GRADIENT] != 0 if self.compact else None
+        self.gradients.add(self.head, self.hidden_TD[chunk], dlogits_CV, row_C, active_C)

@@ -1,0 +1,99 @@
+"""Records of targets: the target of each row of logits, and how its sampler saw the row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OpTargets = tuple[Tensor, Tensor, float | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has
+    them (arXiv 2512.02556, 3.1).
+
+    A row without ids was not truncated. A target is always counted in; ids of a row must differ
+    from one another.
+
+    Example: SamplingMask(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0
+    and 2 were truncated, row 1 was not.
+    """
+
+    token_ids_K: Tensor
+    """int64, on the device of the logits."""
+    offsets_T1: Tensor
+    """int64 [T + 1], ascending from 0 to K."""
+
+    def __getitem__(self, rows: slice) -> SamplingMask:
+        """The mask of consecutive rows."""
+        begin, end = (int(self.offsets_T1[i]) for i in (rows.start, rows.stop))
+        offsets_C1 = self.offsets_T1[rows.start : rows.stop + 1] - begin
+        return SamplingMask(self.token_ids_K[begin:end], offsets_C1)
+
+    def at(self, index_A: Tensor) -> SamplingMask:
+        """The mask of any rows, in this order."""
+        counts_A = self.offsets_T1.diff()[index_A]
+        offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
+        shift_K = torch.repeat_interleave(self.offsets_T1[index_A] - offsets_A1[:-1], counts_A)
+        place_K = shift_K + torch.arange(len(shift_K), device=shift_K.device)
+        return SamplingMask(self.token_ids_K[place_K], offsets_A1)
+
+    def is_truncated(self) -> Tensor:
+        """bool [T]: the row has ids."""
+        return self.offsets_T1.diff() > 0
+
+    def row_of_ids(self) -> Tensor:
+        """int64 [K]: the row of each id."""
+        counts_T = self.offsets_T1.diff()
+        return torch.repeat_interleave(
+            torch.arange(len(counts_T), device=counts_T.device), counts_T
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The targets of T rows of logits, or of hidden states that will become such."""
+
+    ids_T: Tensor
+    """int64; a negative id marks a row that is not read and whose results are 0."""
+    temperature_T: Tensor
+    """fp32; its stride may be 0."""
+    softcap: float | None = None
+    mask: SamplingMask | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    def __getitem__(self, rows: slice) -> Targets:
+        """The targets of consecutive rows."""
+        mask = None if self.mask is None else self.mask[rows]
+        return Targets(self.ids_T[rows], self.temperature_T[rows], self.softcap, mask)
+
+    def at(self, index_A: Tensor) -> Targets:
+        """The targets of any rows, in this order."""
+        mask = None if self.mask is None else self.mask.at(index_A)
+        return Targets(self.ids_T[index_A], self.temperature_T[index_A], self.softcap, mask)
+
+    def flat(self) -> OpTargets:
+        """The fields as an operator takes them; `unflatten` puts them together again."""
+        ids_K, offsets_T1 = (
+            (None, None) if self.mask is None else (self.mask.token_ids_K, self.mask.offsets_T1)
+        )
+        return self.ids_T, self.temperature_T, self.softcap, ids_K, offsets_T1
+
+
+def unflatten(
+    ids_T: Tensor,
+    temperature_T: Tensor,
+    softcap: float | None,
+    mask_ids_K: Tensor | None,
+    mask_offsets_T1: Tensor | None,
+) -> Targets:
+    """`Targets` from the arguments of an operator."""
+    mask = None
+    if mask_ids_K is not None and mask_offsets_T1 is not None:
+        mask = SamplingMask(mask_ids_K, mask_offsets_T1)
+    return Targets(ids_T, temperature_T, softcap, mask)

@@ -1,0 +1,92 @@
+"""The package in examples/algorithm_package, installed by pip into a folder of its own, trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowtrain.algorithms import load_algorithm
+from flowtrain.config.options import parse
+from flowtrain.types import UserError
+from tests.cli_runs import SMALL
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = (
+    *SMALL,
+    *("--algorithm.name", "rloo", "--train.num_steps", "2", "--train.lr", "1e-3"),
+    *("--train.num_minibatches", "1", "--eval.at_ends", "false", "--algorithm.kl_coef", "0"),
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed the package."""
+    pytest.importorskip("setuptools", "77", "the package is built with what is installed")
+    folder = tmp_path_factory.mktemp("package")
+    # A copy, because building leaves files beside the source.
+    shutil.copytree(ROOT / "examples" / "algorithm_package", folder / "source")
+    options = "--quiet --no-deps --no-build-isolation --no-index --disable-pip-version-check"
+    command = [sys.executable, "-m", "pip", "install", *options.split()]
+    command += ["--target", str(folder / "site"), str(folder / "source")]
+    subprocess.run(command, timeout=120, check=True)
+    return folder / "site"
+
+
+def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, "-m", "flowtrain.train", *TRAIN, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_installed_algorithm_trains_two_steps(site: Path, tmp_path: Path) -> None:
+    done = run(
+        site,
+        *("--run.dir", str(tmp_path / "run")),
+        *("--algorithm.options", "{max_advantage = 0.25}"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["num_optim_steps"] == 1 and step["num_tokens"] > 0 for step in steps)
+    records = (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
+    trained = [
+        turn["training"]["advantage"]
+        for record in map(json.loads, records)
+        for turn in record["turns"]
+        if turn["training"]
+    ]
+    assert trained and max(map(abs, trained)) <= 0.25 + 1e-6
+
+
+def test_options_of_an_installed_algorithm_are_checked(site: Path, tmp_path: Path) -> None:
+    folder = ("--run.dir", str(tmp_path / "run"))
+    done = run(site, *folder, "--algorithm.options", "{max_advantag = 1.0}")
+    assert done.returncode == 2 and "algorithm.options.max_advantag=1.0" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_algorithm_is_refused_with_the_names_that_there_are() -> None:
+    config = parse(["--algorithm.name", "grpo"])
+    assert config is not None
+    with pytest.raises(UserError, match=r"'grpo' is unknown; there are flow_grpo, appo, infoflow"):
+        load_algorithm(config)
+
+
+def test_built_in_algorithm_has_no_options_of_its_own() -> None:
+    config = parse(["--algorithm.options", "{beta = 1}"])
+    assert config is not None
+    with pytest.raises(UserError, match=r"algorithm\.options\.beta=1: Extra inputs"):
+        load_algorithm(config)

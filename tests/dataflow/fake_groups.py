@@ -1,0 +1,143 @@
+"""Small groups, ledgers and clocks for the tests of the dataflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
+from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.rules import Rules
+from flowtrain.tasks import TaskCursor
+from flowtrain.types import (
+    Action,
+    Call,
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
+
+TASKS = [
+    Task(
+        f"task-{number}", f"What is {number}?", (str(number),), "even" if number % 2 == 0 else "odd"
+    )
+    for number in range(12)
+]
+LAYOUT = "layout-1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turn(spans: tuple[VersionSpan, ...], num_prompt: int = 5) -> Turn:
+    num = spans[-1].end if spans else 0
+    ids = tuple(range(num))
+    call = Call(tuple(range(num_prompt)), ids, (-0.5,) * num, spans, FinishReason.STOP, "text")
+    return Turn(
+        calls={"planner": call},
+        action=Action("because", "", "look", "Search"),
+        command="",
+        result=ToolResult("found"),
+        verdict=Verdict.STOP,
+        seconds=0.1,
+    )
+
+
+def group(
+    task: Task,
+    num: int = 2,
+    version: int = 0,
+    num_tokens: int = 4,
+    rewards: tuple[float | None, ...] = (0.0, 1.0),
+    verifier: int | None = None,
+) -> Group:
+    """A reward of None: that rollout failed. `verifier`: the version of its tokens, where it is a
+    policy.
+    """
+    one = turn(_span(num_tokens, version))
+    if verifier is not None:
+        call = Call((1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP)
+        one = replace(one, calls={**one.calls, "verifier": call})
+    rollouts = tuple(
+        Trajectory(
+            task,
+            (one,),
+            "answer",
+            0.1,
+            seed,
+            reward=reward,
+            error="" if reward is not None else "generator: down",
+        )
+        for seed, reward in zip(range(num), rewards * num, strict=False)
+    )
+    return Group(0, rollouts)
+
+
+def _span(num_tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(0, num_tokens, version),) if num_tokens else ()
+
+
+def options(both: bool = False, **dataflow: Any) -> Config:
+    """`both`: the verifier is a policy, too."""
+    own = {"roles": {"verifier": "own"}} if both else {}
+    rollout = {"group_size": 2, "num_questions": 4}
+    return Config.model_validate(
+        {"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own}
+    )
+
+
+def ledger(
+    database: str | Path,
+    clock: Callable[[], float] = time.time,
+    make_rules: Callable[[], Rules] | None = None,
+    both: bool = False,
+    **dataflow: Any,
+) -> Ledger:
+    return Ledger(database, options(both, **dataflow), TaskCursor(TASKS, 0), make_rules, clock)
+
+
+def planner(
+    num_groups: int = 4, max_staleness: int = 1, step: int = 0, policy: str = "planner"
+) -> Register:
+    return Register(policy, LAYOUT, "weights", num_groups, max_staleness, step)
+
+
+def joined(flow: Any, node: str = "n1", life: str = "a") -> None:
+    flow.join(Join(node, life))
+
+
+def lease(
+    flow: Any,
+    num: int = 1,
+    node: str = "n1",
+    life: str = "a",
+    key: str = "",
+    versions: Mapping[str, int] | None = None,
+) -> list[Lease]:
+    return list(flow.lease(LeaseRequest(node, life, num, versions or {}, key=key)).leases)
+
+
+def push(flow: Any, lease: Lease, version: int = 0, node: str = "n1", **kind: Any) -> str:
+    return flow.push(
+        Push(
+            node,
+            lease.work_item,
+            lease.attempt,
+            pack_group(group(lease.task, version=version, **kind)),
+        )
+    ).status

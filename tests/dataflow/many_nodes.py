@@ -1,0 +1,203 @@
+"""A fast scripted flow: nodes whose rollouts are made up, and a trainer that only notes what it was
+served. All of them die and come back.
+
+Also a command, for tests that need processes to kill:
+python many_nodes.py node URL SEED NAME
+python many_nodes.py trainer URL SEED NOTES NUM_STEPS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fake_groups import LAYOUT, group
+
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.codec import pack_group, unpack_group
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Dataflow,
+    Join,
+    LeaseRequest,
+    Progress,
+    Push,
+    Register,
+    Release,
+    Renewal,
+)
+
+NUM_GROUPS, MAX_STALENESS = 3, 1
+_PAUSE_S = 0.005
+TOKEN = "a-token-of-the-tests"
+
+
+def fake_rollouts(task: Any, version: int, rng: random.Random) -> bytes:
+    """A group that no model has sampled."""
+    return pack_group(
+        group(
+            task,
+            version=version,
+            rewards=(rng.random(), rng.random()),
+            num_tokens=rng.randint(1, 9),
+        )
+    )
+
+
+def run_node(
+    flow: Dataflow,
+    name: str,
+    rng: random.Random,
+    is_over: Callable[[], bool] = lambda: False,
+    death: float = 0.1,
+) -> None:
+    """Run a node, restarted whenever it dies, until the dataflow says "done" or `is_over`. At a
+    share `death` of the work items it forgets everything.
+    """
+    while not is_over() and not _live(flow, name, rng, is_over, death):
+        pass
+
+
+def _live(
+    flow: Dataflow, name: str, rng: random.Random, is_over: Callable[[], bool], death: float
+) -> bool:
+    """Whether all is done."""
+    life = f"{rng.getrandbits(64):x}"
+    flow.join(Join(name, life))
+    while not is_over():
+        answer = flow.lease(
+            LeaseRequest(name, life, rng.randint(1, 3), {}, 0.1, 0.1, f"{rng.getrandbits(64):x}")
+        )
+        version = answer.policies["planner"].version if answer.policies else 0
+        for lease in answer.leases:
+            choice = rng.random()
+            if choice < death:
+                return False
+            if choice < death + 0.1:
+                flow.release(Release(name, ((lease.work_item, lease.attempt),), "tired"))
+            elif (
+                choice < death + 0.3
+                and lease.work_item
+                in flow.renew(Renewal(name, life, ((lease.work_item, lease.attempt),))).lost
+            ):
+                continue
+            push = Push(
+                name, lease.work_item, lease.attempt, fake_rollouts(lease.task, version, rng)
+            )
+            for _ in range(1 + (rng.random() < 0.1)):
+                flow.push(push)
+        if answer.reason == "done":
+            return True
+        if not answer.leases:
+            time.sleep(min(answer.retry_after_s, _PAUSE_S))
+    return False
+
+
+class Notes:
+    """A trainer's checkpoint and what it was served. With a path they outlive its process, a line
+    each.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self.checkpoint = path, 0
+        self.batches: dict[int, list[tuple[int, bytes]]] = {}
+        """By step, work item and payload of every place."""
+        for line in (
+            path.read_text().splitlines(keepends=True) if path is not None and path.exists() else []
+        ):
+            if line.endswith("\n"):  # else it was killed as it wrote
+                self._take(*json.loads(line))
+
+    def served(self, step: int, groups: list[tuple[int, bytes]]) -> None:
+        """What was served before must be served again."""
+        if step in self.batches:
+            assert self.batches[step] == groups, f"step {step} has other groups than before"
+        else:
+            self._write(step, [(work_item, payload.hex()) for work_item, payload in groups])
+
+    def save(self, step: int) -> None:
+        self._write(step, None)
+
+    def _write(self, step: int, groups: list[tuple[int, str]] | None) -> None:
+        self._take(step, groups)
+        if self._path is not None:
+            with self._path.open("a") as out:
+                out.write(json.dumps([step, groups]) + "\n")
+
+    def _take(self, step: int, groups: list[tuple[int, str]] | None) -> None:
+        if groups is None:
+            self.checkpoint = step
+        else:
+            self.batches[step] = [
+                (work_item, bytes.fromhex(payload)) for work_item, payload in groups
+            ]
+
+    def check(self, num_steps: int) -> None:
+        """Every step was trained, with groups that were not too old, and none of them twice."""
+        assert sorted(self.batches) == list(range(1, num_steps + 1))
+        work_items = [work_item for groups in self.batches.values() for work_item, _ in groups]
+        assert len(work_items) == len(set(work_items)) == num_steps * NUM_GROUPS
+        for step, groups in self.batches.items():
+            for _, payload in groups:
+                versions = [
+                    span.version
+                    for rollout in unpack_group(payload).trajectories
+                    for turn in rollout.turns
+                    for span in turn.calls["planner"].spans
+                ]
+                assert versions and all(
+                    step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions
+                )
+
+
+def run_trainer(
+    flow: Dataflow, notes: Notes, rng: random.Random, num_steps: int, death: float = 0.2
+) -> None:
+    """Lives of a trainer up to `num_steps`. `death`: share of steps after which it forgets all but
+    its notes.
+    """
+    while True:
+        flow.register(
+            Register("planner", LAYOUT, "weights", NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
+        )
+        for step in range(notes.checkpoint + 1, num_steps + 1):
+            notes.served(step, _batch(flow, step))
+            if rng.random() < 0.5 or step == num_steps:
+                notes.save(step)
+            flow.progress(Progress("planner", step, notes.checkpoint, 0.1, 0.1))
+            if rng.random() < death:
+                break
+        else:
+            flow.progress(Progress("planner", num_steps, num_steps, is_done=True))
+            return
+
+
+def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
+    """Of two ranks, which ask one after the other."""
+    found = {}
+    for rank in range(2):
+        request = BatchRequest("planner", step, rank, 2, wait_s=1.0)
+        while (answer := flow.batch(request)).num_missing:
+            pass
+        found |= {each.position: (each.work_item, each.payload) for each in answer.groups}
+    assert sorted(found) == list(range(NUM_GROUPS))
+    return [found[position] for position in sorted(found)]
+
+
+def main(role: str, url: str, seed: str, *rest: str) -> None:
+    rng = random.Random(f"{role}/{seed}/{os.getpid()}")  # no two lives are the same
+    with Client(url, TOKEN, wait_s=60.0) as flow:
+        if role == "node":
+            run_node(flow, rest[0], rng)
+        else:
+            run_trainer(flow, Notes(Path(rest[0])), rng, int(rest[1]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
