@@ -107,8 +107,9 @@ gc.collect()
 gc.freeze()
 job = serve()
 if job is not None:
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)):
-        os.dup2(os.open(path, flags), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(job["out"], os.O_WRONLY), 1)
+    os.dup2(os.open(job["err"], os.O_WRONLY), 2)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])
     if job["max_file_bytes"]:
@@ -123,7 +124,8 @@ if job is not None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # All of Python's own exit but taking every module apart, which would copy the memory that is shared with the server.
+    # All of Python's own exit but taking every module apart, which would copy the memory that is
+    # shared with the server.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -226,7 +228,7 @@ class Server:
         ]
 
     def resume(self, run: Path, *argv: object) -> None:
-        """Go on with a run to its end, without the picture, which takes longer than all the rest."""
+        """Go on with a run to its end, without the picture, which takes longer than the rest."""
         code, lines, _ = self.run(
             "train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE
         )
@@ -284,7 +286,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def warm(place: Path) -> Path:
-    """The run folder of a real `python -m flowtrain.rft`; its model can name tools, now and then."""
+    """The run folder of a real `python -m flowtrain.rft`; its model names a tool now and then."""
     command = [
         sys.executable,
         "-m",
