@@ -220,7 +220,9 @@ def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None
 def test_so_many_rollouts_are_under_way(
     ledger: Ledger, nodes: Nodes, most: int, num_at_once: int
 ) -> None:
-    """As many work items as the rollouts are enough for; one at least, whose rollouts then take turns."""
+    """As many work items as the rollouts are enough for; one at least, whose rollouts then take
+    turns.
+    """
     now, seen = 0, []
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -277,7 +279,7 @@ def test_stopped_it_pushes_what_is_done_and_gives_the_rest_back(
 
 
 def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes) -> None:
-    """The signal finds the node asking: the answer is on its way and nobody is left to work on it."""
+    """The signal comes while the node asks: nobody is left to work on the answer."""
     lease, node = ledger.lease, nodes.make(never)
     asked = threading.Event()
 
@@ -371,7 +373,9 @@ def test_a_group_that_is_refused_goes_back_and_the_node_goes_on(
 
 
 def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
-    """The ledger's clock goes beyond the lease before the node renews: another one gets the work items."""
+    """The ledger's clock goes beyond the lease before the node renews: another one gets the work
+    items.
+    """
     cancelled = 0
 
     async def rollout(task: Task, seed: int) -> Trajectory:
