@@ -1,4 +1,4 @@
-"""The two commands as a person runs them: what a run leaves, bad input, a full disk, several ranks."""
+"""The two commands as a person runs them: output, bad input, a full disk, several ranks."""
 
 from __future__ import annotations
 
@@ -312,11 +312,14 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
         import json, sys
         from transformers import AutoModelForCausalLM, AutoTokenizer
         for path in sys.argv[1:]:
-            model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-            ids = tokenizer("Question: What is 3 plus 4?\\nSub-Goal:", return_tensors="pt").input_ids
+            model = AutoModelForCausalLM.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            prompt = "Question: What is 3 plus 4?\\nSub-Goal:"
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
             assert int(ids.max()) < model.config.vocab_size, (ids, model.config.vocab_size)
             out = model.generate(ids, max_new_tokens=3, do_sample=False)
-            print(json.dumps([ids[0].tolist(), tokenizer.eos_token_id, out.shape[1] > ids.shape[1]]))
+            is_longer = out.shape[1] > ids.shape[1]
+            print(json.dumps([ids[0].tolist(), tokenizer.eos_token_id, is_longer]))
         assert not any(name.startswith("flowtrain") for name in sys.modules)
     """
     paths = [str(full / "checkpoints" / "step_00000006"), str(warm / "model")]
