@@ -1,4 +1,4 @@
-"""The two commands as a person runs them: files of a run, bad input, a full disk, several ranks."""
+"""The two commands as a person runs them: output, bad input, a full disk, several ranks."""
 
 from __future__ import annotations
 
