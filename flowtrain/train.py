@@ -57,8 +57,7 @@ def train(config: Config) -> int:
                 stats = run.measure(step, rollouts.groups)
                 batch = run.algorithm.advantages(rollouts.groups)
                 batch = filter_samples(batch, run.max_positions)
-                scored = attach_logprobs(batch.samples, rollouts.logprobs)
-                samples = run.placement.deal(scored)
+                samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
                 trained = run.train(step, rows)

@@ -1,23 +1,22 @@
 """The memory that a rank's training step takes at its peak, predicted before anything is allocated;
 a run that cannot fit is refused.
 
-Activations are counted by running two and three of the model's layers, forward and backward, on
-tensors that have shapes and no memory; layers are alike, so two points give the line. Bytes
-everywhere. D: hidden size, V: vocabulary.
+Activations are counted by torch's own `MemTracker` while two and three of the model's layers run,
+forward and backward, on tensors that have shapes and no memory; layers are alike, so two points
+give the line. (`FSDPMemTracker` would count the gathered weights too, but wants a process group of
+the run's size and the whole model.) Bytes everywhere. D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config
@@ -209,15 +208,25 @@ def _simulate(
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    with _LiveBytes(
-        [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    ) as live:
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
         hidden = model.get_decoder()(
             input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention()
         ).last_hidden_state
-        at_head = live.num_bytes
+        at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
         hidden.backward(torch.empty_like(hidden))
-    return at_head, live.peak
+    return at_head, _activation_bytes(tracker.get_tracker_snapshot("peak"))
+
+
+def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
+    """Sum all but parameters, their gradients and buffers."""
+    return sum(
+        num_bytes
+        for by_kind in snapshot.values()
+        for kind, num_bytes in by_kind.items()
+        if getattr(kind, "name", "") in ("ACT", "TEMP", "OTH")
+    )
 
 
 class _Attention:
@@ -231,9 +240,8 @@ class _Attention:
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(
-            query.shape
-        )  # not laid out as the query is: what comes out of attention is copied once more
+        # Not laid out as the query is: what comes out of attention is copied once more.
+        out = query.new_empty(query.shape)
         ctx.save_for_backward(
             query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
         )
@@ -242,35 +250,3 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made within and are still alive, and the most that were at a
-    time.
-    """
-
-    def __init__(self, others: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.num_bytes = self.peak = 0
-        self._others = {id(tensor.untyped_storage()) for tensor in others}
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = id(storage), storage.nbytes()
-        if key in self._known or key in self._others:
-            return
-        self._known.add(key)
-        self.num_bytes += num_bytes
-        self.peak = max(self.peak, self.num_bytes)
-        weakref.finalize(storage, self._remove, key, num_bytes)
-
-    def _remove(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.num_bytes -= num_bytes

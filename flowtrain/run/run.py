@@ -33,8 +33,11 @@ from flowtrain.run.run_logger import RunLogger
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.training import checkpoint
+from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.model import layout_digest
+from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
@@ -100,13 +103,16 @@ class Run:
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
+        world = self.placement.world
+        cost = ForwardCost.of(self.components.model).flops
+        rows = balance(minibatches, cost, world, num_takers=self.placement.trainers.size)
         metrics: dict[str, float] = {}
-        logprobs = {}
+        scores = TokenScores()
         if self.policy_trainer is not None:
             self.engines[self.config.train.policy].sleep()
-            metrics = self.policy_trainer.train(step, minibatches)
-            logprobs = self.policy_trainer.trainer.own_scores()
-        return Trained(metrics, self.placement.gather_scores(logprobs))
+            metrics = self.policy_trainer.train(step, rows, scores)
+        sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
+        return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
 
     def publish(self, version: int, saved_step: int) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
