@@ -44,9 +44,9 @@ from bench.simulated_pool import (
     rollout_seeds,
     staleness,
 )
+from examples.node_pool import Controller
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.local_pool import Controller
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
@@ -185,8 +185,8 @@ def ledger(world: World, max_waiting: int) -> Iterator[Ledger]:
 def synchronous_s(num_steps: int, share: float = 1.0, patience_s: float = 0.0) -> list[float]:
     """Of each step, until its rollouts are done: the same rollouts as in the dataflow."""
     seeds = [
-        rollout_seeds(derive_seed(0, "unit", unit + 1), GROUP_SIZE)
-        for unit in range(num_steps * NUM_GROUPS)
+        rollout_seeds(derive_seed(0, "unit", work_item + 1), GROUP_SIZE)
+        for work_item in range(num_steps * NUM_GROUPS)
     ]
     steps = [
         seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS] for step in range(NUM_FIRST, num_steps)
@@ -285,7 +285,11 @@ def far_rows(train_s: float, num_steps: int) -> list[dict[str, Any]]:
     speeds = [fmean(1 / course(seed, site.speed).end_s for seed in range(500)) for site in FAR]
     rows = []
     for node, speed in zip(found.nodes, speeds, strict=True):
-        own = [(unit, ages) for unit, ages in found.trainer.trained if unit in node.units]
+        own = [
+            (work_item, ages)
+            for work_item, ages in found.trainer.trained
+            if work_item in node.work_items
+        ]
         part = len(own) / len(found.trainer.trained)
         pool: dict[str, Any] = {
             "far pool": node.site.name,

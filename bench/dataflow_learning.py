@@ -25,10 +25,7 @@ from flowtrain.dataflow.client import Client
 CONFIG = ["--config", "configs/quickstart.toml"]
 _LEVEL = 0.8
 """Held-out reward whose tokens are counted."""
-ARMS: dict[str, list[str]] = {
-    "synchronous": [],
-    "dataflow": ["--dataflow.max_staleness", "2"],
-}
+ARMS: dict[str, list[str]] = {"synchronous": [], "dataflow": ["--dataflow.max_staleness", "2"]}
 
 
 def rows(
@@ -112,4 +109,4 @@ def sampled_per_trained(folder: Path) -> float:
         return 1.0
     groups = json.loads(path.read_text())["policies"]["planner"]["groups"]
     tokens = {state: each["num"] * each["tokens_mean"] for state, each in groups.items()}
-    return float(sum(tokens.values()) / tokens["served"])
+    return float(sum(tokens.values()) / tokens["assigned"])

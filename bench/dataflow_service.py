@@ -98,7 +98,9 @@ def _alone(client: Client, num_groups: int) -> tuple[dict[str, float], int]:
         seconds, (lease,) = _timed(partial(_leased, client, 1))
         leases_s.append(seconds)
         payload = pack_group(group(lease))
-        seconds, _ = _timed(partial(client.push, Push(NODE, lease.unit, lease.attempt, payload)))
+        seconds, _ = _timed(
+            partial(client.push, Push(NODE, lease.work_item, lease.attempt, payload))
+        )
         pushes_s.append(seconds)
         if (number + 1) % NUM_GROUPS == 0:
             seconds, _ = _timed(partial(_batch, client, (number + 1) // NUM_GROUPS))
@@ -122,7 +124,9 @@ def _at_once(client: Client, num_groups: int, next_step: int) -> dict[str, float
             for lease in _leased(client, PER_REQUEST)
         ]
     )
-    pushes = [Push(NODE, lease.unit, lease.attempt, pack_group(group(lease))) for lease in leases]
+    pushes = [
+        Push(NODE, lease.work_item, lease.attempt, pack_group(group(lease))) for lease in leases
+    ]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         pushed_s, _ = _timed(lambda: list(threads.map(client.push, pushes)))
     num_steps = len(leases) // NUM_GROUPS

@@ -1,15 +1,14 @@
-"""The flow:  python -m bench.flow [--json F]
+"""Benchmark of the flow:  python -m bench.flow [--json F]
 
-Rollouts per minute with SIMULATED latencies of language models and tools, on the real turn loop:
-256 rollouts in flight on one event loop against 16 workers that roll out one at a time each, which
-is AgentFlow's released design. Both get the same latencies. Then what the loop itself costs per
-turn when every module answers at once, and what a sandbox call takes.
+It measures rollouts per minute with SIMULATED latencies of language models and tools, on the real
+turn loop: 256 rollouts in flight on one event loop against 16 workers that roll out one at a time
+each, which is AgentFlow's released design. Both get the same latencies. Then it measures the cost
+of the loop per turn when every module answers at once, and of a sandbox call.
 
-The latencies are drawn, because no public run states them. What AgentFlow's trainer does state is
-that it expects 150 s per rollout, cuts a tool command at 120 s and a rollout at 500 s; its rollouts
-of T turns make 2 + 3 T calls of a language model and T of a tool, and T is about 2 where 3 are
-allowed. Log-normal calls with the medians and spreads below make that: 150 s a rollout on average,
-with a long tail.
+The latencies are random, because no public run states them. AgentFlow's trainer expects 150 s per
+rollout and cuts a tool command at 120 s and a rollout at 500 s; its rollouts of T turns make 2 + 3
+T calls of a language model and T of a tool, and T is about 2 where 3 are allowed. The log-normal
+calls below give 150 s per rollout on average, with a long tail.
 """
 
 from __future__ import annotations
@@ -60,22 +59,11 @@ NUM_WORKERS = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--scale",
-        type=float,
-        default=400.0,
-        help="how many times faster than life the simulated latencies pass (default: 400)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=int,
-        default=256,
-        help="rollouts on the event loop at a time (default: 256)",
-    )
-    parser.add_argument(
-        "--calls", type=int, default=100, help="timed calls of each sandbox (default: 100)"
-    )
+    add = parser.add_argument
+    add("--json", metavar="F", help="write the rows to this file")
+    add("--scale", type=float, default=400.0, help="speed-up of the latencies (default: 400)")
+    add("--in-flight", type=int, default=256, help="rollouts on the event loop (default: 256)")
+    add("--calls", type=int, default=100, help="timed calls of each sandbox (default: 100)")
     args = parser.parse_args()
     parts = [
         [
@@ -98,9 +86,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds of a call by what it is for: the same for the same rollout, turn and purpose, whoever
-    asks and when.
-    """
+    """Seconds of a call, which depend on rollout, turn and purpose alone."""
 
     scale: float
 
@@ -116,9 +102,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Planner, executor, verifier, generator and tool in one: they wait and say next to nothing. A
-    sub-goal tells rollout and turn.
-    """
+    """Planner, verifier, generator and tool that only wait; a sub-goal names rollout and turn."""
 
     latencies: Latencies
 
@@ -159,7 +143,7 @@ class Simulated:
         return "answer", ""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +172,11 @@ def simulated_flow(scale: float) -> Flow:
 
 
 def rate_rows(num_rollouts: int, in_flight: int, scale: float) -> list[dict[str, Any]]:
-    """The event loop and the workers on the same rollouts; rates are those of life, the scale taken
-    out again.
-    """
+    """Time the event loop and the workers on the same rollouts; rates are without the speed-up."""
     flow = simulated_flow(scale)
     tasks = [Task(str(n), "?", ("answer",)) for n in range(num_rollouts)]
-    seeds = [
-        derive_seed(0, index, task.id, 0) for index, task in enumerate(tasks)
-    ]  # those that collect gives
+    # The seeds of `collect`.
+    seeds = [derive_seed(0, index, task.id, 0) for index, task in enumerate(tasks)]
 
     def workers() -> None:
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
@@ -224,7 +205,7 @@ def rate_rows(num_rollouts: int, in_flight: int, scale: float) -> list[dict[str,
 
 
 class InstantEngine:
-    """Answers at once, always the same."""
+    """Always gives the same answer, at once."""
 
     version, max_tokens = 0, 1 << 20
 
@@ -237,7 +218,7 @@ class InstantEngine:
 
 
 class Characters:
-    """A tokenizer that costs next to nothing: one token per character."""
+    """A very cheap tokenizer with one token per character."""
 
     chat_template = None
 
@@ -249,13 +230,19 @@ class Characters:
 
 
 def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
-    """The real modules of the embedded default around an engine that answers at once: prompt,
-    parsing, command, tool, memory, records.
-    """
+    """Time the real modules of the embedded default around an engine that answers at once."""
     engine: Any = InstantEngine(" area of Chad\nTool Name: Base_Generator")
     tokenizer: Any = Characters()
     tools = {"Base_Generator": GuessGenerator(["1284"])}
-    planner = PolicyPlanner(engine, tokenizer, CompactPrompt(), ("Base_Generator",), 48, 1.0, 60.0)
+    planner = PolicyPlanner(
+        engine,
+        tokenizer,
+        CompactPrompt(),
+        tool_names=("Base_Generator",),
+        max_new_tokens=48,
+        temperature=1.0,
+        request_timeout_s=60.0,
+    )
     flow = Flow(
         planner,
         RuleExecutor(tools, 2.0, 400),
@@ -283,7 +270,7 @@ WITH_FILE = "with open('x', 'w') as f: f.write('1')\nprint(open('x').read())"
 
 
 def sandboxes() -> list[tuple[str, Callable[[], Backend], str]]:
-    """What works here: name, backend, code."""
+    """Return the sandboxes that work here: name, backend, code."""
     found: list[tuple[str, Callable[[], Backend], str]] = [("seccomp", seccomp.backend, COMPUTE)]
     if reason := bubblewrap.why_not(bubblewrap.backend(())):
         print(f"{reason}: not measured\n")
@@ -297,7 +284,7 @@ def sandboxes() -> list[tuple[str, Callable[[], Backend], str]]:
 def sandbox_row(
     name: str, make: Callable[[], Backend], code: str, num_calls: int
 ) -> dict[str, Any]:
-    """One call after another, on one worker that is warm."""
+    """Time one call after another, on one warm worker."""
     with warnings.catch_warnings(action="ignore"):
         sandbox = ProcessSandbox(make(), num_workers=1, timeout_s=10.0)
 

@@ -184,7 +184,7 @@ class Node:
         self._since, self._seconds = world.now, {True: 0.0, False: 0.0}
         """When it was last looked, and seconds with a rollout under way (True) and without, since
         they were last told."""
-        self.units: set[int] = set()
+        self.work_items: set[int] = set()
         """Whose groups were committed from here."""
         joined = ledger.join(Join(site.name, site.name))
         self._group_size, self._lease_s = joined.group_size, joined.lease_s
@@ -234,7 +234,7 @@ class Node:
         self._look()
         for lease in answer.leases:
             self._idle -= self._group_size
-            self._made[lease.unit, lease.attempt] = _Made(lease)
+            self._made[lease.work_item, lease.attempt] = _Made(lease)
             for seed in rollout_seeds(lease.seed, self._group_size):
                 path = course(seed, self.site.speed)
                 self._world.after(path.end_s, partial(self._finish, lease, seed, path))
@@ -254,7 +254,7 @@ class Node:
     def _finish(self, lease: Lease, seed: int, path: Course) -> None:
         self._look()
         self._idle += 1
-        made = self._made.get((lease.unit, lease.attempt))
+        made = self._made.get((lease.work_item, lease.attempt))
         if made is None or self._is_ended:
             return
         began = self._world.now - path.end_s
@@ -264,10 +264,10 @@ class Node:
         ]
         made.rollouts.append(trajectory(lease.task, seed, versions))
         if len(made.rollouts) == self._group_size:
-            del self._made[lease.unit, lease.attempt]
+            del self._made[lease.work_item, lease.attempt]
             push = Push(
                 self.site.name,
-                lease.unit,
+                lease.work_item,
                 lease.attempt,
                 pack_group(Group(lease.index, tuple(made.rollouts))),
             )
@@ -276,13 +276,13 @@ class Node:
 
     def _push(self, push: Push) -> None:
         if self._ledger.push(push).status == "committed":
-            self.units.add(push.unit)
+            self.work_items.add(push.work_item)
         self._on_push()
 
     def _renew(self) -> None:
         if not self._is_ended:
             request = Renewal(self.site.name, self.site.name, tuple(self._made)[:1024])
-            if request.units:
+            if request.work_items:
                 self._send(lambda: self._ledger.renew(request), self._renewed)
             self._world.after(self._lease_s / 3, self._renew)
 
@@ -364,7 +364,7 @@ class Trainer:
         )
         self.steps: list[Step] = []
         self.trained: list[tuple[int, Counter[int]]] = []
-        """Unit, and its tokens by versions that they were behind, of every group of every batch."""
+        """Work item of every group of every batch, and its tokens by staleness in versions."""
         ledger.register(Register(POLICY, "", "", num_groups, max_staleness))
         self._next()
         self._live()
@@ -401,7 +401,7 @@ class Trainer:
                 for version, number in tokens(unpack_group(served.payload))
             ]
             self.trained.append(
-                (served.unit, Counter(age for age, number in ages for _ in range(number)))
+                (served.work_item, Counter(age for age, number in ages for _ in range(number)))
             )
         self._world.after(self._train_s, self._trained)
 

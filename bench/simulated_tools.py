@@ -1,8 +1,8 @@
-"""How much waiting for tools many rollouts in flight hide: a simulation of tools (they sleep)
-around the real flow, collector and engine.
+"""Benchmark of rollouts that wait for tools: the real flow, collector and engine around tools that
+sleep.
 
-Each call takes a log-normal time, with a long tail, that its question and turn decide: both rivals
-wait for the same calls.
+Each call takes a log-normal time, with a long tail, that its question and turn decide, so both
+rivals wait for the same calls.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Call, Sampling, Task
 
 MEDIAN_S, SIGMA = 0.2, 0.8
-"""Of a tool call: one in a hundred takes 1.3 s or more, the longest of a run about 3 s."""
+"""Log-normal time of a tool call: 1 % take 1.3 s or more, the longest of a run about 3 s."""
 TURNS, GROUP_SIZE, NEW_TOKENS = 3, 8, 4
-"""Few tokens, and short prompts: waiting is the subject here, and a CPU would hide it behind
-sampling."""
+"""Few tokens and short prompts, so that sampling on a CPU does not hide the waiting."""
 IN_FLIGHT, WORKERS = 256, 16
 
 
 class SimulatedTool:
-    """Takes as long as its query says, and counts."""
+    """Sleeps for a time that its query decides, and records it."""
 
     card = ToolCard("Simulated", "Sleeps.")
 
@@ -48,14 +47,12 @@ class SimulatedTool:
         return "done"
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Release nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlanner:
-    """Samples a response as the policy does, and then calls the tool whatever it said: a model with
-    random weights names none.
-    """
+    """Samples a response as the policy does, then always calls the tool."""
 
     engine: Engine
 
@@ -79,7 +76,7 @@ class SamplingPlanner:
 
 
 def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
-    """One run of each."""
+    """Run each rival once."""
     tasks = [Task(f"simulated-{index}", "?", ("",)) for index in range(num_rollouts // GROUP_SIZE)]
     rivals = {f"{IN_FLIGHT} rollouts in flight": IN_FLIGHT, f"{WORKERS} workers": WORKERS}
     found = {name: _run(engine, tasks, number) for name, number in rivals.items()}
@@ -100,7 +97,7 @@ def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
 
 
 def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[float, list[float]]:
-    """Seconds of all, and of each tool call."""
+    """Return the seconds of the whole run, and of each tool call."""
     tool = SimulatedTool()
     executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
     goes_on = RuleVerifier(lambda question, memory: False)

@@ -1,9 +1,9 @@
 """A rollout node in plain Python, for a dataflow and its trainers:  python examples/plain_node.py
-http://127.0.0.1:8400 [--units N]
+http://127.0.0.1:8400 [--num_groups N]
 
-What another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain. Its
-"model" is a script that guesses tokens; the rest is in earnest: leases are renewed and given back,
-groups are pushed until an answer comes, FLOWTRAIN_TOKEN is the token.
+It shows what another runtime has to do to take part (docs/dataflow.md), with nothing of flowtrain.
+Its "model" is a script that guesses tokens; the rest is real: leases are renewed and given back,
+groups are pushed until an answer comes, and FLOWTRAIN_TOKEN is the token.
 """
 
 import argparse
@@ -26,18 +26,16 @@ WORDS = ["Tool Name: Search\n", "Sub-Goal: capital of Chad\n", "Paris", "42"]
 
 class Service:
     def __init__(self, url: str) -> None:
-        self.url, self.headers = (
-            url,
-            {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"},
-        )
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {os.environ.get('FLOWTRAIN_TOKEN', '')}"}
 
     def ask(self, method: str, **message):
-        """Until there is an answer: a message that is sent twice has no other effect than one.
-        Refusals (HTTP 4xx) raise.
+        """Ask until there is an answer: a message that is sent twice has the effect of one. A
+        refusal (HTTP 4xx) ends the node.
         """
         while True:
             request = urllib.request.Request(
-                f"{self.url}/v1/{method}", msgspec.msgpack.encode(message), self.headers
+                f"{self.url}/v2/{method}", msgspec.msgpack.encode(message), self.headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=30) as response:
@@ -56,7 +54,8 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     """One turn. The sampled ids, their log-probs and the weight version of every token are what
     training is made of.
     """
-    rng, begun = random.Random(seed), time.monotonic()
+    rng = random.Random(seed)
+    begun = time.monotonic()
     ids = [rng.randrange(len(WORDS)) for _ in range(4)]
     call = {
         "prompt_ids": list(task["question"].encode()),
@@ -86,22 +85,19 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     }
 
 
-def work(service: Service, name: str, num_units: int, at_once: int) -> None:
+def work(service: Service, name: str, num_groups: int, at_once: int) -> None:
     me, held = {"node": name, "life": uuid.uuid4().hex}, {}
-    joined = service.ask("join", **me, protocol=2)
+    joined = service.ask("join", **me)
     service.headers["Flowtrain-Run"] = joined["run"]
     try:
-        while num_units > 0:
-            got = service.ask("lease", **me, num=min(num_units, at_once), key=uuid.uuid4().hex)
-            held, renew_at = (
-                {lease["unit"]: lease for lease in got["leases"]},
-                time.monotonic() + joined["lease_s"] / 3,
-            )
-            version = (
-                got["policies"]["planner"]["version"] if held else 0
-            )  # here a real node loads these weights from their store
+        while num_groups > 0:
+            got = service.ask("lease", **me, num=min(num_groups, at_once), key=uuid.uuid4().hex)
+            held = {lease["work_item"]: lease for lease in got["leases"]}
+            renew_at = time.monotonic() + joined["lease_s"] / 3
+            # Here a real node loads these weights from their store.
+            version = got["policies"]["planner"]["version"] if held else 0
             while held:
-                unit, lease = next(iter(held.items()))
+                work_item, lease = next(iter(held.items()))
                 rollouts = [
                     rollout(lease["task"], lease["seed"] + i, version)
                     for i in range(joined["group_size"])
@@ -109,30 +105,25 @@ def work(service: Service, name: str, num_units: int, at_once: int) -> None:
                 payload = zlib.compress(
                     msgspec.msgpack.encode({"index": lease["index"], "trajectories": rollouts})
                 )
-                status = service.ask(
-                    "push", node=name, unit=unit, attempt=lease["attempt"], payload=payload
-                )["status"]
-                print(f"unit {unit}: {status}", flush=True)
-                num_units -= status == "committed"
-                del held[unit]
+                push = {"work_item": work_item, "attempt": lease["attempt"], "payload": payload}
+                status = service.ask("push", node=name, **push)["status"]
+                print(f"work item {work_item}: {status}", flush=True)
+                num_groups -= status == "committed"
+                del held[work_item]
                 if held and time.monotonic() > renew_at:
-                    units, renew_at = (
-                        [(u, lease["attempt"]) for u, lease in held.items()],
-                        time.monotonic() + joined["lease_s"] / 3,
-                    )
-                    for unit in service.ask("renew", **me, units=units)["lost"]:
-                        held.pop(unit, None)
+                    renew_at = time.monotonic() + joined["lease_s"] / 3
+                    for lost in service.ask("renew", **me, work_items=leases(held))["lost"]:
+                        held.pop(lost, None)
             if got["reason"] == "done":
                 return
             time.sleep(got["retry_after_s"])
     finally:
         if held:
-            service.ask(
-                "release",
-                node=name,
-                units=[(unit, lease["attempt"]) for unit, lease in held.items()],
-                reason="the node ends",
-            )
+            service.ask("release", node=name, work_items=leases(held), reason="the node ends")
+
+
+def leases(held: dict) -> list:
+    return [(work_item, lease["attempt"]) for work_item, lease in held.items()]
 
 
 if __name__ == "__main__":
@@ -140,9 +131,9 @@ if __name__ == "__main__":
     parser.add_argument("url")
     parser.add_argument("--name", default=f"plain-{os.getpid()}")
     parser.add_argument(
-        "--units", type=int, default=1 << 30, help="groups to push (default: no end)"
+        "--num_groups", type=int, default=1 << 30, help="groups to push (default: no end)"
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):
-        work(Service(options.url), options.name, options.units, at_once=4)
+        work(Service(options.url), options.name, options.num_groups, at_once=4)

@@ -2,8 +2,9 @@
 --run.dir runs/warm
 
 Collect rollouts from a scripted expert or from the policy itself, keep those that scored, and
-imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are those of `train.py`;
-only the loss is -log p.
+imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The
+flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is
+-log p.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.policy_trainer import make_trainer, publish_start
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.training.balance import balance
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
@@ -233,6 +236,7 @@ def _imitate(
         loss=LossSpec("nll"),
         optim=OptimSpec(lr=rft.lr, betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0),
     )
+    cost = ForwardCost.of(components.model).flops
     seed = derive_seed(config.run.seed, "batches", world.rank)
     batches = _batches(samples, rft.batch_size // world.size, seed)
     metrics = None
@@ -242,7 +246,8 @@ def _imitate(
     step = 0
     for step in range(1, rft.num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
-        stats = trainer.step([pack_rows(next(batches), config.train.token_budget)], step)
+        rows = [pack_rows(next(batches), config.train.token_budget)]
+        stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})

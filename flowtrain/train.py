@@ -1,4 +1,6 @@
-"""Train a policy in the flow:  torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
+"""Train a policy in the flow.
+
+    torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
 
 One step, top to bottom, is the system:
 
@@ -55,8 +57,7 @@ def train(config: Config) -> int:
                 stats = run.measure(step, rollouts.groups)
                 batch = run.algorithm.advantages(rollouts.groups)
                 batch = filter_samples(batch, run.max_positions)
-                scored = attach_logprobs(batch.samples, rollouts.logprobs)
-                samples = run.placement.deal(scored)
+                samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
                 trained = run.train(step, rows)

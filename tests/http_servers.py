@@ -1,4 +1,4 @@
-"""Our own ASGI applications on loopback."""
+"""Run our ASGI applications on loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowtrain.utils.serving import address, make_server
 
 @contextlib.contextmanager
 def running(app: Any, port: int = 0) -> Iterator[str]:
-    """The URL of a real server; it runs in a thread, connections wait from the first moment on."""
+    """Run a real server in a thread and yield its URL; it accepts connections at once."""
     server, listener = make_server(app, port=port)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -351,7 +351,7 @@ def check_refused(
 
 BAD_TASKS = {
     "no object": ('{"question": "q", "answer": "a"}\n[]\n', "line 2: must be an object"),
-    "no json": ('{"question": \n', "line 1: is not JSON"),
+    "no json": ('{"question": \n', "line 1: cannot be read as JSON"),
     "no answer": ('{"question": "q"}\n', "line 1: key 'answer' is missing"),
     "no task": ("\n", "holds no tasks"),
     "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
@@ -400,7 +400,7 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
         (("--tasks.num_train", "100000000"), ("num_tasks", "lower")),
         (("--tasks.name", "file", "--tasks.path", "no.jsonl"), ("no.jsonl", "No such file")),
         (("--tasks.corpus", "no.json"), ("no.json", "No such file")),
-        (("--tasks.corpus", "broken.toml"), ("broken.toml", "is not JSON")),
+        (("--tasks.corpus", "broken.toml"), ("broken.toml", "cannot be read as JSON")),
         (("--model.path", "no/model/folder"), ("model.path='no/model/folder'",)),
         (("--model.path", "empty"), ("model.path='empty'",)),
         (("--model.path", "cut"), ("model.path='cut'",)),

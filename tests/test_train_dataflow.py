@@ -94,8 +94,8 @@ AFTER_STEP_3 = NO_PICTURE + KILL.format(
 
 
 def scripted(lease: Lease, verifies: bool) -> Group:
-    """Rollouts of random tokens that only the unit decides on; the seed of each names it."""
-    rng = random.Random(lease.unit)
+    """Rollouts of random tokens that only the work item decides on; the seed of each names it."""
+    rng = random.Random(lease.work_item)
 
     def ids(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(256) for _ in range(rng.randint(1, most)))
@@ -123,7 +123,7 @@ def scripted(lease: Lease, verifies: bool) -> Group:
             tuple(turn() for _ in range(rng.randint(1, 3))),
             "answer",
             0.1,
-            1000 * lease.unit + n,
+            1000 * lease.work_item + n,
             reward=float(n == 0),
         )
         for n in range(GROUP_SIZE)
@@ -141,7 +141,7 @@ class Dataflow:
         self.ledger: Ledger = open_ledger(config, path)
 
     def register(self, *policies: str) -> None:
-        """So that units can be leased before the trainers come."""
+        """So that work items can be leased before the trainers come."""
         for policy in policies:
             self.ledger.register(Register(policy, "not known yet", "nowhere", NUM_QUESTIONS, 20))
 
@@ -152,7 +152,9 @@ class Dataflow:
         verifies = "verifier" in self.config.policy_names
         for lease in leases:
             self.ledger.push(
-                Push("script", lease.unit, lease.attempt, pack_group(scripted(lease, verifies)))
+                Push(
+                    "script", lease.work_item, lease.attempt, pack_group(scripted(lease, verifies))
+                )
             )
 
     @contextlib.contextmanager
@@ -164,11 +166,12 @@ class Dataflow:
         finally:
             self.ledger.close()
 
-    def units(self) -> list[tuple[int, int, int]]:
-        """(step, place, unit) of the planner's batches."""
+    def work_items(self) -> list[tuple[int, int, int]]:
+        """(step, position, work item) of the planner's batches."""
         with contextlib.closing(sqlite3.connect(self.path)) as database:
             return database.execute(
-                "SELECT step, place, unit FROM places WHERE policy = 'planner' ORDER BY step, place"
+                "SELECT step, position, work_item FROM assignments WHERE policy = 'planner'"
+                " ORDER BY step, position"
             ).fetchall()
 
     def policy(self, name: str = "planner") -> dict[str, Any]:
@@ -240,7 +243,7 @@ def copied(filled: Path, tmp_path: Path) -> Dataflow:
 def whole(
     filled: Path, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[tuple[int, int, int]]]:
-    """The folder of a run that nothing disturbed, and the units of its batches."""
+    """The folder of a run that nothing disturbed, and the work items of its batches."""
     path = tmp_path_factory.mktemp("whole")
     shutil.copy(filled, path / "ledger.sqlite")
     dataflow = Dataflow(path / "ledger.sqlite")
@@ -248,14 +251,20 @@ def whole(
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", path / "run")
         ended([server.start("train", *argv, before=NO_PICTURE, env={"FLOWTRAIN_TOKEN": TOKEN})])
         assert dataflow.policy()["state"] == "done" and dataflow.ledger.audit().problems == ()
-    return path / "run", dataflow.units()
+    return path / "run", dataflow.work_items()
 
 
 def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, int, int]]]) -> None:
-    run, units = whole
-    assert len({unit for *_, unit in units}) == len(units) == NUM_STEPS * NUM_QUESTIONS
+    run, work_items = whole
+    assert (
+        len({work_item for *_, work_item in work_items})
+        == len(work_items)
+        == NUM_STEPS * NUM_QUESTIONS
+    )
     assert seeds(run) == sorted(
-        (step, place, 1000 * unit + n) for step, place, unit in units for n in range(GROUP_SIZE)
+        (step, place, 1000 * work_item + n)
+        for step, place, work_item in work_items
+        for n in range(GROUP_SIZE)
     )
     records = read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1)), (
@@ -307,7 +316,7 @@ def test_two_ranks_train_what_one_trains(
 ) -> None:
     with copied.served() as url:
         ended(start(url, tmp_path / "run", size=2))
-    assert copied.units() == whole[1] and seeds(tmp_path / "run") == seeds(whole[0])
+    assert copied.work_items() == whole[1] and seeds(tmp_path / "run") == seeds(whole[0])
     names = (
         "num_tokens",
         "loss",
@@ -344,7 +353,7 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
         )
         ended(start(url, run, size=size))
         assert copied.ledger.audit().problems == ()
-    assert copied.units() == whole[1] and seeds(run) == seeds(whole[0])
+    assert copied.work_items() == whole[1] and seeds(run) == seeds(whole[0])
     if size == 1:
         assert files(run) == files(whole[0])
         assert rows(run, "trajectories.jsonl") == rows(whole[0], "trajectories.jsonl")
@@ -515,7 +524,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
 
         def node(name: str) -> Process:
             return server.start(
-                "rollout",
+                "node",
                 "--dataflow",
                 url,
                 "--name",

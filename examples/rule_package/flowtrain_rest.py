@@ -1,17 +1,17 @@
-"""A curator: a prompt that every rollout of a group solved rests until the policy has changed so
-many times.
+"""A prompt filter: after every rollout of a group solved its prompt, the prompt rests for some
+versions.
 """
 
 from flowtrain.dataflow.rules import Outcome
 
 
 class Rest:
-    """Made once per run; what it knows is what it was told, so a service that starts again comes to
-    the same state.
+    """Its state follows from `observe` and `on_version` alone, so a restarted service comes to the
+    same state.
     """
 
     def __init__(self, num_versions: int = 3) -> None:
-        self.num_versions = num_versions  # dataflow.curator_options = {num_versions = 3}
+        self.num_versions = num_versions  # dataflow.prompt_filter_options = {num_versions = 3}
         self.version = 0
         self.solved_at: dict[str, int] = {}
 

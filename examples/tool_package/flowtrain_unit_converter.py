@@ -1,22 +1,12 @@
-"""A tool that converts lengths: all it takes to give the planner something new to call."""
+"""A tool that converts lengths, an example of a tool in a package of its own."""
 
 from flowtrain.tools import ToolCard, ToolContext, ToolError
 
-METRES = {
-    "mm": 0.001,
-    "cm": 0.01,
-    "m": 1.0,
-    "km": 1000.0,
-    "inch": 0.0254,
-    "foot": 0.3048,
-    "mile": 1609.344,
-}
+METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "foot": 0.3048, "mile": 1609.344}
 
 
 class LengthConverter:
-    """Made once per process from the context; shared by all rollouts, so it keeps nothing of a
-    call.
-    """
+    """Made once per process and shared by all rollouts, so it keeps nothing of a call."""
 
     card = ToolCard(
         "Length_Converter",
@@ -33,9 +23,7 @@ class LengthConverter:
         match query.split():
             case [number, unit, "to", wanted] if unit in METRES and wanted in METRES:
                 return f"{float(number) * METRES[unit] / METRES[wanted]:.{self.digits}g} {wanted}"
-        raise ToolError(
-            f"write '3 mile to km', with units of {', '.join(METRES)}; got {query[:80]!r}"
-        )
+        raise ToolError(f"write '3 mile to km', with units of {', '.join(METRES)}; got {query!r}")
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""

@@ -152,7 +152,8 @@ def make_flow(
         chats: the engine of every role that has one.
         verifier: given iff it is a policy of its own.
     """
-    agent, chats = config.agent, chats or {}
+    agent = config.agent
+    chats = chats or {}
     assert (verifier is not None) == ("verifier" in config.policy_names), (
         "a verifier of its own is made before the flow"
     )

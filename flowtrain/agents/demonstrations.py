@@ -34,7 +34,8 @@ def refinements(
             memory = flow.shown_before(rollout, number)
             finding = Finding(rollout.task.question, memory, turn.action.sub_goal, turn.retrieved)
             ids = (*tokenizer.encode(reply, add_special_tokens=False), end_id)
-            zeros, ones = (0.0,) * len(ids), (1.0,) * len(ids)
+            zeros = (0.0,) * len(ids)
+            ones = (1.0,) * len(ids)
             prompt_ids = tuple(encode_chat(tokenizer, finding.prompt()))
             samples.append(Sample(prompt_ids, ids, zeros, ones, ones))
     return samples

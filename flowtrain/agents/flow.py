@@ -46,7 +46,7 @@ MALFORMED = "the action was malformed"
 
 @dataclass(frozen=True, slots=True)
 class FlowLimits:
-    """When a rollout ends without STOP, and how large its memory may get."""
+    """Limits at which a rollout ends without STOP, and the size of its memory."""
 
     max_turns: int
     timeout_s: float
@@ -71,7 +71,7 @@ class _Rollout:
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
-    """As much of the memory as the budget allows: what the modules read."""
+    """The memory within its budget, which the modules read."""
     turns: list[Turn] = field(default_factory=list)
     prefix: ResponsePrefix | None = None
     """The beginning of a branch's first turn."""
@@ -226,7 +226,8 @@ class Flow:
         index = len(rollout.turns)
         seed = rollout.seed
         left_s = rollout.deadline.left_s()
-        prefix, rollout.prefix = rollout.prefix, None
+        prefix = rollout.prefix
+        rollout.prefix = None
         if prefix is not None:
             return await self.planner.resume(prefix, index, seed, left_s)
         return await self.planner.plan(rollout.task, rollout.shown, index, seed, left_s)

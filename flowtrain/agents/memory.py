@@ -90,13 +90,15 @@ def _filled(
     """Give `spare` tokens back to the results, from the newest on, until one is not whole."""
     entries = list(least.entries)
     for index in reversed(range(len(entries))):
-        whole, base = memory.entries[index], measure(Memory((least.entries[index],)))
+        whole = memory.entries[index]
+        base = measure(Memory((least.entries[index],)))
         keep = min(len(whole.result), _MOST_PER_TOKEN * max(spare, 0))
         while keep > _LEAST and entries[index] != whole:
             grown = _keeping(whole, keep)
             cost = measure(Memory((grown,))) - base
             if cost <= spare:
-                entries[index], spare = grown, spare - cost
+                entries[index] = grown
+                spare -= cost
                 break
             keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
         if entries[index] != whole:

@@ -56,7 +56,8 @@ class ResponsePrefix:
             for span in call.spans
             if span.start < num_tokens
         )
-        ids, logprobs = call.response_ids[:num_tokens], call.logprobs[:num_tokens]
+        ids = call.response_ids[:num_tokens]
+        logprobs = call.logprobs[:num_tokens]
         mask = None if call.sampling_mask is None else call.sampling_mask.first(num_tokens)
         return cls(call.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, mask))
 
@@ -67,7 +68,8 @@ class ResponsePrefix:
             *self.response.spans,
             *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans),
         )
-        ours, theirs = self.response.sampling_mask, rest.sampling_mask
+        ours = self.response.sampling_mask
+        theirs = rest.sampling_mask
         return Completion(
             self.response.ids + rest.ids,
             self.response.logprobs + rest.logprobs,
@@ -155,7 +157,8 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
     in the toolset keeps the turn: its name becomes "No matched tool given: ...".
     """
     fields = _json_fields(text) or _labelled_fields(text)
-    sub_goal, tool_name = fields.get("sub-goal", ""), fields.get("tool name", "")
+    sub_goal = fields.get("sub-goal", "")
+    tool_name = fields.get("tool name", "")
     if not sub_goal or not tool_name:
         return None
     return Action(

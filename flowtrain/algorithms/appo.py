@@ -41,12 +41,12 @@ class Appo(Algorithm):
 
     @property
     def branches_against_reference(self) -> bool:
-        """Whether branch points depend on how far the policy is from where training started."""
+        """Tell whether branching asks how far the policy is from where training started."""
         return (self.config.appo.rule, self.config.appo.omega) == ("score", "reference")
 
     @property
     def records_entropies(self) -> bool:
-        """The torch engine's entropies and log-probs are the trainer's but for rounding, in fp32."""
+        """In fp32 the torch engine's entropies and log-probs are the trainer's but for rounding."""
         return (self.config.rollout.engine, self.config.model.dtype) == ("torch", "float32")
 
     @property

@@ -1,9 +1,9 @@
 """The algorithm of a run: the one object that knows what training by it needs.
 
 The loop asks it in the order of a step: how many rollouts of a question begin with it
-(`num_roots`), which hints they may read (`hints`), where rollouts branch (`branch`), what is trained
-(`advantages`), and under which loss (`loss_spec`, `token_loss`). A new algorithm is a subclass that
-says where it differs; one of another package is named by an entry point (`registry`).
+(`num_roots`), which hints they may read (`hints`), where rollouts branch (`branch`), what is
+trained (`advantages`), and under which loss (`loss_spec`, `token_loss`). A new algorithm is a
+subclass that says where it differs; one of another package is named by an entry point (`registry`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Branches(NamedTuple):
-    """Where the rollouts of a step branch."""
+    """The branch points of a step."""
 
     points: Sequence[Sequence[BranchPoint]]
-    """Of each group; at most as many as it lacks rollouts."""
+    """Points of each group, at most as many as it lacks rollouts."""
     logprobs: Mapping[SampleId, Scored]
-    """What the search for them has found out about turns that will be trained."""
+    """Log-probs that the search has computed, of turns that will be trained."""
 
 
 class Algorithm(ABC):
-    """What Flow-GRPO needs of a run, but for its advantages; others override what differs."""
+    """The interface of an algorithm, with Flow-GRPO's answers; subclasses override what differs."""
 
     options_type: ClassVar[type[Section]] = Section
     """Options of its own, which `algorithm.options` holds; by default there are none."""
@@ -59,7 +59,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
-        """Turn this rank's scored groups of a step into samples with advantages and loss weights."""
+        """Turn this rank's scored groups of a step into samples with advantages and weights."""
 
     @property
     def num_roots(self) -> int:
@@ -68,22 +68,24 @@ class Algorithm(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training keeps a frozen copy of the policy that it started from."""
+        """Tell whether training keeps a frozen copy of the policy that it started from."""
         return self.config.algorithm.kl_coef > 0
 
     @property
     def records_entropies(self) -> bool:
-        """Whether engines record the entropy of every sampled token."""
+        """Tell whether engines record the entropy of every sampled token."""
         return False
 
     @property
     def has_old_logprobs(self) -> bool:
-        """Whether `branch` returns the trainer's own log-probs of all that will be trained."""
+        """Tell whether `branch` returns the trainer's own log-probs of all that will be trained."""
         return False
 
     @property
     def has_ref_logprobs(self) -> bool:
-        """Whether `branch` returns the reference policy's log-probs of all that will be trained."""
+        """Tell whether `branch` returns the reference policy's log-probs of all that will be
+        trained.
+        """
         return False
 
     def hints(self, step: int) -> Hints | None:

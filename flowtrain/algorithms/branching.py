@@ -1,4 +1,4 @@
-"""Where to branch: the tokens of finished rollouts at which another choice would have mattered most
+"""Branch points: the tokens of finished rollouts at which another choice would have mattered most
 (APPO, arXiv 2606.12384, eqs. 3 to 5).
 
 One scoring pass over the roots gives exact entropies and log-probs of every generated token;
@@ -46,7 +46,7 @@ Candidate = tuple[float, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRule:
-    """How branch points are chosen."""
+    """The rule that chooses branch points."""
 
     kind: Literal["score", "entropy", "arpo"] = "score"
     spread: Literal["root", "question"] = "root"
@@ -66,7 +66,8 @@ class ResponseScores:
     logprob_T: Tensor
     entropy_T: Tensor
     baseline_logprob_T: Tensor
-    """Under the policy that the future ratio divides by: the reference, or the sampler."""
+    """Log-probs under the policy that the future ratio divides by: the reference, or the sampler.
+    """
 
 
 def branch(
@@ -108,7 +109,9 @@ def branch(
 
 
 def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
-    """Return every turn with tokens as a sample to score, and the sampler's entropies of all tokens."""
+    """Return every turn with tokens as a sample to score, and the sampler's entropies of its
+    tokens.
+    """
     _, calls = _root_calls(groups)
     samples = []
     for _, sample_id, call in calls:
@@ -203,8 +206,7 @@ def find_points(
     seed: int,
     is_blank_V: Tensor,
 ) -> list[list[BranchPoint]]:
-    """Return `num_branches` points of each group, best first; fewer by ARPO's rule, or where a group
-    has no token at all.
+    """Return `num_branches` points per group, best first; fewer by ARPO's rule, or without tokens.
 
     Args:
         groups: the roots; nothing branches from one that failed.
@@ -262,8 +264,8 @@ def choose(
     num_branches: int,
     spread: str,
 ) -> list[Candidate]:
-    """Exactly `num_branches` of one question's places, if there is any: candidates first, then
-    other tokens, then the same ones again.
+    """Choose exactly `num_branches` points of one question, if it has any: candidates first, then
+    other tokens, then the same points again.
 
     Args:
         strict, loose: of each root, best first: candidates, and places where any token may be
@@ -279,9 +281,7 @@ def choose(
 
 
 def _pooled(places: Sequence[Sequence[Candidate]], spread: str) -> list[Candidate]:
-    """In the order in which they are taken: the best of every root, then the second best, ...; or
-    by score alone.
-    """
+    """Order the points: every root's best, then the second best, ...; or by score alone."""
     if spread == "question":
         return sorted((place for root in places for place in root), key=lambda place: -place[0])
     depth = max((len(root) for root in places), default=0)
@@ -294,7 +294,7 @@ def _pooled(places: Sequence[Sequence[Candidate]], spread: str) -> list[Candidat
 
 @dataclass(frozen=True, slots=True)
 class _TokenPositions:
-    """Which token of which turn of which root each generated token is."""
+    """The position of each generated token: its root, turn and index in the turn."""
 
     turn_bounds: list[int]
     """[turns + 1], in tokens."""

@@ -1,5 +1,5 @@
-"""The algorithms by name: those of this package, and those that other packages bring through the
-entry point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
+"""Find algorithms by name: those of this package, and those of other packages behind the entry
+point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Samples that cannot be trained are left out and counted by reason; what they would have weighed
-leaves the normaliser with them.
+"""Leave out samples that cannot be trained, and count them by reason; their loss weights leave the
+normaliser too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 
 
 def filter_samples(batch: TrainBatch, max_positions: int) -> TrainBatch:
-    """The batch without samples that the model has no positions for, and without those whose
-    numbers are not finite.
+    """Return the batch without samples that are longer than the model's positions, or whose numbers
+    are not finite.
 
     A token of weight 0 may carry anything. The counts of `batch.num_filtered` are added to.
     """
@@ -43,7 +43,7 @@ def filter_samples(batch: TrainBatch, max_positions: int) -> TrainBatch:
 
 
 def _reason(sample: Sample, max_positions: int) -> FilterReason | None:
-    """Why the sample cannot be trained; None when it can."""
+    """Tell why the sample cannot be trained; None when it can."""
     if not sample.response_ids:
         return FilterReason.EMPTY
     if _num_inputs(sample) > max_positions:
@@ -57,5 +57,5 @@ def _reason(sample: Sample, max_positions: int) -> FilterReason | None:
 
 
 def _num_inputs(sample: Sample) -> int:
-    """The last response token is a target but never an input."""
+    """Count the input tokens: the last response token is a target but never an input."""
     return len(sample.prompt_ids) + len(sample.response_ids) - 1

@@ -26,7 +26,7 @@ from flowtrain.types import PolicyName
 
 
 class Config(Section):
-    """What a run needs to know."""
+    """The options of a run."""
 
     run: Run = Run()
     model: Model = Model()

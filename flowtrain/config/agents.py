@@ -35,8 +35,8 @@ class Agent(Section):
     tool_timeout_s: PositiveFloat = 2.0
     """seconds per tool command"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """what confines the code of Python_Coder (docs/tools.md); auto: seccomp, or for python_packages
-    bubblewrap, or limits where that is missing"""
+    """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for
+    python_packages bubblewrap, or limits where that is missing"""
     python_packages: tuple[str, ...] = ()
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
@@ -82,29 +82,30 @@ class Chat(Section):
     max_concurrency: PositiveInt = 64
     """requests under way at a time; more wait"""
     price_in: float = Field(0.0, ge=0)
-    """for the cost meter: price of a million prompt tokens"""
+    """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)
-    """for the cost meter: price of a million reply tokens"""
+    """price of a million reply tokens, for the cost meter"""
 
 
 class Roles(Section):
     analyst: str = "none"
-    """who analyses the question before the first turn: none, policy, or a name in [engines]"""
+    """model that analyses the question before the first turn: none, policy, or a name in
+    [engines]"""
     executor: str = "rules"
-    """who turns a sub-goal into a tool command: rules, policy (untrained tokens of the policy), or
-    a name in [engines]"""
+    """model that turns a sub-goal into a tool command: rules, policy (untrained tokens of the
+    policy), or a name in [engines]"""
     verifier: str = "rules"
-    """who decides between STOP and CONTINUE: rules, policy, own (a policy besides the planner:
-    train.policy), or a name in [engines]"""
+    """model that decides between STOP and CONTINUE: rules, policy, own (a policy besides the
+    planner: train.policy), or a name in [engines]"""
     generator: str = "rules"
-    """who writes the answer: rules, policy, or a name in [engines]"""
+    """model that writes the answer: rules, policy, or a name in [engines]"""
     tools: str = "none"
     """model inside the tools that use one: none, policy, or a name in [engines]"""
     refiner: str = "none"
-    """who shortens search results to evidence before the memory gets them: none, rules, policy, or
-    a name in [engines]"""
+    """model that shortens search results to evidence before the memory gets them: none, rules,
+    policy, or a name in [engines]"""
     judge: str = "none"
-    """who judges answers that the rule scorers call wrong: none, or a name in [engines]"""
+    """model that judges answers that the rule scorers call wrong: none, or a name in [engines]"""
 
     @model_validator(mode="after")
     def _own_policies(self) -> Roles:

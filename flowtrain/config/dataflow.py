@@ -28,18 +28,18 @@ class Dataflow(Section):
     with an error"""
     max_attempts: PositiveInt = 5
     """leases of a task after which it counts as one that no node can do"""
-    curator: str = "all"
-    """which prompts are rolled out: all, greso, curriculum, or the name of an entry point in the
-    group flowtrain.curators"""
-    curator_options: dict[str, Any] = Field(default_factory=dict)
-    """arguments of the curator"""
-    filter: str = "all"
-    """which groups are kept: all, mixed (rewards differ: dynamic sampling), or an entry point in
-    flowtrain.filters"""
-    filter_options: dict[str, Any] = Field(default_factory=dict)
-    """arguments of the filter"""
+    prompt_filter: str = "all"
+    """choice of prompts to roll out: all, greso, curriculum, or the name of an entry point in the
+    group flowtrain.prompt_filters"""
+    prompt_filter_options: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the prompt filter"""
+    group_filter: str = "all"
+    """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or an entry point in
+    flowtrain.group_filters"""
+    group_filter_options: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the group filter"""
     selector: str = "deadline"
-    """which waiting groups come first: deadline, arrival, weighted (by kind), or an entry point in
+    """order of waiting groups: deadline, arrival, weighted (by kind), or an entry point in
     flowtrain.selectors"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""

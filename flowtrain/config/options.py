@@ -45,7 +45,7 @@ class _Option(NamedTuple):
 
     section: str
     name: str
-    """As on the command line: "train.lr", "engines.NAME.model"."""
+    """Key as on the command line: "train.lr", "engines.NAME.model"."""
     kind: str
     default: str
     meaning: str

@@ -13,11 +13,11 @@ class Run(Section):
     dir: str = "runs/default"
     """folder of the run: config, manifest, metrics, checkpoints, weights, curves"""
     seed: int = 0
-    """decides task order, sampling and new weights"""
+    """seed of task order, sampling and new weights"""
     resume: Literal["never", "auto"] = "never"
     """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the ranks compute"""
+    """device on which the ranks compute; auto: CUDA where there is one"""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
 

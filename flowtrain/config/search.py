@@ -29,7 +29,7 @@ class Wikipedia(Section):
     provider: Literal["mediawiki", "corpus"] = "mediawiki"
     """mediawiki: the API of Wikipedia or another wiki; corpus: the passages of [corpus], offline"""
     language: str = Field("en", pattern="^[a-z][a-z0-9-]*$")
-    """which Wikipedia: en, de, ..."""
+    """language of Wikipedia: en, de, ..."""
     base_url: str = ""
     """api.php of another wiki; empty: Wikipedia's in that language"""
     contact: str = ""

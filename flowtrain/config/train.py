@@ -56,7 +56,7 @@ class Train(Section):
 
 class Rft(Section):
     expert: Literal["scripted", "policy"] = "scripted"
-    """who makes the demonstrations: a script that knows each plan but errs, or the model itself"""
+    """author of the demonstrations: a script that knows each plan but errs, or the model itself"""
     expert_error: float = Field(0.6, ge=0, le=1)
     """probability per turn that the scripted expert guesses instead of following the plan"""
     fictional: bool = False

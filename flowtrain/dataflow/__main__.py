@@ -1,8 +1,8 @@
 """The dataflow between rollout nodes and trainers: serve it, look at it, check it.
 
-Nodes and trainers on other machines reach it at the address that `serve` prints; FLOWTRAIN_TOKEN is
-the token for it. Exit codes: 0 all is well, 1 the audit or the replay found something or nobody
-answers, 2 the command was not understood.
+Nodes and trainers on other machines reach it at the address that `serve` prints, with the token
+FLOWTRAIN_TOKEN. Exit codes: 0 all is well, 1 the audit or the replay found something or the service
+does not answer, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.dataflow import local_pool
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
@@ -49,9 +48,11 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
     ledger = open_ledger(_config(rest), options.database)
-    what = f"run {ledger.run}"
     serving.serve(
-        what, lambda token: Service(ledger, ledger.run, token), options.host, options.port
+        f"run {ledger.run}",
+        lambda token: Service(ledger, ledger.run, token),
+        options.host,
+        options.port,
     )
     return 0
 
@@ -73,11 +74,6 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             time.sleep(options.every)
 
 
-def _pool(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _nothing_else(rest)
-    return local_pool.run(options)
-
-
 def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import audit_database
 
@@ -95,14 +91,13 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger import audit_database, open_ledger
-    from flowtrain.dataflow.rules.replay import replay
+    from flowtrain.dataflow.ledger import audit_database, open_ledger, replay
 
     if problems := audit_database(options.database).problems:
         print("\n".join(f"problem: {problem}" for problem in problems))
         return 1
     ledger = open_ledger(_config(rest), options.database)
-    found = replay(ledger)
+    found = replay(ledger.history())
     ledger.close()
     print(
         f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} "
@@ -132,8 +127,8 @@ def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _config(words: Sequence[str]) -> Config:
-    config = parse(words)
+def _config(args: Sequence[str]) -> Config:
+    config = parse(args)
     assert config is not None, "--help has been answered"
     return config
 
@@ -149,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False
     )
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="{serve,status,pool,audit,replay,picture}"
+        title="commands", required=True, metavar="{serve,status,audit,replay,picture}"
     )
 
     example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
@@ -179,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "rates, buffers, staleness, nodes; a table that goes on in a terminal",
         "status http://host:8400",
     )
-    status.add_argument("url", metavar="URL", help="of the service")
+    status.add_argument("url", metavar="URL", help="address of the service")
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
     status.add_argument(
         "--every",
@@ -196,15 +191,6 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds to wait for an answer (default: 10)",
     )
 
-    pool = _add(
-        commands,
-        "pool",
-        _pool,
-        "start and end nodes on this machine, as many as it takes",
-        "pool --url http://host:8400 --max 8 -- COMMAND",
-    )
-    local_pool.add_arguments(pool)
-
     audit = _add(
         commands,
         "audit",
@@ -220,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "replay",
         _replay,
-        "make every decision of the rules again, and tell the first that differs",
+        "make every decision of the rules again, and show the first that differs",
         example,
     )
     again.usage = (

@@ -1,8 +1,8 @@
 """A dataflow behind a URL.
 
-Requests that may be answered later are sent again, after pauses that grow, until the caller's
-deadline. httpx2 speaks HTTP; its time limits are for a single read or write, so an asyncio loop on
-a thread of its own adds the one that counts: for the whole.
+Requests that may succeed later are sent again, after growing pauses, until the caller's deadline.
+httpx2 speaks HTTP; its time limits apply to a single read or write, so an asyncio loop on a thread
+of its own adds the limit that counts, on the whole request.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from flowtrain.utils.threads import Ended, LoopThread
 _log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 30
-"""Of an answer."""
+"""Largest answer."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GRACE_S = 0.1, 10.0, 1.0
 _SAY_AFTER = 5
-"""Attempts, after which the log tells that somebody waits for the service."""
+"""Number of attempts after which the log tells that the client waits for the service."""
 _OPENING = ("join", "register")
-"""Methods that tell which run this is."""
+"""Methods whose answer tells the identity of the run."""
 _ADVICE = {
     301: "; redirects are not followed, give the final address",
     302: "; redirects are not followed, give the final address",
     307: "; redirects are not followed, give the final address",
     308: "; redirects are not followed, give the final address",
     401: f"; set {serving.TOKEN_VARIABLE} to that of the service",
-    404: "; is this the address of a dataflow?",
+    404: "; is this the address of a dataflow, and of the same flowtrain?",
 }
 
 
 class _Passing(Exception):
-    """This attempt failed; another one, after so many seconds at least, may not."""
+    """This attempt failed; another one may succeed, after `pause_s` at least."""
 
     def __init__(self, problem: str, pause_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -80,7 +80,7 @@ class _Passing(Exception):
 
 
 class Client:
-    """See `contract.Dataflow`. To be shared between threads; from a coroutine: `await
+    """A `contract.Dataflow` that threads may share. A coroutine asks with `await
     asyncio.to_thread(client.lease, request)`.
     """
 
@@ -89,16 +89,18 @@ class Client:
     ) -> None:
         """
         Args:
-            url: Of the service, without "/v1".
-            token: Goes along as `Authorization: Bearer`; never to another address than `url`.
-            wait_s: Until a call gives up with Unavailable, all its attempts together.
-            attempt_s: Until an attempt counts as failed; what is long has more, by its length, and
-                so has what is to wait.
+            url: address of the service, without a path.
+            token: sent as `Authorization: Bearer`, never to another address than `url`.
+            wait_s: seconds until a call, with all its attempts, gives up with Unavailable.
+            attempt_s: seconds until an attempt counts as failed; long requests and requests that
+                wait get more.
 
         Raises:
             UserError: the URL or the token cannot be used.
         """
-        self.url, self._wait_s, self._attempt_s = serving.check_url(url), wait_s, attempt_s
+        self.url = serving.check_url(url)
+        self._wait_s = wait_s
+        self._attempt_s = attempt_s
         self._run: dict[str, str] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         headers = {
@@ -142,7 +144,7 @@ class Client:
         return self._ask("status")
 
     def close(self) -> None:
-        """Calls that still wait for an answer raise Unavailable."""
+        """End the client; calls that still wait for an answer raise Unavailable."""
         self._thread.close(self._end, _GRACE_S)
 
     def __enter__(self) -> Client:
@@ -165,8 +167,9 @@ class Client:
             ) from None
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
-        """Attempts until one succeeds, is refused, or the time is up."""
-        body, problem = b"" if request is None else pack(request), "it is silent"
+        """Try until an attempt succeeds or is refused, or the time is up."""
+        body = b"" if request is None else pack(request)
+        problem = "it is silent"
         if len(body) > METHODS[name].max_bytes:
             raise Refused(
                 f"{name}: a request of {len(body)} bytes, the service takes "
@@ -198,7 +201,8 @@ class Client:
         raise AssertionError("the attempts end by themselves")
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
-        url, run = f"{self.url}{PREFIX}{name}", {} if name in _OPENING else self._run
+        url = f"{self.url}{PREFIX}{name}"
+        run = {} if name in _OPENING else self._run
         try:
             async with (
                 asyncio.timeout(limit_s) as patience,
@@ -211,14 +215,14 @@ class Client:
             raise _Passing(f"{type(error).__name__}: {str(error)[:200]}") from error
         if response.status_code == 200:
             return _decoded(content, METHODS[name].answer)
-        words = f"HTTP {response.status_code}: {_words(content)}"
+        problem = f"HTTP {response.status_code}: {_problem(content)}"
         if response.status_code in PASSING or response.status_code >= 500:
-            raise _Passing(words, _seconds(response.headers.get("retry-after", "")))
-        raise Refused(f"{url}: {words}{_ADVICE.get(response.status_code, '')}")
+            raise _Passing(problem, _retry_after_s(response.headers.get("retry-after", "")))
+        raise Refused(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
-        """What `close` ends."""
+        """Register the current task, so that `close` can cancel it."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -254,8 +258,8 @@ def _decoded(content: bytes, kind: Any) -> Any:
         ) from error
 
 
-def _words(content: bytes) -> str:
-    """What a service says about a problem, or the beginning of what something else does."""
+def _problem(content: bytes) -> str:
+    """The service's message about a problem, or the beginning of any other body."""
     try:
         return unpack(content, Problem).error
     except Refused:
@@ -263,14 +267,13 @@ def _words(content: bytes) -> str:
 
 
 def _pause(attempt: int) -> float:
-    """Twice as long from attempt to attempt, give or take a half, so that nodes that were cut off
-    together do not come back together.
+    """Seconds before the next attempt: doubled each time, give or take a half, so that nodes that
+    were cut off together do not come back together.
     """
     return float(
         min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
     )
 
 
-def _seconds(header: str) -> float:
-    """Of Retry-After."""
+def _retry_after_s(header: str) -> float:
     return min(float(header), _LONGEST_PAUSE_S) if header.isdecimal() else 0.0

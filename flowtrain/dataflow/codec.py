@@ -1,7 +1,7 @@
-"""Messages and groups as bytes: MessagePack by the annotations of the records, so what has a wrong
-type or field is refused.
+"""Messages and groups as bytes: MessagePack by the annotations of the records, so that a wrong type
+or field is refused.
 
-A group is compressed, for the prompts of its turns repeat each other.
+A group is compressed, because the prompts of its turns repeat each other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flowtrain.types import Group
 T = TypeVar("T")
 
 MAX_GROUP_BYTES = 256 << 20
-"""Of a group that is not compressed: a bound for what a stranger's few bytes may grow to."""
+"""Largest uncompressed group: a bound for what a stranger's few bytes may grow to."""
 _ARRAY = 1
 
 
 def pack(message: object) -> bytes:
-    """Raises Refused for a number that no message can hold."""
+    """Encode a message. Raises Refused for a number of more than 64 bits."""
     try:
         return _ENCODER.encode(message)
     except OverflowError as error:
@@ -31,7 +31,7 @@ def pack(message: object) -> bytes:
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
-    """Raises Refused when the bytes are no such record."""
+    """Decode a record. Raises Refused when the bytes are no such record."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded, ext_hook=_array)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
@@ -43,7 +43,7 @@ def pack_group(group: Group) -> bytes:
 
 
 def unpack_group(data: bytes) -> Group:
-    """Raises Refused when the bytes are no group, or one that is too large."""
+    """Decode a group. Raises Refused when the bytes are no group, or one that is too large."""
     inflate = zlib.decompressobj()
     try:
         plain = inflate.decompress(data, MAX_GROUP_BYTES)

@@ -1,14 +1,13 @@
-"""What rollout nodes and trainers ask of the dataflow, and what it answers.
+"""The requests of rollout nodes and trainers to the dataflow, and its answers.
 
-A node joins, leases units (one task each, of which it makes a group of G rollouts), renews its
-leases while it works and pushes each group once it is done. A trainer registers the policy it
-trains, asks for the batch of a step, and says which weight version it has published and up to which
-step its checkpoint reaches. `Ledger` answers out of a database, `Client` by asking a service that
-has one.
+A node joins, leases work items (one task each, from which it makes a group of G rollouts), renews
+its leases while it works and pushes each finished group. A trainer registers the policy that it
+trains, asks for the batch of a step, and reports the weight version it has published and the step
+of its checkpoint. `Ledger` answers from a database, `Client` by asking a service.
 
-Times are durations in seconds of the ledger's clock, so clocks of nodes may differ. Weight version
-v is the policy after v steps: step s trains version s - 1 into version s. Every request may be sent
-again: the answer is the same and nothing happens twice.
+Times are durations in seconds on the ledger's clock, so the clocks of nodes may differ. Weight
+version v is the policy after v steps: step s trains version s - 1 into version s. Every request may
+be sent again: the answer is the same and nothing happens twice.
 """
 
 from __future__ import annotations
@@ -20,23 +19,14 @@ from typing import Any, Protocol
 from flowtrain.types import Task
 
 PROTOCOL = 2
-"""Version of these messages and of the records in a payload; a node or trainer with another one is
+"""Version of these messages and of the records in a payload; requests of another version are
 refused."""
 
 
 class Refused(Exception):
-    """What was asked cannot be had, and asking again will not change it: an unknown policy, another
+    """The request is refused and asking again will not change that: an unknown policy, another
     model, a malformed group.
     """
-
-
-def check_protocol(peer: str, protocol: int) -> None:
-    """Raises Refused when a peer speaks another version of the messages."""
-    if protocol != PROTOCOL:
-        raise Refused(
-            f"the {peer} speaks protocol {protocol}, this service {PROTOCOL}: install the same "
-            "flowtrain on both"
-        )
 
 
 class Unavailable(Exception):
@@ -48,26 +38,24 @@ class PolicyState:
     """A policy as its trainer last described it."""
 
     version: int
-    """The newest that can be pulled."""
+    """The newest version that can be pulled."""
     store: str
-    """Where: folder or URL of the weight store, as the trainer sees it; a node may know a better
-    way."""
+    """Folder or URL of the weight store, as the trainer sees it; a node may know a better way."""
     layout: str
-    """Digest of names, shapes and dtypes of the weights and of the tokenizer."""
+    """Digest of the tokenizer and of the names, shapes and dtypes of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A node takes part, or a new life of it does: leases of its last one go back at once."""
+    """A node takes part. When its process has been restarted, the leases of the old one end."""
 
     node: str
     """Name, unique among nodes: letters, digits, ".", "_", "-"; at most 100 of them."""
     life: str
-    """Random, of this process."""
+    """Random id of this process."""
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """By policy, of the models that the node samples with; checked against those of trainers that
-    have registered."""
-    protocol: int = PROTOCOL
+    """By policy, the layout of the model that the node samples with; checked against the layouts of
+    registered trainers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +66,7 @@ class Joined:
     """The run's options as TOML."""
     group_size: int
     lease_s: float
-    """How long a lease lasts, from its start and from each renewal."""
+    """Duration of a lease, from its start and from each renewal."""
     policies: Mapping[str, PolicyState]
 
 
@@ -87,27 +75,27 @@ class LeaseRequest:
     node: str
     life: str
     num: int
-    """Units wanted, 1 to 1024; fewer may come."""
+    """Number of work items wanted, 1 to 1024; fewer may come."""
     versions: Mapping[str, int] = field(default_factory=dict)
-    """By policy, the weights that the node samples with."""
+    """By policy, the weight version that the node samples with."""
     busy_s: float = 0.0
-    """Seconds since the last request that at least one rollout was under way; waited_s: that none
-    was, for want of a lease."""
+    """Seconds since the last request in which at least one rollout was under way."""
     waited_s: float = 0.0
+    """Seconds since the last request in which none was, because the node had no lease."""
     key: str = ""
-    """Random, of this request: sent again, it gets the same leases."""
+    """Random id of this request; sent again, it gets the same leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    unit: int
+    work_item: int
     attempt: int
-    """1 for the first lease of the unit."""
+    """Number of this lease of the work item, from 1."""
     task: Task
     seed: int
-    """Of the unit's rollouts; the same for every attempt."""
+    """Seed of the work item's rollouts; the same for every attempt."""
     index: int
-    """Place of the unit in the order of the tasks."""
+    """Position of the task in the order of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +103,49 @@ class Leases:
     leases: tuple[Lease, ...]
     policies: Mapping[str, PolicyState]
     retry_after_s: float = 0.0
-    """When to ask again if there are fewer than wanted."""
+    """When to ask again if there are fewer leases than wanted."""
     reason: str = ""
     """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done",
-    "curated" (the curator admitted none of many tasks)."""
+    "filtered" (the prompt filter admitted none of many tasks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
     node: str
     life: str
-    units: tuple[tuple[int, int], ...]
-    """(unit, attempt) of leases that are still worked on."""
+    work_items: tuple[tuple[int, int], ...]
+    """(work item, attempt) of the leases that the node still works on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
     lost: tuple[int, ...]
-    """Units that the node need not finish: leased to another one by now, or committed."""
+    """Work items that the node need not finish: now leased to another node, or committed."""
     policies: Mapping[str, PolicyState]
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
     node: str
-    unit: int
+    work_item: int
     attempt: int
     payload: bytes
-    """The group, by `codec.pack_group`; its trajectories are scored."""
+    """The group, packed by `codec.pack_group`; its trajectories are scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
     status: str
-    """"committed", or "duplicate": the unit had been committed before, by this node or another one.
-    """
+    """"committed", or "duplicate" if the work item was committed before, by any node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A node gives leases back, because it ends or could not do them."""
+    """A node gives leases back, because it ends or could not do the work."""
 
     node: str
-    units: tuple[tuple[int, int], ...]
+    work_items: tuple[tuple[int, int], ...]
+    """(work item, attempt) of each lease."""
     reason: str = ""
 
 
@@ -170,82 +158,84 @@ class Register:
     layout: str
     store: str
     num_groups: int
-    """In the batch of a step."""
+    """Groups in the batch of a step."""
     max_staleness: int
-    """Versions that any trained token may be older than the weights that a step trains."""
+    """Versions that a trained token may be older than the weights that a step trains."""
     step: int = 0
-    """Of the checkpoint that training goes on from. Batches up to it are consumed for good; later
-    ones come again as they were."""
+    """Step of the checkpoint from which training resumes. Batches up to it are consumed for good;
+    later ones come again unchanged."""
     life: str = ""
-    """Random, of this process: what comes twice or late from one life takes nothing back."""
-    protocol: int = PROTOCOL
+    """Random id of this process; a registration of the same process that arrives twice or late
+    changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
     run: str
     step: int
-    """Newest step whose batch has been put together; those after the checkpoint will come again."""
+    """Newest step whose batch exists; the batches after the checkpoint will come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     policy: str
     step: int
-    """Its batch is put together once; asked again for a step, the same groups come in the same
-    order."""
+    """The batch of a step is chosen once; asked again, the same groups come in the same order."""
     rank: int = 0
+    """The answer holds the groups whose position modulo `num_ranks` is `rank`."""
     num_ranks: int = 1
-    """Groups at places that are `rank` modulo `num_ranks` are answered; the other ranks ask for
-    theirs."""
     wait_s: float = 0.0
-    """How long the answer may wait for the batch to fill; at most 30."""
+    """Seconds that the answer may wait for the batch to fill; at most 30."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    place: int
-    """Within the batch."""
-    unit: int
+class AssignedGroup:
+    """A group in the batch of a step."""
+
+    position: int
+    """Position within the batch."""
+    work_item: int
     payload: bytes
     is_replay: bool
+    """The group was trained before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    groups: tuple[Served, ...]
+    groups: tuple[AssignedGroup, ...]
     """Empty while `num_missing` is not 0."""
     num_missing: int
     """Groups that the batch still lacks."""
     stats: Mapping[str, float] = field(default_factory=dict)
     """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_stale,
-    num_filtered, num_surplus, num_replayed, stale_tokens_mean, served_tokens_mean (per group; what
-    goes stale being longer shows a bias against long rollouts)."""
+    num_filtered, num_surplus, num_empty, num_replayed, and tokens per group in stale_tokens_mean
+    and assigned_tokens_mean (longer stale groups show a bias against long rollouts)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A trainer says how far it is."""
+    """A trainer reports its state."""
 
     policy: str
     version: int
-    """The newest published."""
+    """The newest published version."""
     checkpoint: int
-    """Step of its newest checkpoint: groups of older batches are not needed any more."""
+    """Step of its newest checkpoint: groups of older batches are no longer needed."""
     busy_s: float = 0.0
-    """Seconds since the last report that it trained; waited_s: that it waited for a batch."""
+    """Seconds since the last report in which it trained."""
     waited_s: float = 0.0
+    """Seconds since the last report in which it waited for a batch."""
     is_done: bool = False
-    """It will not ask again."""
+    """It will not ask for another batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer where there is nothing to say."""
+    """The empty answer."""
 
 
 class Dataflow(Protocol):
-    """All raise Refused, and Unavailable when there is no answer."""
+    """All methods raise Refused, and Unavailable when there is no answer."""
 
     def join(self, request: Join) -> Joined: ...
 
@@ -264,4 +254,4 @@ class Dataflow(Protocol):
     def progress(self, request: Progress) -> Done: ...
 
     def status(self) -> dict[str, Any]:
-        """A report for people and programs; JSON."""
+        """Return a report for people and programs, as JSON types."""

@@ -1,8 +1,8 @@
 """The ledger behind HTTP; see wire.py.
 
-All state is in the database: any number of these processes may serve one run, and one that is
-killed takes nothing with it that it has answered. (FastAPI was looked at: it speaks JSON, and would
-make nine functions of what is one.)
+All state is in the database: any number of these processes may serve one run, and when one is
+killed, no answer that it gave is lost. (FastAPI would speak JSON, and need nine functions instead
+of one.)
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import Batch, BatchRequest, Dataflow, Refused, Unavailable
+from flowtrain.dataflow.contract import (
+    PROTOCOL,
+    Batch,
+    BatchRequest,
+    Dataflow,
+    Refused,
+    Unavailable,
+)
 from flowtrain.dataflow.wire import (
     MAX_WAIT_S,
     MEDIA_TYPE,
@@ -38,27 +46,27 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_AT_WORK = 64
-"""Requests that are read or answered at a time; those that wait for a batch to fill do not count.
-"""
+"""Requests read or answered at a time; those that wait for a batch to fill do not count."""
 _BODY_S = 20.0
-"""For a body, besides what its length takes."""
+"""Seconds to receive a body, plus the time that its length may take."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class _Rejected(Exception):
-    """Answered with a status and these words."""
+    """The answer is this status with this message."""
 
-    def __init__(self, status: int, words: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(words)
-        self.status, self.headers = status, headers
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
 
 
 class Service:
     """An ASGI application."""
 
     def __init__(self, ledger: Dataflow, run: str, token: str) -> None:
-        """`run`: of the ledger. Raises UserError where a package is missing, and for a token that
-        fits into no header.
+        """`run` is the identity of the ledger's run. Raises UserError if a package is missing, and
+        for a token that fits into no header.
         """
         serving.require("starlette.requests", "starlette.responses")
         self._ledger, self._run, self._token = ledger, run, serving.check_token(token)
@@ -81,17 +89,14 @@ class Service:
             rejected = error
         except Refused as error:
             rejected = _Rejected(422, str(error))
-        except (
-            Unavailable,
-            UserError,
-        ) as error:  # UserError: what is the matter with the database, say, until somebody mends it
+        except (Unavailable, UserError) as error:  # a full disk is a UserError until it is mended
             _log.warning("%s", error)
             rejected = _Rejected(503, str(error))
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 
     async def _answer(self, request: Request) -> bytes:
-        """A batch that is not full yet is looked at again, less often the longer it takes; in
-        between nothing is held.
+        """Answer a request. A batch that is not full yet is asked for again, less often the longer
+        it takes; in between the request holds no thread and no slot.
         """
         name = self._method(request)
         loop = asyncio.get_running_loop()
@@ -102,28 +107,32 @@ class Service:
             with self._slot():
                 answer, wait_s = await loop.run_in_executor(self._threads, self._work, name, body)
             waited_s = loop.time() - began
-            if (
-                not waited_s < wait_s
-                or request.scope["is_ending"]()
-                or await request.is_disconnected()
-            ):
+            is_over = not waited_s < wait_s or request.scope["is_ending"]()  # wait_s may be nan
+            if is_over or await request.is_disconnected():
                 return answer
             await asyncio.sleep(
                 min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s)
             )
 
     def _method(self, request: Request) -> str:
-        """Its name, of a request that is let in."""
+        """The name of the method, if the request may ask for it."""
         if not serving.is_allowed(request.headers.get("authorization", ""), self._token):
             raise _Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         path: str = request.scope["path"]
         name = path.removeprefix(PREFIX)
+        if re.match(r"/v\d+/", path) and name == path:
+            version = path.split("/")[1].removeprefix("v")
+            raise _Rejected(
+                410,
+                f"the request is of protocol {version}, this service speaks {PROTOCOL}: install "
+                "the same flowtrain on both",
+            )
         if path != PREFIX + name or name not in METHODS:
             raise _Rejected(404, "there is no such method")
         if request.method != "POST":
             raise _Rejected(405, "methods are asked by POST", {"Allow": "POST"})
         if request.headers.get(RUN_HEADER, self._run) != self._run:
-            raise _Rejected(409, "this service has another run now; join it anew")
+            raise _Rejected(409, "this service has another run now; join it again")
         return name
 
     @contextlib.contextmanager

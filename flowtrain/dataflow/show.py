@@ -8,16 +8,16 @@ from typing import Any
 from flowtrain.report.tables import aligned
 
 _LEFT_OUT = ("stale", "filtered", "surplus", "empty")
-"""Why a group is not trained, as the ledger has it: too old, by the filter, beyond what a step
-needs, without a token to train."""
+"""Why a group is not trained, in the ledger's words: too old, rejected by the group filter, more
+than the trainer can use, without a token to train."""
 
 
 def status_text(status: Mapping[str, Any]) -> str:
-    units, tasks = status["units"], status["tasks"]
+    work_items, tasks = status["work_items"], status["tasks"]
     head = [
         f"run {status['run']}: {status['groups_per_s']:.2f} groups/s produced, "
         f"{status['tokens_per_s']:,.0f} tokens/s sampled",
-        f"units: {', '.join(f'{units[state]:,} {state}' for state in units)}"
+        f"work items: {', '.join(f'{num:,} {state}' for state, num in work_items.items())}"
         f"; {tasks['admitted']:,} of {tasks['asked']:,} prompts were admitted",
     ]
     if lost := status["lost_leases"]:
@@ -39,17 +39,8 @@ def _policies(policies: Mapping[str, Any]) -> str:
         return "no trainer has registered a policy yet\n"
     rows: list[tuple[str, ...]] = [
         (
-            "policy",
-            "trainer",
-            "version",
-            "step",
-            "checkpoint",
-            "groups/s",
-            "staleness",
-            "oldest",
-            "bound",
-            "idle",
-            "seen",
+            *("policy", "trainer", "version", "step", "checkpoint"),
+            *("groups/s", "staleness", "oldest", "bound", "idle", "seen"),
         )
     ]
     for name, policy in policies.items():
@@ -66,24 +57,17 @@ def _policies(policies: Mapping[str, Any]) -> str:
 
 
 def _groups(policies: Mapping[str, Any]) -> str:
-    """By policy and state: how many, how long, and the lengths as a row of 2^n tokens."""
+    """A row per policy and state: the number of groups, their mean length, and a histogram."""
     rows: list[tuple[str, ...]] = [("groups of", "state", "groups", "tokens each", "by length")]
     for name, policy in policies.items():
-        for state in ("fresh", "served", *_LEFT_OUT):
+        for state in ("fresh", "assigned", *_LEFT_OUT):
             if found := policy["groups"].get(state):
                 lengths = " ".join(
                     f"{low}:{num}"
                     for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0]))
                 )
-                rows.append(
-                    (
-                        _text(name),
-                        state,
-                        f"{found['num']:,}",
-                        f"{found['tokens_mean']:,.0f}",
-                        lengths,
-                    )
-                )
+                counts = [f"{found['num']:,}", f"{found['tokens_mean']:,.0f}"]
+                rows.append((_text(name), state, *counts, lengths))
     return aligned(rows) if len(rows) > 1 else ""
 
 
@@ -103,10 +87,10 @@ def _nodes(nodes: Mapping[str, Any]) -> str:
     return aligned(rows)
 
 
-def _idle(who: Mapping[str, float]) -> str:
-    """The share of the time that was waited."""
-    total = who["busy_s"] + who["waited_s"]
-    return f"{who['waited_s'] / total:.0%}" if total else "-"
+def _idle(member: Mapping[str, float]) -> str:
+    """The share of its time that a node or trainer waited."""
+    total = member["busy_s"] + member["waited_s"]
+    return f"{member['waited_s'] / total:.0%}" if total else "-"
 
 
 def _ago(seconds: float) -> str:
@@ -117,5 +101,5 @@ def _ago(seconds: float) -> str:
 
 
 def _text(name: str) -> str:
-    """A node may send any name; a terminal must not take it for a command."""
+    """Replace unprintable letters: a terminal must not take a node's name for a command."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)

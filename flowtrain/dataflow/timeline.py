@@ -45,7 +45,9 @@ class Timeline:
 
 def read_timeline(transaction: Transaction) -> Timeline:
     """UserError while nothing has been pushed."""
-    groups = transaction.all("SELECT pushed_s, node, rewards FROM groups ORDER BY pushed_s, unit")
+    groups = transaction.all(
+        "SELECT pushed_s, node, rewards FROM groups ORDER BY pushed_s, work_item"
+    )
     if not groups:
         raise UserError("there is nothing to draw: no node has pushed a group yet")
     leases = transaction.all(

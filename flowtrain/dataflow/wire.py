@@ -1,8 +1,8 @@
-"""The dataflow over HTTP, as service and client agree on it.
+"""The HTTP interface on which service and client agree.
 
-POST /v1/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
-Bearer <token>`. Status 200 comes with the answer, any other one with a `Problem`: after 4xx it does
-not help to ask again, after 408, 425, 429 and 5xx it may.
+POST /v2/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
+Bearer <token>`; 2 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
+`Problem`: after 4xx it does not help to ask again, after 408, 425, 429 and 5xx it may.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from flowtrain.dataflow.contract import Dataflow
+from flowtrain.dataflow.contract import PROTOCOL, Dataflow
 
-PREFIX = "/v1/"
+PREFIX = f"/v{PROTOCOL}/"
 MEDIA_TYPE = "application/vnd.msgpack"
 RUN_HEADER = "Flowtrain-Run"
-"""`Joined.run` or `Registered.run`, in every request but those two."""
+"""Header of every request but join and register: `Joined.run` or `Registered.run`."""
 MAX_WAIT_S = 30.0
-"""For which an answer may wait for a batch to fill."""
+"""Longest time that an answer may wait for a batch to fill."""
 SLOWEST = 64 << 10
-"""Bytes per second; a body that comes slower counts as cut, so nobody can hold anybody for ever."""
+"""Bytes per second; a slower body counts as cut, so that no peer can hold another for ever."""
 PASSING = (408, 425, 429)
-"""Besides 5xx: asked again, the answer may be another."""
+"""Statuses besides 5xx after which a repeated request may succeed."""
 _MAX_BYTES, _MAX_PUSH_BYTES = 1 << 20, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Instead of an answer."""
+    """The body of every response that is not 200."""
 
     error: str
 
@@ -39,11 +39,11 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Method:
     request: type | None
-    """None: it takes none."""
+    """Type of the request; None: the method takes none."""
     answer: Any
-    """The type."""
+    """Type of the answer."""
     max_bytes: int
-    """Of the request's body."""
+    """Largest body of a request."""
 
 
 def _methods() -> Mapping[str, Method]:
@@ -51,11 +51,8 @@ def _methods() -> Mapping[str, Method]:
     for name, function in inspect.getmembers(Dataflow, inspect.isfunction):
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
-            found[name] = Method(
-                kinds.get("request"),
-                kinds["return"],
-                _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES,
-            )
+            max_bytes = _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES
+            found[name] = Method(kinds.get("request"), kinds["return"], max_bytes)
     return MappingProxyType(found)
 
 

@@ -23,7 +23,7 @@ FOLDER_ENV = "FLOWTRAIN_BENCHMARKS"
 
 
 def main() -> int:
-    """The exit code: 0, 2 for a person's mistake, 130 when it was interrupted."""
+    """Run the command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     parser = _parser()
     arguments, rest = parser.parse_known_args()
 
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _request(arguments: argparse.Namespace, config: Config) -> Request:
-    """Raises UserError for what does not make sense."""
+    """Read the arguments. Raises UserError for what does not make sense."""
     folder = arguments.data or os.environ.get(FOLDER_ENV) or config.tasks.benchmarks
     if not folder:
         raise UserError(
@@ -149,7 +149,7 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
 
 
 def _rows(text: str) -> int | str:
-    """A number, or "all", or "" for AgentFlow's."""
+    """Parse --rows: a number, "all", or "" for as many as AgentFlow runs."""
     if text in ("", "all"):
         return text
     if not text.isdecimal() or int(text) < 1:

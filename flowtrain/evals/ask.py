@@ -30,7 +30,7 @@ class Question:
 
 
 def questions(benchmarks: dict[str, Sequence[Task]], num_trials: int) -> list[Question]:
-    """All of the first trial, then all of the second, ..., so that a run that is cut short has
+    """List all questions of the first trial, then of the second, so that an interrupted run has
     whole trials.
     """
     return [
@@ -92,7 +92,7 @@ async def _ask(
 
 
 async def _roll_out(flow: Flow, task: Task, seed: int) -> Trajectory:
-    """A planner whose engine fails is a failed rollout, as any other module's is."""
+    """Roll out one question; an engine that fails the planner makes a failed rollout."""
     started = time.monotonic()
     try:
         return await flow.run(task, seed)
@@ -101,7 +101,7 @@ async def _roll_out(flow: Flow, task: Task, seed: int) -> Trajectory:
 
 
 def _state(log: RecordLog) -> str:
-    """Running accuracy over all that is written down."""
+    """Format the running accuracy over all rollouts in the log."""
     rewards = [entry.outcome.reward or 0.0 for entry in log.entries.values() if not entry.error]
     failed = len(log.entries) - len(rewards)
     accuracy = f"accuracy {sum(rewards) / max(len(rewards), 1):.1%}"

@@ -1,4 +1,4 @@
-"""The benchmarks as an evaluation asks them: which rows, and the hash of the file they came from."""
+"""Choose the rows of each benchmark that an evaluation asks, and hash the files they come from."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Asked:
 
     name: str
     tasks: tuple[Task, ...]
-    """Those that are asked; their ids are unique among all benchmarks."""
+    """The chosen questions; their ids are unique among all benchmarks."""
     pins: Mapping[str, Any]
     """Hash of the file, rows in it, rows that are asked."""
 
 
 def load(name: str, folder: Path, rows: int | str) -> Asked:
-    """`rows`: the first so many; "all", or "" for as many as the paper ran. UserError for what is
-    unknown or not on disk.
+    """Load benchmarks; `rows` is the number of first rows, "all", or "" for as many as the paper
+    ran. Raises UserError for a benchmark that is unknown or not on disk.
     """
     every = load_benchmark(name, folder, whole=True)
     asked = (

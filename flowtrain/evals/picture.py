@@ -55,7 +55,7 @@ def _figure(runs: Runs, references: Mapping[str, Mapping[str, float]], title: st
 def _draw_accuracy(
     axes: Any, names: Sequence[str], runs: Runs, references: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Bars with Wilson's interval, a dot per trial, and the marks of others."""
+    """Draw bars with Wilson's interval, a dot per trial, and the marks of other systems."""
     width = _WIDTH / len(runs)
     for number, (label, place_of) in enumerate(_places(names, runs).items()):
         known = [(place, score) for place, score in place_of if score.accuracy is not None]
@@ -115,7 +115,7 @@ def _draw_turns(axes: Any, names: Sequence[str], runs: Runs) -> None:
 
 
 def _draw_tools(axes: Any, names: Sequence[str], scores: Sequence[Score]) -> None:
-    """Shares of turns by tool; the rest named no tool."""
+    """Draw the shares of turns by tool; the rest named no tool."""
     tools = list(scores[0].stats.tool_shares)
     shares = {name: [score.stats.tool_shares[name] for score in scores] for name in tools}
     shares["malformed"] = [score.stats.malformed_share for score in scores]
@@ -139,7 +139,7 @@ def _draw_tools(axes: Any, names: Sequence[str], scores: Sequence[Score]) -> Non
 
 
 def _places(names: Sequence[str], runs: Runs) -> dict[str, list[tuple[float, Score]]]:
-    """Where the bars of each run stand, side by side at each benchmark."""
+    """Compute the positions of each run's bars, side by side at each benchmark."""
     width = _WIDTH / len(runs)
     shifts = {label: (number - (len(runs) - 1) / 2) * width for number, label in enumerate(runs)}
     return {

@@ -1,5 +1,5 @@
-"""What decides the outcome of an evaluation: written into its manifest, and compared when it is
-resumed.
+"""Pins decide the outcome of an evaluation: its manifest holds them, and a resumed run compares
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = 3
 
 
 def config_pins(config: Config) -> dict[str, Any]:
-    """The options that an evaluation reads, as JSON, by dotted key."""
+    """Return the options that an evaluation reads, as JSON, by dotted key."""
     values = json.loads(
         json.dumps({section: config.model_dump()[section] for section in _DECIDING})
     )
@@ -32,7 +32,7 @@ def config_pins(config: Config) -> dict[str, Any]:
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError, which names what differs, unless both are the same."""
+    """Raise UserError that names the first difference, unless both pins are the same."""
     then, now = flat(begun), flat(now)
     changes = [
         f"{key} was {_text(then, key)}, is {_text(now, key)}"
@@ -50,7 +50,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables by dotted key."""
+    """Flatten nested tables to dotted keys."""
     return dict(_leaves("", values))
 
 

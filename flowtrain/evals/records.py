@@ -1,6 +1,4 @@
-"""What an evaluation writes down while it runs: one line per rollout, and which rollouts need not
-be asked again.
-"""
+"""The records of an evaluation, one line per rollout; a resumed run sees in them what is done."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is kept in memory of a line."""
+    """The part of a line that stays in memory."""
 
     key: Key
     error: str
@@ -32,7 +30,7 @@ class Entry:
     scored_by: str
     seconds: float
     usage: Usage
-    """Of frozen models: planner, modules, tools, judge."""
+    """Tokens of frozen models: planner, modules, tools, judge."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Entry:
@@ -56,26 +54,26 @@ class RecordLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Drops a line that a killed process has left unfinished."""
+        """Open the log and drop a line that a killed process has left unfinished."""
         self.path = Path(folder) / FILE
         cut_lines(self.path, sys.maxsize)
         self.entries = read_entries(folder)
-        """By key; those of earlier processes included."""
+        """Entries by key, earlier processes included."""
 
     @property
     def done(self) -> set[Key]:
-        """Rollouts that came to an answer; those that failed are none."""
+        """Return the keys of rollouts that have an answer; failed ones have none."""
         return {key for key, entry in self.entries.items() if not entry.error}
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """On disk when it returns."""
+        """Append a record; it is on disk when the call returns."""
         append_lines(self.path, [record], durable=True)
         entry = Entry.of(record)
         self.entries[entry.key] = entry
 
 
 def read_entries(folder: Path) -> dict[Key, Entry]:
-    """Of the lines for one rollout the last counts: a failed one may have been asked again."""
+    """Read the last line of every rollout; a failed rollout may have been asked again."""
     path = Path(folder) / FILE
     return {entry.key: entry for entry in map(Entry.of, read_lines(path))} if path.exists() else {}
 
@@ -87,8 +85,8 @@ def rollout_record(
     usage: Usage,
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """`index`: place of the question in its benchmark; `usage`: what the frozen models took;
-    `decode`: of the planner's prompt ids.
+    """Build the record of a rollout. `index` is the question's position in its benchmark, `usage`
+    what the frozen models took, `decode` turns the planner's prompt ids into text.
     """
     benchmark, pid, trial = key
     record = trajectory_record(trajectory, index)

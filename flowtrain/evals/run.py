@@ -1,4 +1,4 @@
-"""An evaluation from its command line to its table: load, open or resume the folder, ask, sum up."""
+"""An evaluation from command line to table: load, open or resume the folder, ask, sum up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowtrain.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asks for beside the config."""
+    """The arguments of the command line beside the config."""
 
     benchmarks: tuple[str, ...]
     data: Path
@@ -33,7 +33,7 @@ class Request:
     """First rows of each benchmark; "all", or "" for as many as AgentFlow runs."""
     trials: int
     temperature: float
-    """Of the planner; 0 is greedy."""
+    """Sampling temperature of the planner; 0 is greedy."""
     planner: str
     """"policy", or an engine's name."""
     out: Path
@@ -45,8 +45,8 @@ class Request:
 
 
 def evaluate_benchmarks(config: Config, request: Request) -> int:
-    """Everything; returns the exit code. An interrupt passes through, with all that has ended on
-    disk.
+    """Run an evaluation from start to end and return the exit code. An interrupt passes through;
+    all rollouts that have ended are on disk.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
@@ -74,7 +74,7 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
 
 
 def _pins(config: Config, request: Request, benchmarks: Sequence[Asked]) -> dict[str, Any]:
-    """What is known before anything is loaded."""
+    """Collect the pins that are known before anything is loaded."""
     return {
         "seed": config.run.seed,
         **{key: getattr(request, key) for key in ("trials", "temperature", "planner")},
@@ -108,8 +108,8 @@ def _begin(config: Config, out: Path, pins: Mapping[str, Any], tokenizer_json: s
 
 
 def _begun(request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the evaluation in the folder was begun with, None where there is none; UserError unless
-    it may be gone on with.
+    """Read the pins that the evaluation in the folder began with; None where there is none. Raises
+    UserError when it may not be resumed.
     """
     path = request.out / "manifest.json"
     if not path.exists():
@@ -136,7 +136,7 @@ def _begun(request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _scores(folder: Path) -> list[Score]:
-    """Of another evaluation."""
+    """Read the scores of another evaluation."""
     if not (folder / FILE).exists() or not (folder / "config.toml").exists():
         raise UserError(f"--beside {folder}: no evaluation is there")
     config = parse(["--config", str(folder / "config.toml")])
@@ -147,7 +147,7 @@ def _scores(folder: Path) -> list[Score]:
 def _labelled(
     request: Request, scores: Sequence[Score], beside: Sequence[Score] | None
 ) -> dict[str, Sequence[Score]]:
-    """This evaluation and the other one by the names of their folders, or by their paths where the
+    """Label this evaluation and the other one by their folder names, or by their paths where the
     names are the same.
     """
     one = request.out.resolve()
@@ -164,7 +164,7 @@ def _labelled(
 def _report(
     request: Request, log: RecordLog, tool_names: Sequence[str], beside: Sequence[Score] | None
 ) -> None:
-    """Table, summary.json and picture."""
+    """Print the table, and write summary.json and the picture."""
     from flowtrain.evals.picture import plot
 
     order = request.benchmarks.index

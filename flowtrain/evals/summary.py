@@ -24,7 +24,7 @@ class Score:
 
     benchmark: str
     num_questions: int
-    """Those with at least one scored rollout."""
+    """Questions with at least one scored rollout."""
     accuracy: float | None
     """Mean over trials of the mean reward; None when nothing was scored."""
     by_trial: tuple[float, ...]
@@ -44,14 +44,14 @@ class Score:
     """Prompts and replies of frozen models (modules, tools, judge, a frozen planner), per rollout.
     """
     cost: float
-    """Of all rollouts, at the prices that [engines] states."""
+    """Price of all rollouts, by the prices in [engines]."""
     scored_by: dict[str, int]
     """Rollouts by the rule that decided."""
     stats: RolloutStats
 
 
 def summarise(entries: Iterable[Entry], tool_names: Sequence[str]) -> list[Score]:
-    """One score per benchmark, in the order of the entries."""
+    """Compute one score per benchmark, in the order of the entries."""
     by_benchmark: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         by_benchmark[entry.key[0]].append(entry)
@@ -91,7 +91,7 @@ def _score(benchmark: str, entries: Sequence[Entry], tool_names: Sequence[str]) 
 
 
 def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a mean of `num_questions` numbers from 0 to 1.
+    """Compute Wilson's score interval of a mean of `num_questions` numbers from 0 to 1.
 
     It says how far the accuracy may be from that over all questions of the kind. The questions are
     the sample, however many trials each had: several trials, or partial credit, make the mean more
@@ -111,7 +111,7 @@ def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> 
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """By benchmark, for summary.json; with the mean over benchmarks, each counting alike."""
+    """Build summary.json: scores by benchmark, and their mean, each counting alike."""
     known = [score.accuracy for score in scores if score.accuracy is not None]
     return {
         "accuracy": statistics.fmean(known) if known else None,
@@ -120,8 +120,8 @@ def as_json(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def table(scores: Sequence[Score], references: Mapping[str, Mapping[str, float]]) -> str:
-    """Two tables for the terminal: accuracies, with those of others by label and benchmark beside
-    them; and the rollouts.
+    """Format two tables: accuracies beside those of other systems, by label and benchmark; and the
+    rollouts.
     """
     heading = ["accuracy [%]", "questions", "mean", "spread", "95% interval", "failed", *references]
     first = [heading, *(_accuracy_row(score, references) for score in scores)]
@@ -188,7 +188,9 @@ def _rollout_row(score: Score) -> list[str]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """None unless all are known: the mean of some benchmarks is not that of all."""
+    """Average the values; None unless all are known, for the mean of some benchmarks is not that of
+    all.
+    """
     known = list(values)
     return (
         statistics.fmean(value for value in known if value is not None)

@@ -1,6 +1,4 @@
-"""The system that an evaluation asks: a flow per benchmark, and the names of all that answers in
-it.
-"""
+"""The system under evaluation: a flow per benchmark, and the names of all models in it."""
 
 from __future__ import annotations
 
@@ -30,18 +28,18 @@ from flowtrain.weights import WeightStore
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is asked."""
+    """A system under evaluation."""
 
     flows: Mapping[str, Flow]
-    """By benchmark: the rule-based modules differ."""
+    """Flows by benchmark; their rule-based modules differ."""
     judge: Judge | None
     pins: Mapping[str, Mapping[str, str]]
     """Names of engines with all their settings, the policy's with the hash of its weights; hashes
     of prompts."""
     decode: Callable[[Sequence[int]], str] | None
-    """Of the planner's prompt ids; None for a planner that takes text."""
+    """Decodes the planner's prompt ids; None for a planner that takes text."""
     tokenizer_json: str
-    """What makes those ids readable for others; "" for a planner that takes text."""
+    """The tokenizer that reads those ids; "" for a planner that takes text."""
 
 
 @contextmanager
@@ -111,7 +109,7 @@ def _without_policy(
     world: World,
     cleanup: ExitStack,
 ) -> System:
-    """No model is loaded but those that `[engines]` says are."""
+    """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
     if planner not in config.engines:
         raise UserError(
             f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
@@ -141,13 +139,13 @@ def _without_policy(
 
 
 def _rules_of(config: Config, benchmark: str) -> Config:
-    """With the rules of the benchmark for those modules that go by rules."""
+    """Return the config with the benchmark's rules for modules that go by rules."""
     name = "gameof24" if benchmark == "gameof24" else "file"
     return config.model_copy(update={"tasks": config.tasks.model_copy(update={"name": name})})
 
 
 def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:
-    """Besides the prompts of modules, the judge's, and what all of them read about the tools."""
+    """Build the pins of a system: its engines, and hashes of all prompts and tool texts."""
     texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools.values())}
     return {
         "engines": engines,

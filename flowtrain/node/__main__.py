@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
                 options.dataflow,
                 options.name,
                 dict(map(_store, options.store)),
-                options.units,
+                options.num_groups,
                 words,
                 token,
             )
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         "--name", default=own, help="of this node, unique among nodes (default: %(default)s)"
     )
     parser.add_argument(
-        "--units",
+        "--num_groups",
         type=int,
         default=0,
         metavar="N",

@@ -29,9 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 def run(
-    url: str, name: str, stores: Mapping[str, str], num_units: int, words: Sequence[str], token: str
+    url: str,
+    name: str,
+    stores: Mapping[str, str],
+    num_groups: int,
+    words: Sequence[str],
+    token: str,
 ) -> None:
-    """Until a signal, `num_units` groups, or the end of training; 0: any number. `words`: options
+    """Until a signal, `num_groups` groups, or the end of training; 0: any number. `words`: options
     of the config over those of the run.
 
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup with what nobody
@@ -43,7 +48,7 @@ def run(
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
             try:
-                return _live(client, config, name, stores, num_units, token)
+                return _live(client, config, name, stores, num_groups, token)
             except PoliciesChanged:  # while the engines were made
                 pass
             except ExceptionGroup as failures:
@@ -57,7 +62,7 @@ def _live(
     config: Config,
     name: str,
     stores: Mapping[str, str],
-    num_units: int,
+    num_groups: int,
     token: str,
 ) -> None:
     """Until it is stopped, or the policies are others."""
@@ -68,7 +73,7 @@ def _live(
             sampler.engines, sampler.stores, sampler.layouts, config.dataflow.wait_s
         )
         syncer.on_policy_state(member.joined.policies)
-        limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, num_units)
+        limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, num_groups)
         node = Node(client, member, sampler.rollout, syncer, limits)
         try:
             num_pushed = asyncio.run(_until_signalled(node))

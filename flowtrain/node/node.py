@@ -1,12 +1,12 @@
-"""A rollout node: leases units, makes the G rollouts of each, many at once on one event loop, and
-pushes the groups.
+"""A rollout node: leases work items, makes the G rollouts of each, many at once on one event loop,
+and pushes the groups.
 
     lease --> rollouts under way --> group --> kept until it is pushed --> forgotten
                  |  renewed with the group at a third of lease_s  |
                  +-- lost: abandoned
 
-A group that is done is kept while the dataflow does not answer. A unit takes its place among those
-under way until it is pushed, so a node that cannot get rid of its groups soon leases no more.
+A finished group is kept while the dataflow does not answer. A work item counts as under way until
+it is pushed, so a node that cannot get rid of its groups soon leases no more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SILENT_S = 10.0
 _LAST_S = 10.0
 """For the last words: groups that are done, and leases that go back."""
 _MAX_FAILURES = 8
-"""Units in a row that could not be made or were refused; then it is the node that is wrong."""
+"""Work items in a row that could not be made or were refused; then it is the node that is wrong."""
 _MAX_LEASES = 1024
 _MAX_REASON = 500
 _TICK_S = 0.5
@@ -84,13 +84,13 @@ class Limits:
     """Rollouts under way at a time."""
     max_staleness: int
     """Versions that the weights may be behind the trainer's."""
-    num_units: int = 0
+    num_groups: int = 0
     """Groups to push, then it ends; 0: any number."""
 
 
 @dataclass(slots=True, eq=False)
-class _Unit:
-    """A unit that this node holds the lease of."""
+class _WorkItem:
+    """A work item that this node holds the lease of."""
 
     lease: Lease
     num_left: int
@@ -119,12 +119,12 @@ class Node:
             syncer,
             limits,
         )
-        self._progress_bar = progress_bar or NodeProgress(limits.num_units)
+        self._progress_bar = progress_bar or NodeProgress(limits.num_groups)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
         self._asked: list[float] = []
         """When the calls that are not answered yet were made."""
-        self._units: dict[tuple[int, int], _Unit] = {}
-        """By unit and attempt: under way, or made and not pushed yet."""
+        self._work_items: dict[tuple[int, int], _WorkItem] = {}
+        """By work item and attempt: under way, or made and not pushed yet."""
         self._to_push: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self._idle = asyncio.Semaphore(limits.max_in_flight)
         self._num_pushed, self._num_failures = 0, 0
@@ -138,7 +138,7 @@ class Node:
         self._end.set()
 
     async def run(self) -> int:
-        """Until `stop`, `num_units`, or the end of training. Returns the number of groups that it
+        """Until `stop`, `num_groups`, or the end of training. Returns the number of groups that it
         has pushed.
 
         Raises an ExceptionGroup with what ended it: UserError, Refused, Unavailable, EngineError,
@@ -194,12 +194,14 @@ class Node:
                 )  # or leases would come that nobody knows to give back
                 self._asked_for = None
                 for lease in answer.leases:
-                    unit = self._units[_key(lease)] = _Unit(lease, member.joined.group_size)
-                    unit.task = rollouts.create_task(self._make(unit))
+                    work_item = self._work_items[_key(lease)] = _WorkItem(
+                        lease, member.joined.group_size
+                    )
+                    work_item.task = rollouts.create_task(self._make(work_item))
                 self._syncer.on_policy_state(answer.policies)
                 if len(answer.leases) == num:
                     continue
-                if answer.reason == "done" and not self._units:
+                if answer.reason == "done" and not self._work_items:
                     self.stop()
                 self._waiting = answer.reason
                 await asyncio.sleep(
@@ -208,23 +210,23 @@ class Node:
 
     @property
     def _num_rollouts(self) -> int:
-        return sum(unit.num_left for unit in self._units.values())
+        return sum(work_item.num_left for work_item in self._work_items.values())
 
     def _num_wanted(self) -> int:
-        """Units for rollouts that are idle; no more than twice of what can be under way are held at
-        a time.
+        """Number of work items to lease for idle rollouts; the node holds no more than twice of what can
+        be under way.
         """
         size, num_rollouts, num_held = (
             self._member.joined.group_size,
             self._num_rollouts,
-            len(self._units),
+            len(self._work_items),
         )
         most = max(1, self._limits.max_in_flight // size)
         free = (self._limits.max_in_flight - num_rollouts) // size if num_rollouts else most
         wanted = min(free, min(2 * most, _MAX_LEASES) - num_held)
         return (
-            min(wanted, self._limits.num_units - self._num_pushed - num_held)
-            if self._limits.num_units
+            min(wanted, self._limits.num_groups - self._num_pushed - num_held)
+            if self._limits.num_groups
             else wanted
         )
 
@@ -235,56 +237,64 @@ class Node:
                 await self._place.wait()
         self._place.clear()
 
-    async def _make(self, unit: _Unit) -> None:
-        lease = unit.lease
+    async def _make(self, work_item: _WorkItem) -> None:
+        lease = work_item.lease
         self._clock.begin()
         try:
             async with asyncio.TaskGroup() as group:
                 rollouts = [
-                    group.create_task(self._roll_out(unit, number))
-                    for number in range(unit.num_left)
+                    group.create_task(self._roll_out(work_item, number))
+                    for number in range(work_item.num_left)
                 ]
             members = tuple(rollout.result() for rollout in rollouts)
-            unit.payload = await asyncio.to_thread(pack_group, Group(lease.index, members))
+            work_item.payload = await asyncio.to_thread(pack_group, Group(lease.index, members))
             self._to_push.put_nowait(_key(lease))
         except ExceptionGroup as failures:
             if failures.subgroup((EngineError, UserError)) is not None:
                 raise
-            _log.exception("unit %d (task %s) failed and goes back", lease.unit, lease.task.id)
+            _log.exception(
+                "work item %d (task %s) failed and goes back", lease.work_item, lease.task.id
+            )
             await self._give_up(
                 lease, f"{type(failures.exceptions[0]).__name__}: {failures.exceptions[0]}"
             )
         finally:
-            unit.num_left = 0
+            work_item.num_left = 0
             if not self._num_rollouts:
                 self._clock.end()
             self._place.set()
 
-    async def _roll_out(self, unit: _Unit, number: int) -> Trajectory:
+    async def _roll_out(self, work_item: _WorkItem, number: int) -> Trajectory:
         async with self._idle:
-            trajectory = await self._rollout(unit.lease.task, derive_seed(unit.lease.seed, number))
-        unit.num_left -= 1
+            trajectory = await self._rollout(
+                work_item.lease.task, derive_seed(work_item.lease.seed, number)
+            )
+        work_item.num_left -= 1
         self._place.set()
         return trajectory
 
     async def _push(self) -> None:
         while True:
-            unit = self._units[await self._to_push.get()]
+            work_item = self._work_items[await self._to_push.get()]
             try:
-                await self._ask(self._dataflow.push, self._as_push(unit))
+                await self._ask(self._dataflow.push, self._as_push(work_item))
             except Refused as refusal:
-                _log.error("the group of unit %d is refused: %s", unit.lease.unit, refusal)
-                await self._give_up(unit.lease, f"its group was refused: {refusal}")
+                _log.error(
+                    "the group of work item %d is refused: %s", work_item.lease.work_item, refusal
+                )
+                await self._give_up(work_item.lease, f"its group was refused: {refusal}")
             else:
-                self._forget(unit.lease)
+                self._forget(work_item.lease)
                 self._num_failures = 0
                 self._num_pushed += 1
                 self._progress_bar.pushed()
-            if self._num_pushed == self._limits.num_units:
+            if self._num_pushed == self._limits.num_groups:
                 self.stop()
 
-    def _as_push(self, unit: _Unit) -> Push:
-        return Push(self._member.node, unit.lease.unit, unit.lease.attempt, unit.payload)
+    def _as_push(self, work_item: _WorkItem) -> Push:
+        return Push(
+            self._member.node, work_item.lease.work_item, work_item.lease.attempt, work_item.payload
+        )
 
     async def _give_up(self, lease: Lease, reason: str) -> None:
         """For another node, perhaps."""
@@ -295,18 +305,18 @@ class Node:
         self._forget(lease)
         if self._num_failures >= _MAX_FAILURES:
             raise UserError(
-                f"{self._num_failures} units in a row could not be done; the last: {reason}"
+                f"{self._num_failures} work items in a row could not be done; the last: {reason}"
             )
 
     def _forget(self, lease: Lease) -> None:
-        del self._units[_key(lease)]
+        del self._work_items[_key(lease)]
         self._place.set()
 
     async def _renew(self) -> None:
         """With nothing to renew it still asks for news of the policies."""
         while True:
             await asyncio.sleep(self._member.joined.lease_s / 3)
-            if not (held := dict(self._units)):
+            if not (held := dict(self._work_items)):
                 self._syncer.on_policy_state(
                     (await self._ask(self._dataflow.join, self._member.request)).policies
                 )
@@ -315,14 +325,14 @@ class Node:
                 self._dataflow.renew, Renewal(self._member.node, self._member.life, tuple(held))
             )
             self._syncer.on_policy_state(answer.policies)
-            for key, unit in held.items():
-                # A group that is made is pushed all the same: who has the unit now need not be
+            for key, work_item in held.items():
+                # A group that is made is pushed all the same: who has the work item now need not be
                 # faster.
-                if key[0] in answer.lost and key in self._units and not unit.payload:
-                    _log.warning("the lease of unit %d is lost: its rollouts end", key[0])
-                    assert unit.task is not None, "set when it began"
-                    unit.task.cancel()
-                    self._forget(unit.lease)
+                if key[0] in answer.lost and key in self._work_items and not work_item.payload:
+                    _log.warning("the lease of work item %d is lost: its rollouts end", key[0])
+                    assert work_item.task is not None, "set when it began"
+                    work_item.task.cancel()
+                    self._forget(work_item.lease)
 
     async def _show(self) -> None:
         while True:
@@ -337,9 +347,9 @@ class Node:
 
     async def _leave(self, reason: str) -> None:
         """Push what is done and give the rest back, as far as the dataflow answers in time."""
-        made = [unit for unit in self._units.values() if unit.payload]
+        made = [work_item for work_item in self._work_items.values() if work_item.payload]
         words: list[Awaitable[object]] = [
-            self._ask(self._dataflow.push, self._as_push(unit)) for unit in made
+            self._ask(self._dataflow.push, self._as_push(work_item)) for work_item in made
         ]
         try:
             async with asyncio.timeout(_LAST_S):
@@ -347,15 +357,15 @@ class Node:
                     self._release(reason), *words, return_exceptions=True
                 )
         except TimeoutError:
-            _log.error("%d units could not be handed over: no answer", len(self._units))
+            _log.error("%d work items could not be handed over: no answer", len(self._work_items))
             return
         self._num_pushed += sum(isinstance(answer, Pushed) for answer in answers)
         for error in (answer for answer in answers if isinstance(answer, Exception)):
-            _log.error("a unit could not be handed over: %s", error)
+            _log.error("a work item could not be handed over: %s", error)
 
     async def _release(self, reason: str) -> None:
         """What is not made, and what was asked for and came too late."""
-        left = [key for key, unit in self._units.items() if not unit.payload]
+        left = [key for key, work_item in self._work_items.items() if not work_item.payload]
         if self._asked_for is not None:
             await asyncio.wait({self._asked_for})
             left += (
@@ -405,4 +415,4 @@ class _BusyClock:
 
 
 def _key(lease: Lease) -> tuple[int, int]:
-    return lease.unit, lease.attempt
+    return lease.work_item, lease.attempt

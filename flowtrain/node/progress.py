@@ -14,10 +14,14 @@ _LINE_S = 30.0
 class NodeProgress:
     """Groups pushed, their rate, versions, rollouts under way, and why it waits."""
 
-    def __init__(self, num_units: int = 0) -> None:
-        """`num_units`: to be pushed until the node ends; 0: it does not end."""
+    def __init__(self, num_groups: int = 0) -> None:
+        """`num_groups`: to be pushed until the node ends; 0: it does not end."""
         self._bar = tqdm(
-            total=num_units or None, unit="group", file=sys.stderr, dynamic_ncols=True, disable=None
+            total=num_groups or None,
+            unit="group",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            disable=None,
         )  # None: no terminal
         self._num, self._num_shown = 0, -1
         self._started = self._line_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a run leaves for people: its folder, logs, progress line, tables and curves.
+"""A run's output for people: its folder, logs, progress line, tables and curves.
 
 The curves live in `flowtrain.report.curves`, which is a command of its own and is therefore not
 imported here.

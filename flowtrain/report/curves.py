@@ -24,8 +24,8 @@ Series = tuple[list[int], list[float]]
 
 
 def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws the six panels of a run into `out`, by default curves.png in its folder; a metric that
-    is missing is said to be.
+    """Draw the six panels of a run into `out`, by default curves.png in its folder; a missing
+    metric is named in its panel.
     """
     from flowtrain.report import panels
 
@@ -40,7 +40,7 @@ def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
-    """Draws the held-out sampled reward of several runs, label -> run folder, into one panel."""
+    """Draw the held-out sampled reward of several runs, label -> run folder, into one panel."""
     from flowtrain.report import panels
 
     rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
@@ -49,8 +49,8 @@ def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
 
 
 def read_series(run_dir: Path) -> dict[str, Series]:
-    """Every numeric metric of a run by its key, steps ascending. Of two values for one step the
-    later line counts.
+    """Read every numeric metric of a run by key, steps ascending. The later of two lines for a step
+    counts.
     """
     path = run_dir / "metrics.jsonl"
     if not path.exists():
@@ -69,7 +69,7 @@ def read_series(run_dir: Path) -> dict[str, Series]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.report.curves",
         description="Draw the curves of a training run as a PNG.",
@@ -114,7 +114,7 @@ def _eval_reward(run_dir: Path) -> Series:
 
 
 def save_figure(figure: Any, out: Path) -> Path:
-    """As a PNG, whole or not at all."""
+    """Save the figure as a PNG, whole or not at all."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     atomic_write_bytes(out, picture.getvalue())

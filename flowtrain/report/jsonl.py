@@ -18,8 +18,8 @@ from flowtrain.types import UserError
 
 
 def json_value(value: Any) -> Any:
-    """`value` with numbers of any library as Python's own and non-finite ones as None, for JSON has
-    no NaN.
+    """Convert numbers of any library to Python's own, and non-finite ones to None, which JSON can
+    hold.
     """
     if isinstance(value, Mapping):
         return {key: json_value(item) for key, item in value.items()}
@@ -34,8 +34,7 @@ def json_value(value: Any) -> Any:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool = False) -> None:
-    """Appends one line per record, and either all of them or none: when the disk is full the file
-    is cut back.
+    """Append one line per record, all of them or none: on a full disk the file is cut back.
 
     `durable`: they are on disk when this returns, and a machine that loses power keeps them.
     """
@@ -62,14 +61,14 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of the file in order; a torn last line is passed over."""
+    """Read the records of the file in order; a torn last line is passed over."""
     for record, _ in read_lines_with_ends(path):
         yield record
 
 
 def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, offset of its end in bytes) per line, as `read_lines`; each begins where the one
-    before it ends.
+    """Read (record, offset of its end in bytes) per line, as `read_lines` does; each line begins
+    where the one before it ends.
     """
     end = 0
     with path.open("rb") as file:
@@ -85,7 +84,7 @@ def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def cut_lines(path: Path, last_step: int) -> None:
-    """Ends the file after the last line of step `last_step`, and drops a torn last line.
+    """Cut the file after the last line of step `last_step`, and drop a torn last line.
 
     Lines are written in the order of their steps, so this is one truncate: all or nothing, and it
     needs no free space.
@@ -105,7 +104,7 @@ def cut_lines(path: Path, last_step: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of one line, None where the line is torn or was never one of ours."""
+    """Parse one line; None where the line is torn or was never one of ours."""
     try:
         record = json.loads(line)
     except ValueError:

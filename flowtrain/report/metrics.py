@@ -29,8 +29,8 @@ class MetricsLog:
         wandb_project: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Cuts what an earlier process logged after `resume_step`, the step of the checkpoint that
-        is continued.
+        """Open the log, and cut what an earlier process logged after `resume_step`, the step of the
+        checkpoint that is resumed.
         """
         self.path = Path(run_dir) / "metrics.jsonl"
         self._board_path = Path(run_dir) / "tensorboard"
@@ -39,7 +39,7 @@ class MetricsLog:
         self._board = self._open_board(resume_step) if tensorboard else None
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
-        """Appends one line, keys in the given order; "step" must be among them. A non-finite number
+        """Append one line, keys in the given order; "step" must be among them. A non-finite number
         is written as null.
         """
         assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
@@ -116,7 +116,7 @@ class TrajectoryLog:
 
 
 def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any]:
-    """One trajectory as plain JSON values."""
+    """Convert a trajectory to plain JSON values."""
     task = trajectory.task
     return {
         "task_id": task.id,
@@ -146,8 +146,8 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
 
 
 def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
-    """The planner's call stands among the turn's fields, the verifier's on its own. Of the planner's
-    prompt only those ids are written that the turn before has not.
+    """The planner's call stands among the turn's fields, the verifier's on its own. Of the
+    planner's prompt only those ids are written that the turn before has not.
     """
     call = turn.calls["planner"]
     num_shared = (
@@ -173,7 +173,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
 
 
 def _call_record(call: Call) -> dict[str, Any]:
-    """A call without its texts."""
+    """Convert a call, without its texts."""
     return {
         "spans": [[span.start, span.end, span.version] for span in call.spans],
         "finish_reason": call.finish_reason.value,
@@ -185,7 +185,7 @@ def _call_record(call: Call) -> dict[str, Any]:
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Ids that both begin with."""
+    """Count the ids that both begin with."""
     return next(
         (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
         min(len(a), len(b)),
@@ -210,8 +210,8 @@ def _action_record(action: Action) -> dict[str, str]:
 
 
 def _start_wandb(run_dir: Path, project: str, config: dict[str, Any] | None) -> Any:
-    """The wandb run of this folder; its id lies beside the metrics, so that a resumed run continues
-    the same one.
+    """Open the wandb run of this folder; its id lies beside the metrics, so that a resumed run
+    continues the same one.
     """
     try:
         wandb = importlib.import_module("wandb")

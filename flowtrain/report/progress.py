@@ -23,7 +23,7 @@ class ProgressLine:
     def __init__(
         self, total_steps: int, start_step: int, enabled: bool, unit: str = "step"
     ) -> None:
-        """`start_step` steps were done by an earlier process; `enabled` is true on one rank only."""
+        """`start_step` steps are done already; `enabled` is true on one rank only."""
         self._total_steps = total_steps
         self._start_step = start_step
         self._enabled = enabled
@@ -79,7 +79,7 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, start_step: int, enabled: bool) -> None:
-        """As for `ProgressLine`."""
+        """See `ProgressLine`."""
         self._line = ProgressLine(total_steps, start_step, enabled)
         self._rewards: deque[float] = deque(maxlen=10)
         self._latest: dict[str, float] = {}

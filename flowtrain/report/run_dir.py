@@ -38,7 +38,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the failure of a write to `path` into one line for a person."""
+    """Turn a failed write to `path` into a UserError of one line."""
     try:
         yield
     except OSError as error:
@@ -65,7 +65,7 @@ def writing_tensors(path: Path) -> Iterator[None]:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replaces the file at `path`: a reader, or a crash at any time, finds the old content or the
+    """Replace the file at `path`: a reader, or a crash at any time, finds the old content or the
     new, never a part.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -95,8 +95,8 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
-        """Makes the folder, and its parents, with `config.toml` and `manifest.json` in it; when a
-        write fails it is gone again.
+        """Make the folder and its parents, with `config.toml` and `manifest.json`; a write that
+        fails leaves nothing.
         """
         path = Path(path)
         manifest_json = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
@@ -114,7 +114,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """The folder of a run that is to be resumed."""
+        """Open the folder of a run that is to be resumed."""
         path = Path(path)
         if not (path / "manifest.json").is_file():
             raise UserError(
@@ -125,23 +125,23 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the trainer keeps what it resumes from; not made here."""
+        """The checkpoints that a run resumes from; not made here."""
         return self.path / "checkpoints"
 
     @property
     def tokenizer(self) -> Path:
-        """What turns the ids of the logs into text; not made here."""
+        """The tokenizer of the ids in the logs; not made here."""
         return self.path / "tokenizer.json"
 
     @property
     def weights(self) -> Path:
-        """Where the weight store publishes versions; not made here."""
+        """The weight store's folder; not made here."""
         return self.path / "weights"
 
 
 def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
-    """What one needs to know to repeat a run; null for what is absent. Imports nothing, so it costs
-    nothing.
+    """Describe what is needed to repeat a run; null for what is absent. Imports nothing, so it
+    costs nothing.
     """
     commit, is_dirty = _git_state(Path(__file__).resolve().parents[2])
     return {

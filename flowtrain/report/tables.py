@@ -66,7 +66,8 @@ def rollout_text(trajectory: Trajectory) -> str:
     for number, turn in enumerate(trajectory.turns, 1):
         lines += [
             "",
-            f"turn {number} ({len(turn.calls['planner'].response_ids)} tokens, {turn.seconds:.1f} s)",
+            f"turn {number} ({len(turn.calls['planner'].response_ids)} tokens, {turn.seconds:.1f} "
+            "s)",
             *_turn_lines(turn),
         ]
     reward = "not scored" if trajectory.reward is None else f"{trajectory.reward:.3f}"

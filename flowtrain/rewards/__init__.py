@@ -1,15 +1,16 @@
-"""How right is an answer, from 0 to 1: rules first, and behind them a language model as judge."""
+"""Rewards of answers, from 0 to 1: by rules, and behind them by a language model as judge."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from flowtrain.rewards import choice, exact, gameof24, math_answer, squad
 from flowtrain.rewards.answer import MAX_CHARS, final_answer, is_refusal
 from flowtrain.rewards.judge import Judge
-from flowtrain.rewards.verdict_cache import VerdictCache
+from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory, UserError
 
@@ -21,38 +22,46 @@ SCORERS: dict[str, Callable[[Task, str], float]] = {
     "choice": choice.choice,
     "gameof24": gameof24.gameof24,
 }
-"""Scorer name, as in `Task.scorer`, to the rule; it gets the final answer."""
+"""The rule of each scorer, by its name in `Task.scorer`; the rule gets the final answer."""
 
 FINAL_SCORERS = ("f1", "gameof24")
-"""Rules that no judge is asked behind: one grades, the other proves."""
+"""Rules that no judge overrules: one grades, the other proves."""
 
 
 def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
-    """The groups with every trajectory's `reward` and `scored_by` filled.
+    """Return the groups with `reward` and `scored_by` of every trajectory filled.
 
-    A task's rule scores the final answer (`final_answer`). Where it says 0 the judge is asked,
-    unless there is no answer; without a verdict the rule's 0 stands. A rollout that failed gets no
-    reward. UserError when a task names an unknown scorer, or one that cannot use its answers.
+    A task's rule scores the final answer (`final_answer`). Where it gives 0, the judge is asked,
+    unless there is no answer; without a judgement the rule's 0 stands. A failed rollout
+    gets no reward. Raises UserError when a task names an unknown scorer, or one that cannot use its
+    answers.
     """
-    scored = [[_by_rule(trajectory) for trajectory in group.trajectories] for group in groups]
+    scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
     if judge is not None:
-        _overrule(scored, judge)
+        disputed = [trajectory for trajectory in scored if _may_be_right(trajectory)]
+        cases = [(trajectory.task, final_answer(trajectory.answer)) for trajectory in disputed]
+        judgements = iter(judge.judge_all(cases))
+        scored = [
+            _with_judge_reward(t, next(judgements)) if _may_be_right(t) else t for t in scored
+        ]
+    rest = iter(scored)
     return [
-        replace(group, trajectories=tuple(members))
-        for group, members in zip(groups, scored, strict=True)
+        replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
+        for group in groups
     ]
 
 
 async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Trajectory:
-    """`score` for one rollout, in an event loop."""
-    scored = _by_rule(trajectory)
-    if judge is None or not _is_open(scored):
+    """Score one rollout as `score` does, in an event loop."""
+    scored = _with_rule_reward(trajectory)
+    if judge is None or not _may_be_right(scored):
         return scored
-    return _judged(scored, await judge.verdict(scored.task, final_answer(scored.answer)))
+    return _with_judge_reward(scored, await judge.judge(scored.task, final_answer(scored.answer)))
 
 
-def _by_rule(trajectory: Trajectory) -> Trajectory:
-    task, answer = trajectory.task, final_answer(trajectory.answer)
+def _with_rule_reward(trajectory: Trajectory) -> Trajectory:
+    task = trajectory.task
+    answer = final_answer(trajectory.answer)
     if task.scorer not in SCORERS:
         raise UserError(
             f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
@@ -60,40 +69,22 @@ def _by_rule(trajectory: Trajectory) -> Trajectory:
     if trajectory.error:
         return trajectory
     reward = SCORERS[task.scorer](task, answer[-MAX_CHARS:])
-    reward = reward if answer else 0.0
     return replace(
         trajectory,
-        reward=reward,
+        reward=reward if answer else 0.0,
         scored_by=task.scorer,
         sub_goals=solved_weight(task, trajectory.turns),
     )
 
 
-def _overrule(scored: Sequence[list[Trajectory]], judge: Judge) -> None:
-    """Replace, in place, what the judge decides."""
-    places = [
-        (i, j)
-        for i, members in enumerate(scored)
-        for j, trajectory in enumerate(members)
-        if _is_open(trajectory)
-    ]
-    verdicts = judge.verdicts(
-        [(scored[i][j].task, final_answer(scored[i][j].answer)) for i, j in places]
-    )
-    for (i, j), is_right in zip(places, verdicts, strict=True):
-        scored[i][j] = _judged(scored[i][j], is_right)
+def _with_judge_reward(trajectory: Trajectory, is_right: bool | None) -> Trajectory:
+    if is_right is None:
+        return trajectory
+    return replace(trajectory, reward=float(is_right), scored_by="judge")
 
 
-def _judged(trajectory: Trajectory, is_right: bool | None) -> Trajectory:
-    return (
-        trajectory
-        if is_right is None
-        else replace(trajectory, reward=float(is_right), scored_by="judge")
-    )
-
-
-def _is_open(trajectory: Trajectory) -> bool:
-    """Whether a judge may know better."""
+def _may_be_right(trajectory: Trajectory) -> bool:
+    """Return whether a judge may overrule the rule's 0."""
     answer = final_answer(trajectory.answer)
     return (
         trajectory.reward == 0
@@ -104,23 +95,23 @@ def _is_open(trajectory: Trajectory) -> bool:
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
-    """Deal the rewards of all groups out at random: the control in which there is nothing to learn.
-    What failed keeps none.
-    """
+    """Permute the rewards of all finished rollouts: a control with nothing to learn."""
     rewards = [trajectory.reward for group in groups for trajectory in group.finished]
     random.Random(seed).shuffle(rewards)
-    deal = iter(rewards)
+    left = iter(rewards)
 
-    def dealt(trajectory: Trajectory) -> Trajectory:
-        return trajectory if trajectory.error else replace(trajectory, reward=next(deal))
+    def shuffled(trajectory: Trajectory) -> Trajectory:
+        return trajectory if trajectory.error else replace(trajectory, reward=next(left))
 
-    return [replace(group, trajectories=tuple(map(dealt, group.trajectories))) for group in groups]
+    return [
+        replace(group, trajectories=tuple(map(shuffled, group.trajectories))) for group in groups
+    ]
 
 
 __all__ = [
     "SCORERS",
     "Judge",
-    "VerdictCache",
+    "JudgeCache",
     "final_answer",
     "score",
     "score_one",

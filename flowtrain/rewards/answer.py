@@ -1,4 +1,4 @@
-"""The final answer within a text, and what says that there is none."""
+"""The final answer within a text, and answers that are none."""
 
 from __future__ import annotations
 
@@ -6,42 +6,22 @@ import re
 from itertools import pairwise
 
 MAX_CHARS = 2000
-"""A final answer is short; of a longer text no rule reads more than its end, and no judge is asked.
-"""
+"""Characters that rules read, at the end of a longer text, which no judge is asked about."""
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_REFUSALS = frozenset(
-    (
-        *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
-        *(
-            "no answer",
-            "no idea",
-            "no information",
-            "not known",
-            "not found",
-            "not available",
-            "i do not know",
-            "i don't know",
-        ),
-        *(
-            "cannot be determined",
-            "can not be determined",
-            "cannot determine",
-            "unable to determine",
-        ),
-        *(
-            "cannot answer",
-            "unable to answer",
-            "not enough information",
-            "insufficient information",
-        ),
-    )
-)
+_REFUSALS = {
+    *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
+    *("no answer", "no idea", "no information", "not known", "not found", "not available"),
+    *("i do not know", "i don't know", "cannot answer", "unable to answer", "cannot determine"),
+    *("unable to determine", "cannot be determined", "can not be determined"),
+    *("not enough information", "insufficient information"),
+}
 
 
 def final_answer(text: str) -> str:
-    """The content of the last `<answer>...</answer>`, else the whole text; without white space
-    around it. Linear in the text.
+    """Return the content of the last `<answer>...</answer>`, else the whole text, stripped.
+
+    The time is linear in the length of the text.
     """
     content = text
     for opening, closing in pairwise(_TAG.finditer(text)):
@@ -51,8 +31,7 @@ def final_answer(text: str) -> str:
 
 
 def is_refusal(answer: str) -> bool:
-    """Whether a final answer is empty or says that there is none ("", "None", "I don't know.")."""
-    plain = " ".join(answer[:100].casefold().replace("\u2019", "'").split()).strip(
-        " .!?\"'*`()[]<>"
-    )
+    """Return whether a final answer gives none ("", "None", "I don't know.")."""
+    plain = " ".join(answer[:100].casefold().replace("\u2019", "'").split())
+    plain = plain.strip(" .!?\"'*`()[]<>")
     return not plain or plain in _REFUSALS

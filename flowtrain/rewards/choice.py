@@ -21,74 +21,69 @@ _DENIAL = re.compile(
 
 
 def choice(task: Task, answer: str) -> float:
-    """1.0 when the answer names the right option of `task.choices`, else 0.0; UserError when
-    `task.answers` name none of them.
+    """Return 1.0 when the answer names the right option of `task.choices`, else 0.0.
+
+    Raises UserError when `task.answers` name none of the options.
     """
-    right = {
-        index
-        for accepted in task.answers
-        if (index := _accepted_option(accepted, task.choices)) is not None
-    }
+    indices = [_accepted_option(accepted, task.choices) for accepted in task.answers]
+    right = {normalise(task.choices[index]) for index in indices if index is not None}
     if not right:
         raise UserError(
             f"task {task.id!r}: scorer 'choice' needs an answer among the options "
             f"{task.choices!r}, not {task.answers!r}"
         )
     given = named_option(answer, task.choices)
-    return float(
-        given is not None
-        and normalise(task.choices[given]) in {normalise(task.choices[index]) for index in right}
-    )
+    return float(given is not None and normalise(task.choices[given]) in right)
 
 
 def named_option(answer: str, choices: Sequence[str]) -> int | None:
-    """The place of the one option that an answer names; None for none, several, or a letter beside
-    the text of another option.
+    """Return the index of the one option that an answer names.
 
-    A letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral ulcers", "B) because ..."),
-    the text of an option, "the answer is B", and last a sentence that holds the text of one option
-    and neither denies nor weighs.
+    An option is named by a letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral
+    ulcers", "B) because ..."), the text of the option, "the answer is B", and last by a sentence
+    that has the text of one option and neither denies nor weighs. None for no option, for several,
+    and for a letter beside the text of another option.
     """
     plain = " ".join(_WRAPPING.sub(" ", answer).split())
     texts = [normalise(option) for option in choices]
     letter = _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace))
-    if letter and (place := _place(letter[1], choices)) is not None:
-        return place
+    if letter and (index := _index(letter[1], choices)) is not None:
+        return index
     label = _LABEL.fullmatch(plain)
     # Options may look like labels: "C. difficile".
     if label and plain.casefold() not in (option.casefold() for option in choices):
-        place, text = _place(label[1], choices), normalise(label[2])
-        return place if place is not None and (text not in texts or texts[place] == text) else None
+        index = _index(label[1], choices)
+        text = normalise(label[2])
+        return index if index is not None and (text not in texts or texts[index] == text) else None
     if normalise(plain) in texts:
         return texts.index(normalise(plain))
-    named = {
-        place for letter in _NAMED.findall(plain) if (place := _place(letter, choices)) is not None
-    }
+    named = {_index(letter, choices) for letter in _NAMED.findall(plain)} - {None}
     if named:
         return named.pop() if len(named) == 1 else None
-    return _held(plain, texts)
+    return _contained(plain, texts)
 
 
 def _accepted_option(accepted: str, choices: Sequence[str]) -> int | None:
-    """As `named_option`, but a text comes before a letter: among the blood groups O, A, B and AB
-    the accepted "A" is the second.
+    """Return the index of an accepted answer, for which a text comes before a letter.
+
+    Among the blood groups O, A, B and AB the accepted "A" is the second.
     """
     texts = [" ".join(option.split()).casefold() for option in choices]
     text = " ".join(accepted.split()).casefold()
     return texts.index(text) if text in texts else named_option(accepted, choices)
 
 
-def _place(letter: str, choices: Sequence[str]) -> int | None:
-    place = string.ascii_uppercase.index(letter.upper())
-    return place if place < len(choices) else None
+def _index(letter: str, choices: Sequence[str]) -> int | None:
+    index = string.ascii_uppercase.index(letter.upper())
+    return index if index < len(choices) else None
 
 
-def _held(sentence: str, texts: Sequence[str]) -> int | None:
-    """The only option whose words stand in the sentence, apart from options that are part of it."""
+def _contained(sentence: str, texts: Sequence[str]) -> int | None:
+    """Return the only option that the sentence contains, apart from options that are part of it."""
     words = f" {normalise(sentence)} "
     found = [text for text in dict.fromkeys(texts) if text and f" {text} " in words]
     longest = max(found, key=len, default="")
     if not longest or any(f" {text} " not in f" {longest} " for text in found):
         return None
-    # What an option says itself ("not contagious") denies nothing.
+    # An option's own words ("not contagious") deny nothing.
     return None if _DENIAL.search(words.replace(f" {longest} ", " ", 1)) else texts.index(longest)

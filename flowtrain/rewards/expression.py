@@ -1,13 +1,12 @@
-"""The value of a mathematical expression in ASCII or simple LaTeX, by exact rational arithmetic of
-bounded size.
+"""The value of an expression in ASCII or simple LaTeX, by rational arithmetic of bounded size.
 
-Numbers are `Fraction`s; what is irrational (roots, fractional powers) becomes a float. Letters,
-Greek ones, pi and infinity are unknowns: two expressions in them are equal when they agree at a few
-odd points (Schwartz and Zippel's test), so `(x+1)^2` is `x^2+2x+1` and 2\\pi is not 6.28. Lengths,
-nesting, exponents and digits are bounded: no text takes long or raises anything but `Refused`.
+Numbers are `Fraction`s; irrational ones (roots, fractional powers) become floats. Letters, Greek
+letters, pi and infinity are unknowns: two expressions are equal when they agree at a few odd points
+(Schwartz and Zippel's test), so `(x+1)^2` is `x^2+2x+1` and 2\\pi is not 6.28. Lengths, nesting,
+exponents and digits are bounded: no text takes long or raises anything but `Refused`.
 
-(SymPy, under math-verify and latex2sympy2_extended, was looked at: hostile text keeps it busy for
-hours in code that no thread can stop, and its guard is SIGALRM, which works in main threads only.)
+(Hostile text keeps SymPy, under math-verify and latex2sympy2_extended, busy for hours in code that
+no thread can stop, and its guard is SIGALRM, which works in main threads only.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_LENGTH = 400
 MAX_DEPTH = 40
 """Nested brackets, fractions, roots, signs and exponents."""
 MAX_BITS = 20_000
-"""Of the numerator and the denominator of any value on the way."""
+"""Bits of the numerator and the denominator of any intermediate value."""
 
 Value = Fraction | float
 
@@ -45,13 +44,11 @@ _UNKNOWN = re.compile(
 
 
 class Refused(Exception):
-    """The text is no expression that can be read here."""
+    """The text is no expression that this module reads."""
 
 
 def values(text: str) -> list[Value]:
-    """The value of an expression at each of `NUM_POINTS` points, the same points for every text;
-    Refused when it cannot be read.
-    """
+    """Return the value of an expression at `NUM_POINTS` fixed points; raises Refused."""
     tokens = _tokens(text)
     try:
         return [_bounded(_Reader(tokens, point).whole()) for point in range(NUM_POINTS)]
@@ -60,7 +57,7 @@ def values(text: str) -> list[Value]:
 
 
 def is_equal(one: Value, other: Value) -> bool:
-    """Exactly where both are rational, else to nine digits."""
+    """Compare exactly where both are rational, else to nine digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     return math.isclose(_float(one), _float(other), rel_tol=1e-9, abs_tol=1e-12)
@@ -78,14 +75,15 @@ def _tokens(text: str) -> list[str]:
         raise Refused("too long")
     if _WORD.search(_COMMAND.sub(" ", text)) or re.fullmatch(r"\s*[A-Za-z]{2,}\s*", text):
         raise Refused("words")
-    tokens, place = [], 0
-    while place < len(text):
-        match = _TOKEN.match(text, place)
+    tokens = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise Refused(f"at {place}")
+            raise Refused(f"at {position}")
         token = match[0].strip()
         tokens.append(_SIGNS.get(token, token))
-        place = match.end()
+        position = match.end()
     return tokens
 
 
@@ -95,7 +93,7 @@ class _Reader:
     def __init__(self, tokens: list[str], point: int) -> None:
         self._tokens = tokens
         self._point = point
-        self._place = 0
+        self._position = 0
         self._depth = 0
 
     def whole(self) -> Value:
@@ -106,13 +104,13 @@ class _Reader:
 
     @property
     def _next(self) -> str:
-        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+        return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, *wanted: str) -> str:
         token = self._next
         if not token or (wanted and token not in wanted):
             raise Refused(f"{token!r} instead of {wanted}")
-        self._place += 1
+        self._position += 1
         return token
 
     def _sum(self) -> Value:
@@ -136,7 +134,7 @@ class _Reader:
             value = _bounded(value * factor if sign == "*" else value / factor)
 
     def _starts_factor(self) -> bool:
-        """2x, 2(x+1), 2\\pi; a number stands first in its product, or behind a sign."""
+        """Return whether a factor follows without a sign, as in 2x, 2(x+1), 2\\pi."""
         token = self._next
         return bool(token) and (token in ("(", "{") or token[0] == "\\" or token[0].isalpha())
 
@@ -192,7 +190,7 @@ class _Reader:
 
 
 def _unknown(name: str, point: int) -> Fraction:
-    """What an unknown is at a point: a fraction between 2 and 30 that its name decides."""
+    """Return the value of an unknown at a point: a fraction of 2 to 30 that its name decides."""
     digest = hashlib.sha256(f"{name}/{point}".encode()).digest()
     return 2 + Fraction(int.from_bytes(digest[:4], "big") % 1009, 37)
 
@@ -213,7 +211,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _square_root(number: Fraction) -> Value:
-    """Exact where it is rational."""
+    """Return the root, exact where it is rational."""
     root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
     return root if root * root == number else math.sqrt(number)
 

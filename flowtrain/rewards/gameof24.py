@@ -1,4 +1,4 @@
-"""The game of 24: is an expression exactly 24, with each given number used once?"""
+"""Checker of the game of 24: an expression must be exactly 24 and use each given number once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGET = 24
 MAX_LENGTH = 200
 """Characters of an expression; longer ones are refused unread."""
 MAX_ANSWER = 2000
-"""Characters at the end of an answer in which its expression is looked for."""
+"""Characters at the end of an answer that are searched for its expression."""
 MAX_NESTED_FRACTIONS = 3
 MAX_BRACKETS = 20
 """Opening parentheses of an expression, which bounds how deep the parser nests."""
@@ -41,15 +41,14 @@ _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 
 
 class _Refused(Exception):
-    """Why an expression is not accepted."""
+    """The reason why an expression is not accepted."""
 
 
 def gameof24(task: Task, answer: str) -> float:
-    """1.0 when the last expression of the answer that has the numbers in `task.answers` is right;
-    UserError when those are no numbers.
+    """Return 1.0 when the answer's last expression of the numbers in `task.answers` is right.
 
-    Words, LaTeX and steps like "3 * 8 = 24" may stand around it; a result other than 24 that is
-    claimed for it makes it wrong.
+    Words, LaTeX and steps like "3 * 8 = 24" may surround it; a claimed result other than 24 makes
+    it wrong. Raises UserError when `task.answers` are no numbers.
     """
     if not all(re.fullmatch("[0-9]{1,9}", number) for number in task.answers):
         raise UserError(
@@ -57,15 +56,14 @@ def gameof24(task: Task, answer: str) -> float:
             f"{task.answers!r}"
         )
     numbers = [int(number) for number in task.answers]
-    expressions = [
-        expression for expression in _expressions(answer) if _has_numbers(expression, numbers)
-    ]
+    expressions = [found for found in _expressions(answer) if _has_numbers(found, numbers)]
     return float(bool(expressions) and check_expression(expressions[-1], numbers) is None)
 
 
 def _expressions(answer: str) -> list[str]:
-    """The sides of all equations in a text, in order, in ASCII; one that is said to be other than
-    24 keeps that ("8 + 9 = 17").
+    """Return the sides of all equations in a text, in order, in ASCII.
+
+    A side that is claimed to be other than 24 keeps the claim ("8 + 9 = 17").
     """
     text = answer[-MAX_ANSWER:].translate(_UNICODE_SIGNS).translate(_OTHER_SIGNS)
     for pattern, sign in _LATEX:
@@ -84,9 +82,7 @@ def _expressions(answer: str) -> list[str]:
 
 
 def _balanced(side: str) -> str:
-    """Without parentheses that were opened before the expression or closed behind it: "(4 * 6 =
-    24)" has the side "(4 * 6 ".
-    """
+    """Strip parentheses of the surrounding text: "(4 * 6 = 24)" has the side "(4 * 6 "."""
     side = side.strip()
     surplus = side.count("(") - side.count(")")
     return side[max(surplus, 0) :] if surplus >= 0 else side[:surplus]
@@ -103,7 +99,7 @@ def _has_numbers(expression: str, numbers: Sequence[int]) -> bool:
 
 
 def check_expression(expression: str, numbers: Sequence[int]) -> str | None:
-    """None when the expression is right, else the reason, e.g. "uses 5 which was not given".
+    """Return None for a right expression, else the reason, e.g. "uses 5 which was not given".
 
     Right means: integers joined by + - * / and parentheses (or the Unicode signs for times, divide
     and minus), "= 24" at the end or not, no sign before a single number, each of `numbers` used
@@ -119,7 +115,7 @@ def check_expression(expression: str, numbers: Sequence[int]) -> str | None:
 
 
 def _plain(expression: str) -> str:
-    """The expression in ASCII, without the result."""
+    """Return the expression in ASCII, without the result."""
     if len(expression) > MAX_LENGTH:
         raise _Refused(f"is longer than {MAX_LENGTH} characters")
     text = _RESULT.sub("", expression.strip().translate(_UNICODE_SIGNS))
@@ -129,7 +125,8 @@ def _plain(expression: str) -> str:
 
 
 def _check_numbers(text: str, numbers: Sequence[int]) -> None:
-    used, given = Counter(map(int, re.findall("[0-9]+", text))), Counter(numbers)
+    used = Counter(map(int, re.findall("[0-9]+", text)))
+    given = Counter(numbers)
     for number, times in used.items():
         if number not in given:
             raise _Refused(f"uses {number} which was not given")
@@ -140,8 +137,7 @@ def _check_numbers(text: str, numbers: Sequence[int]) -> None:
 
 
 def _parse(text: str, num_numbers: int) -> ast.expr:
-    # Before the parser sees it: few brackets and few operators leave it nothing to recurse into
-    # deeply.
+    # Few brackets and few operators leave the parser nothing to recurse into deeply.
     if text.count("(") > MAX_BRACKETS:
         raise _Refused(f"has more than {MAX_BRACKETS} opening parentheses")
     if len(re.findall(r"[-+*/]", text)) != num_numbers - 1:

@@ -1,6 +1,4 @@
-"""A language model as judge of answers that a rule calls wrong: it analyses, then says true or
-false.
-"""
+"""A language model as judge of answers that a rule calls wrong."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from collections.abc import Sequence
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
-from flowtrain.rewards.verdict_cache import VerdictCache
+from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
 
 MAX_LINE = 200
-"""Characters of the line with the verdict; a longer line is none."""
+"""Characters of the line with the judgement; a longer line has none."""
 
 _PROMPT = """You decide whether an answer to a question is right.
 
@@ -45,46 +43,43 @@ is wrong.
 Then end with one last line that holds nothing but "Verdict: True" or "Verdict: False", without \
 the quotation marks.
 """
-_VERDICT = re.compile(
+_JUDGEMENT = re.compile(
     r"[\s*_`#>(]*(?:final\s)?verdict[*_`]*\s?[:=-][\s*_`(]*(true|false)[\s*_`.!)]*", re.IGNORECASE
 )
 
 
 class Judge:
-    """Asks `engine`, and never twice the same."""
+    """Decides whether answers are right; never asks its engine the same twice."""
 
-    def __init__(self, engine: ChatEngine, cache: VerdictCache, options: JudgeOptions) -> None:
+    def __init__(self, engine: ChatEngine, cache: JudgeCache, options: JudgeOptions) -> None:
         self._engine = engine
         self._cache = cache
         self._options = options
         self._counts = Counter(asked=0, cached=0, malformed=0, failed=0)
 
-    def verdicts(self, cases: Sequence[tuple[Task, str]]) -> list[bool | None]:
-        """Whether each final answer is right; None where no verdict was to be had. Call it where no
-        event loop runs.
+    def judge_all(self, cases: Sequence[tuple[Task, str]]) -> list[bool | None]:
+        """Decide whether each final answer is right; None where the judge gives none.
+
+        Must not be called where an event loop runs.
         """
         prompts = [judge_prompt(task, answer) for task, answer in cases]
         known: dict[str, bool | None] = {
             prompt: self._cache.get(self._engine.name, prompt) for prompt in dict.fromkeys(prompts)
         }
-        new = [prompt for prompt, verdict in known.items() if verdict is None]
+        new = [prompt for prompt, is_right in known.items() if is_right is None]
         self._counts["cached"] += len(prompts) - len(new)
         known |= asyncio.run(self._ask_all(new)) if new else {}
         return [known[prompt] for prompt in prompts]
 
-    async def verdict(self, task: Task, answer: str) -> bool | None:
-        """Whether one final answer is right; for callers that run in an event loop and bound what
-        is under way themselves.
-        """
+    async def judge(self, task: Task, answer: str) -> bool | None:
+        """Decide whether one final answer is right; the caller bounds concurrent calls."""
         prompt = judge_prompt(task, answer)
         known = self._cache.get(self._engine.name, prompt)
         self._counts["cached"] += known is not None
         return await self._ask(prompt) if known is None else known
 
     def metrics(self) -> dict[str, float]:
-        """Since the start: replies asked for, answers that an earlier verdict served, unreadable
-        replies, questions without a reply.
-        """
+        """Return counts since the start: requests, cache hits, unreadable replies and failures."""
         return {f"judge/{name}": float(count) for name, count in self._counts.items()}
 
     async def _ask_all(self, prompts: Sequence[str]) -> dict[str, bool | None]:
@@ -97,28 +92,29 @@ class Judge:
         return dict(zip(prompts, await asyncio.gather(*map(ask, prompts)), strict=True))
 
     async def _ask(self, prompt: str) -> bool | None:
-        """A reply without a verdict is asked for once more, with another seed."""
+        """Ask, and ask once more, with another seed, after a reply without a judgement."""
+        deadline_s = self._options.deadline_s
         for seed in (0, 1):
             self._counts["asked"] += 1
             try:
-                async with asyncio.timeout(self._options.deadline_s):
-                    reply = await self._engine.ask(
-                        prompt, seed=seed, deadline_s=self._options.deadline_s
-                    )
+                async with asyncio.timeout(deadline_s):
+                    reply = await self._engine.ask(prompt, seed=seed, deadline_s=deadline_s)
             except (EngineError, TimeoutError):
                 self._counts["failed"] += 1
                 return None
-            verdict = parse_verdict(reply)
-            if verdict is not None:
-                self._cache.put(self._engine.name, prompt, verdict, reply)
-                return verdict
+            is_right = parse_judgement(reply)
+            if is_right is not None:
+                self._cache.put(self._engine.name, prompt, is_right, reply)
+                return is_right
             self._counts["malformed"] += 1
         return None
 
 
 def judge_prompt(task: Task, answer: str) -> str:
-    """What the judge reads. As JSON an answer stays on its line, so it cannot pass for a part of
-    the prompt, nor can a quotation of it pass for the verdict.
+    """Render the judge's prompt.
+
+    As JSON an answer stays on its line, so it cannot pass for a part of the prompt, nor can a
+    quotation of it pass for the judgement.
     """
     texts = {
         "question": task.question,
@@ -126,18 +122,16 @@ def judge_prompt(task: Task, answer: str) -> str:
         "accepted": list(task.answers),
         "answer": answer,
     }
-    prompt = _PROMPT.format(
-        **{name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-    )
-    return prompt.encode(errors="replace").decode()  # no engine takes half a surrogate pair
+    quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    # No engine takes half a surrogate pair.
+    return _PROMPT.format(**quoted).encode(errors="replace").decode()
 
 
-def parse_verdict(reply: str) -> bool | None:
-    """What the last line that is not blank says, up to case and Markdown; None when that line is no
-    verdict.
+def parse_judgement(reply: str) -> bool | None:
+    """Read the last line that is not blank, up to case and Markdown; None without a judgement.
 
-    Quotation marks are not taken away: a quoted verdict is the answer's own.
+    A judgement in quotation marks does not count, because it is the answer's own.
     """
     line = reply.rstrip().rpartition("\n")[2]
-    match = _VERDICT.fullmatch(line) if len(line) <= MAX_LINE else None
+    match = _JUDGEMENT.fullmatch(line) if len(line) <= MAX_LINE else None
     return match[1].casefold() == "true" if match else None

@@ -1,6 +1,4 @@
-"""What people and models write around a mathematical answer, taken away: boxes, dollar signs,
-spacing commands, \\text and the like.
-"""
+"""Strip the notation around a mathematical answer: boxes, dollar signs, spaces, \\text, ..."""
 
 from __future__ import annotations
 
@@ -32,7 +30,8 @@ _RULES = tuple(
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^\{?\\circ\}?|\\degree(?![A-Za-z])", " degrees"),
         (
-            r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[!,;:> ]|~",
+            r"\\(?:left|right|[bB]igl?|[bB]igr?|displaystyle|limits|quad|qquad)(?![A-Za-z])"
+            r"|\\[!,;:> ]|~",
             " ",
         ),
         (
@@ -57,9 +56,7 @@ _RULES = tuple(
 
 
 def tidy(text: str) -> str:
-    """The content of the last \\boxed{...}, else the whole text, in fewer ways of writing; a
-    currency's dollar sign stays as "$".
-    """
+    """Normalise the last \\boxed{...}, else the whole text; a currency's dollar sign stays "$"."""
     text = boxed(text).translate(_UNICODE).replace("\\$", "\ue000")
     if text.count("$") != 1:
         text = text.replace("$", " ")
@@ -70,14 +67,14 @@ def tidy(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    """The content of the last \\boxed{...} or \\fbox{...}; the whole text where there is none."""
-    opening = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if opening < 0:
+    """Return the content of the last \\boxed{...} or \\fbox{...}, else the whole text."""
+    box = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if box < 0:
         return text
-    start = text.index("{", opening) + 1
+    start = text.index("{", box) + 1
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:end]
     return text

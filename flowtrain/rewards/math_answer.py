@@ -1,6 +1,4 @@
-"""Mathematical answers: numbers, fractions, percentages, expressions, equations, tuples, sets and
-intervals, by value.
-"""
+"""Compare mathematical answers by value: numbers, expressions, equations, lists, intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from flowtrain.rewards.latex import tidy
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
-"""Characters of an answer, without what stands around its box; longer ones are wrong."""
+"""Characters of an answer, or of its box; longer ones are wrong."""
 MAX_PARTS = 50
 """Elements of a list."""
 MAX_NESTED = 4
@@ -25,50 +23,41 @@ _UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\
 _GLUED_UNIT = re.compile(
     r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
 )
-_UNITS = {
-    "dollar": "$",
-    "usd": "$",
-    "buck": "$",
-    "euro": "\u20ac",
-    "eur": "\u20ac",
-    "pound": "\u00a3",
-    "deg": "degree",
-    "meter": "m",
-    "metre": "m",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "millimeter": "mm",
-    "kilometer": "km",
-    "kilometre": "km",
-    "gram": "g",
-    "kilogram": "kg",
-    "litre": "l",
-    "liter": "l",
-    "second": "s",
-    "sec": "s",
-    "minute": "min",
-    "hour": "h",
-    "hr": "h",
-    "inch": "in",
-    "inche": "in",
-    "foot": "ft",
-    "feet": "ft",
-    "mile": "mi",
-    "sq": "square",
-    "unit": "",
+_SPELLINGS = {
+    "$": "dollar usd buck",
+    "\u20ac": "euro eur",
+    "\u00a3": "pound",
+    "degree": "deg",
+    "m": "meter metre",
+    "cm": "centimeter centimetre",
+    "mm": "millimeter",
+    "km": "kilometer kilometre",
+    "g": "gram",
+    "kg": "kilogram",
+    "l": "litre liter",
+    "s": "second sec",
+    "min": "minute",
+    "h": "hour hr",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "mi": "mile",
+    "square": "sq",
+    "": "unit",
 }
+_UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
 
 
 def math_match(task: Task, answer: str) -> float:
-    """1.0 when the answer has the value of an accepted one, else 0.0; what is no expression must be
-    the same text.
+    """Return 1.0 when the answer has the value of an accepted one, else 0.0.
+
+    A text that is no expression must be the same text.
     """
     texts = _readings(answer)
     return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
 
 
 def _readings(answer: str) -> list[str]:
-    """The answer, and what follows "is" or a colon in it."""
+    """Return the answer, and the part of it after "is" or a colon."""
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
@@ -79,7 +68,8 @@ def _readings(answer: str) -> list[str]:
 def _same(given: str, wanted: str, depth: int = 0) -> bool:
     if _squeezed(given) == _squeezed(wanted):
         return True
-    one, other = _parts(given), _parts(wanted)
+    one = _parts(given)
+    other = _parts(wanted)
     if one is None or other is None:
         return one is other and _same_leaf(given, wanted)
     (brackets, given_parts), (wanted_brackets, wanted_parts) = one, other
@@ -93,7 +83,7 @@ def _same(given: str, wanted: str, depth: int = 0) -> bool:
 
 
 def _same_parts(given: Sequence[str], wanted: Sequence[str], is_ordered: bool, depth: int) -> bool:
-    """Element by element, or each with some other one."""
+    """Compare element by element, or each with some other element."""
     if is_ordered:
         return all(_same(part, other, depth) for part, other in zip(given, wanted, strict=True))
     left = list(wanted)
@@ -106,8 +96,9 @@ def _same_parts(given: Sequence[str], wanted: Sequence[str], is_ordered: bool, d
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """The brackets and the elements of a list, "" for bare ones: "(1, 2]" is ("(]", ["1", "2"]);
-    None for a text that is no list.
+    """Split a list into its brackets, "" for none, and elements; None for a text that is no list.
+
+    "(1, 2]" gives ("(]", ["1", "2"]).
     """
     if len(pieces := _split(text, "\\cup")) > 1:
         return "\\cup", pieces
@@ -125,32 +116,27 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split outside of brackets; not at all where the brackets do not match, as in "(1, 2), (3, 4)"
-    without its ends.
-    """
-    pieces, depth, start = [], 0, 0
-    for place, character in enumerate(text):
+    """Split outside of brackets, or not at all where they do not match, as in "1, 2), (3, 4"."""
+    pieces = []
+    depth = start = 0
+    for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:
             return [text]
-        if depth == 0 and text.startswith(separator, place):
-            pieces.append(text[start:place].strip())
-            start = place + len(separator)
+        if depth == 0 and text.startswith(separator, index):
+            pieces.append(text[start:index].strip())
+            start = index + len(separator)
     return [*pieces, text[start:].strip()]
 
 
 def _same_leaf(given: str, wanted: str) -> bool:
-    """Two numbers, expressions or equations."""
+    """Compare two numbers, expressions or equations."""
+    *given_left, given_right = given.split("=")
+    *wanted_left, wanted_right = wanted.split("=")
     try:
-        (*given_left, given_right), (*wanted_left, wanted_right) = (
-            given.split("="),
-            wanted.split("="),
-        )
         if len(given_left) == len(wanted_left) == 1:
-            one, other = (
-                _difference(given_left[0], given_right),
-                _difference(wanted_left[0], wanted_right),
-            )
+            one = _difference(given_left[0], given_right)
+            other = _difference(wanted_left[0], wanted_right)
             return _equal(one, other) or _equal(one, [-value for value in other])
         if wanted_left and not _NAME.fullmatch(wanted_left[0]):
             return False
@@ -168,7 +154,7 @@ def _equal(one: Sequence[Value], other: Sequence[Value]) -> bool:
 
 
 def _same_quantity(given: str, wanted: str) -> bool:
-    """Equal values, and equal units where both have one."""
+    """Compare values, and units where both have one."""
     (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
     if unit and wanted_unit and unit != wanted_unit:
         return False
@@ -183,7 +169,7 @@ def _same_quantity(given: str, wanted: str) -> bool:
 
 
 def _quantity(text: str) -> tuple[list[Value], str]:
-    """Values and unit: "$1,200.50" is 1200.5 "$", "30 degrees" is 30 "degree", "5 %" is 5 "%"."""
+    """Read values and unit: "$1,200.50" is 1200.5 "$", "30 degrees" is 30 "degree"."""
     text = _without_thousands(text.strip())
     for sign in "$\u20ac\u00a3":
         if text.lstrip("+- ").startswith(sign):

@@ -1,10 +1,9 @@
-"""Short answers to open questions: exact match and token F1 after the normalisation of SQuAD
-(Rajpurkar et al. 2016).
+"""Exact match and token F1 after the normalisation of SQuAD (Rajpurkar et al. 2016).
 
-It drops case, punctuation, articles and repeated white space. Four things that it gets wrong are
-put right here: decimal points and minus signs are part of a number (10.8 is not 108), accents do
-not count (Temür is Temur), & is and, and a date is one however it is written (5 January 1964,
-January 5th, 1964, 1964-01-05).
+The normalisation drops case, punctuation, articles and repeated white space. Four mistakes of it
+are corrected here: decimal points and minus signs are part of a number (10.8 is not 108), accents
+do not count (Temür is Temur), & is and, and all forms of a date are equal (5 January 1964, January
+5th, 1964, 1964-01-05).
 """
 
 from __future__ import annotations
@@ -21,18 +20,8 @@ _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _MONTHS = [
-    "january",
-    "february",
-    "march",
-    "april",
-    "may",
-    "june",
-    "july",
-    "august",
-    "september",
-    "october",
-    "november",
-    "december",
+    *("january", "february", "march", "april", "may", "june", "july", "august"),
+    *("september", "october", "november", "december"),
 ]
 _MONTH = "sept|" + "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS)
 _DATES = (
@@ -47,33 +36,33 @@ _DATES = (
 )
 _YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
 _KEPT = {"\ue000": "-", "\ue001": "."}
-"""Signs that are part of a number, put aside while punctuation goes (private characters stand for
-them)."""
+"""Private characters that stand for signs of a number while punctuation is removed."""
 
 
 def exact_match(task: Task, answer: str) -> float:
-    """1.0 when the normalised answer equals a normalised accepted one, else 0.0. To a yes/no
-    question "Yes, both were." says yes.
+    """Return 1.0 when the normalised answer equals an accepted one, else 0.0.
+
+    "Yes, both were." counts as yes.
     """
-    given = normalise(answer)
-    opening = _YES_NO.match(answer.strip().casefold())
-    for accepted in map(normalise, task.answers):
-        if given == accepted or (opening and accepted == opening[1]):
-            return 1.0
-    return 0.0
+    given = {normalise(answer)}
+    if yes_no := _YES_NO.match(answer.strip().casefold()):
+        given.add(yes_no[1])
+    return float(any(normalise(accepted) in given for accepted in task.answers))
 
 
 def token_f1(task: Task, answer: str) -> float:
-    """The best F1 between the tokens of the answer and those of an accepted one; 0 beside yes or no
-    unless they are equal.
+    """Return the best F1 between the tokens of the answer and those of an accepted one.
+
+    It is 0 beside yes or no unless the two are equal.
     """
     given = normalise(answer)
     return max((_f1(given, normalise(accepted)) for accepted in task.answers), default=0.0)
 
 
 def normalise(text: str) -> str:
-    """As the head of this file says; text of which nothing would be left ("The The" is a band)
-    loses its case and spaces only.
+    """Normalise as the head of this file says.
+
+    A text of which nothing would be left ("The The" is a band) loses only case and spaces.
     """
     text = " ".join(text.casefold().replace("&", " and ").split())
     if date := _date(text.rstrip(".")):
@@ -86,15 +75,12 @@ def normalise(text: str) -> str:
 
 
 def _date(text: str) -> str:
-    """ISO 8601, or "" where the text is no date."""
+    """Write a date in ISO 8601; "" where the text is no date."""
     match = next(filter(None, (pattern.fullmatch(text) for pattern in _DATES)), None)
     if match is None:
         return ""
-    month = (
-        int(match["month"])
-        if match["month"].isdigit()
-        else [m[:3] for m in _MONTHS].index(match["month"][:3]) + 1
-    )
+    name = match["month"]
+    month = int(name) if name.isdigit() else [m[:3] for m in _MONTHS].index(name[:3]) + 1
     return f"{int(match['year']):04}-{month:02}-{int(match['day']):02}"
 
 
@@ -107,6 +93,7 @@ def _f1(given: str, accepted: str) -> float:
         return 1.0
     if {given, accepted} & {"yes", "no"}:
         return 0.0
-    words, wanted = Counter(given.split()), Counter(accepted.split())
+    words = Counter(given.split())
+    wanted = Counter(accepted.split())
     num_same = (words & wanted).total()
     return 2 * num_same / (words.total() + wanted.total())

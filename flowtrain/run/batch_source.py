@@ -18,13 +18,13 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
+    AssignedGroup,
     Batch,
     BatchRequest,
     Progress,
     Refused,
     Register,
     Registered,
-    Served,
     Unavailable,
 )
 from flowtrain.run.heartbeat import Heartbeat
@@ -49,7 +49,9 @@ _FIRST_NOTE_S = 10.0
 
 
 class BatchSource:
-    """A policy's trainer. What is collective says so."""
+    """The trainer's end of the dataflow: registers a policy, receives its batches, reports its
+    progress.
+    """
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class BatchSource:
             self._heartbeat.start(Progress(self._policy, step, step))
 
     def next_batch(self, step: int) -> Rollouts | None:
-        """Wait for the batch of `step` and return this rank's groups, numbered by their index in it.
+        """Wait for the batch of `step` and return this rank's groups, numbered by their index in
+        it.
 
         None when the run is asked to end first. Collective. Raises UserError when none comes within
         dataflow.wait_s, RuntimeError for a batch that is not what was asked for.
@@ -116,13 +119,14 @@ class BatchSource:
         waited_s = time.monotonic() - started
         self._heartbeat.waited(waited_s)
         groups = [
-            _placed(served, place) for served, place in zip(batch.groups, self._places, strict=True)
+            _unpack(assigned, position)
+            for assigned, position in zip(batch.groups, self._positions, strict=True)
         ]
         return Rollouts(groups, {}, self._metrics(step, batch, groups, waited_s))
 
     def report_progress(self, version: int, checkpoint: int, is_done: bool = False) -> None:
-        """`version` can be pulled, and a run that breaks off goes on from `checkpoint`. Returns at
-        once.
+        """Report that nodes can pull `version`, and that a run that breaks off resumes from
+        `checkpoint`; returns at once.
         """
         if self._world.is_main:
             self._heartbeat.report_progress(
@@ -139,18 +143,18 @@ class BatchSource:
         self._thread.shutdown()
 
     @property
-    def _places(self) -> range:
+    def _positions(self) -> range:
         return range(self._world.rank, self._num_groups, self._world.size)
 
     def _full(self, step: int) -> Batch:
-        """This rank's part of the batch, once there is one."""
+        """Ask until this rank's part of the batch is there."""
         request = BatchRequest(self._policy, step, self._world.rank, self._world.size)
         while (batch := self._dataflow.batch(request)).num_missing:
             status = self._dataflow.status()
             num_nodes = sum(
                 node["seen_s_ago"] < self._options.lease_s for node in status["nodes"].values()
             )
-            nodes = f"{status['units']['leased']} under way at {num_nodes} nodes"
+            nodes = f"{status['work_items']['leased']} under way at {num_nodes} nodes"
             self._seen, self._heard = (
                 f"step {step} lacks {batch.num_missing} of {self._num_groups} groups; {nodes}",
                 time.monotonic(),
@@ -169,7 +173,7 @@ class BatchSource:
         )
 
     def _answer(self, ask: Callable[[], T], why: Callable[[], str]) -> T | None:
-        """What `ask` answers on this rank, once all ranks have an answer; None when one of them is
+        """Return the answer of `ask` on this rank once all ranks have one; None when a rank is
         asked to end first. Collective.
         """
         started, next_note_s, answer = time.monotonic(), _FIRST_NOTE_S, self._thread.submit(ask)
@@ -202,8 +206,8 @@ class BatchSource:
         """Compute the metrics of a batch, the same on every rank; collective."""
         ages = [
             age
-            for served, group in zip(batch.groups, groups, strict=True)
-            for age in self._ages(step, served.unit, group)
+            for assigned, group in zip(batch.groups, groups, strict=True)
+            for age in self._ages(step, assigned.work_item, group)
         ]
         mine = [
             sum(age * number for age, number in ages),
@@ -221,15 +225,15 @@ class BatchSource:
             "dataflow/waited_s": longest_s,
         }
 
-    def _ages(self, step: int, unit: int, group: Group) -> list[tuple[int, int]]:
+    def _ages(self, step: int, work_item: int, group: Group) -> list[tuple[int, int]]:
         """(versions that tokens are behind those that `step` trains, number of them). RuntimeError
         where that is too many.
         """
         found = [(step - 1 - version, number) for version, number in versions(group, self._policy)]
         if found and (oldest := max(found)[0]) > self._options.max_staleness:
             raise RuntimeError(
-                f"unit {unit} came for step {step} with tokens of version {step - 1 - oldest}, "
-                f"{oldest} versions behind; "
+                f"work item {work_item} came for step {step} with tokens of version "
+                f"{step - 1 - oldest}, {oldest} versions behind; "
                 f"dataflow.max_staleness={self._options.max_staleness}"
             )
         return found
@@ -247,16 +251,17 @@ def connect(config: Config) -> Client:
 
 
 def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
-    """(weight version, number of tokens) of what the policy sampled for the rollouts that finished."""
+    """Yield (weight version, number of tokens) of the policy in rollouts that finished."""
     for trajectory in group.finished:
         for turn in trajectory.turns:
             if (call := turn.calls.get(policy)) is not None:
                 yield from ((span.version, span.end - span.start) for span in call.spans)
 
 
-def _placed(served: Served, place: int) -> Group:
-    if served.place != place:
+def _unpack(assigned: AssignedGroup, position: int) -> Group:
+    if assigned.position != position:
         raise RuntimeError(
-            f"unit {served.unit} came for place {served.place} of its batch instead of {place}"
+            f"work item {assigned.work_item} came for position {assigned.position} of its batch "
+            f"instead of {position}"
         )
-    return replace(unpack_group(served.payload), index=place)
+    return replace(unpack_group(assigned.payload), index=position)

@@ -27,7 +27,7 @@ from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
-from flowtrain.rewards import Judge, VerdictCache, score
+from flowtrain.rewards import Judge, JudgeCache, score
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
@@ -224,7 +224,7 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     engine = chats.roles.get("judge")
     if engine is None:
         return None
-    return Judge(engine, VerdictCache(Path(config.judge.cache)), config.judge)
+    return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
 def _set_threads(threads: int) -> None:

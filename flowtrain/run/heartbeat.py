@@ -1,4 +1,4 @@
-"""What a trainer tells the dataflow of itself, beside its work."""
+"""Reports a trainer's progress to the dataflow from a thread, and shows that the trainer lives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ _LAST_WORDS_S = 5.0
 
 
 class Heartbeat:
-    """Tells the dataflow in order, on a thread of its own, how far the run is, and while there is
-    no news that it lives.
-    """
+    """Sends progress reports in order from a thread; repeats the last one in between."""
 
     def __init__(self, dataflow: Dataflow, interval_s: float) -> None:
         self._dataflow, self._interval_s = dataflow, interval_s
@@ -34,14 +32,14 @@ class Heartbeat:
         self._waited_s += seconds
 
     def report_progress(self, progress: Progress) -> None:
-        """With the seconds since the last time."""
+        """Send a report with the seconds since the last one."""
         now = time.monotonic()
         busy_s = max(0.0, now - self._told - self._waited_s)
         self._news.put(replace(progress, busy_s=busy_s, waited_s=self._waited_s))
         self._told, self._waited_s = now, 0.0
 
     def close(self) -> None:
-        """After what was told last; it is not waited for long."""
+        """Send what is queued and end; the wait is short."""
         self._news.put(None)
         if self._thread.is_alive():
             self._thread.join(_LAST_WORDS_S)

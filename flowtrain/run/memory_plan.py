@@ -1,23 +1,22 @@
 """The memory that a rank's training step takes at its peak, predicted before anything is allocated;
 a run that cannot fit is refused.
 
-Activations are counted by running two and three of the model's layers, forward and backward, on
-tensors that have shapes and no memory; layers are alike, so two points give the line. Bytes
-everywhere. D: hidden size, V: vocabulary.
+Activations are counted by torch's own `MemTracker` while two and three of the model's layers run,
+forward and backward, on tensors that have shapes and no memory; layers are alike, so two points
+give the line. (`FSDPMemTracker` would count the gathered weights too, but wants a process group of
+the run's size and the whole model.) Bytes everywhere. D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config
@@ -29,7 +28,7 @@ _CPU_CHUNK = 2**25
 """Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
 _GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
-"""Of a row's tokens, those whose hidden states go to the head: a guess, and a small part of the
+"""Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
@@ -40,9 +39,9 @@ class MemoryPlan:
     """Bytes at the peak of a step, by what they are for."""
 
     parts: dict[str, int]
-    """Of this process on the device that trains."""
+    """Bytes of this process on the device that trains."""
     vllm: int = 0
-    """What vLLM beside it takes of the same GPU."""
+    """Bytes that vLLM takes of the same GPU."""
     gpu_bytes: int = 0
     """0: there is no GPU."""
 
@@ -57,8 +56,8 @@ class MemoryPlan:
         )
 
     def check(self, config: Config) -> None:
-        """Raises UserError, with the numbers and the keys, where even a step on the shortest rows
-        is sure not to fit on the GPU.
+        """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
+        sure not to fit on the GPU.
         """
         sure = {**{name: self.parts[name] for name in _SURE}, "vLLM": self.vllm}
         # A vLLM that sleeps and the gradients are never there at the same time.
@@ -153,7 +152,9 @@ def _listed(parts: Mapping[str, int]) -> str:
 def activations(
     config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool
 ) -> tuple[int, int]:
-    """What all layers hold when the head is reached, and at most (early in the backward pass)."""
+    """Count what all layers hold when the head is reached, and their peak (early in the backward
+    pass).
+    """
     two, three = (
         _simulate(config, dtype, num_tokens, recompute, num_layers) for num_layers in (2, 3)
     )
@@ -207,15 +208,25 @@ def _simulate(
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    with _LiveBytes(
-        [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    ) as live:
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
         hidden = model.get_decoder()(
             input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention()
         ).last_hidden_state
-        at_head = live.num_bytes
+        at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
         hidden.backward(torch.empty_like(hidden))
-    return at_head, live.peak
+    return at_head, _activation_bytes(tracker.get_tracker_snapshot("peak"))
+
+
+def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
+    """Sum all but parameters, their gradients and buffers."""
+    return sum(
+        num_bytes
+        for by_kind in snapshot.values()
+        for kind, num_bytes in by_kind.items()
+        if getattr(kind, "name", "") in ("ACT", "TEMP", "OTH")
+    )
 
 
 class _Attention:
@@ -229,9 +240,8 @@ class _Attention:
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(
-            query.shape
-        )  # not laid out as the query is: what comes out of attention is copied once more
+        # Not laid out as the query is: what comes out of attention is copied once more.
+        out = query.new_empty(query.shape)
         ctx.save_for_backward(
             query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
         )
@@ -240,35 +250,3 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made within and are still alive, and the most that were at a
-    time.
-    """
-
-    def __init__(self, others: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.num_bytes = self.peak = 0
-        self._others = {id(tensor.untyped_storage()) for tensor in others}
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = id(storage), storage.nbytes()
-        if key in self._known or key in self._others:
-            return
-        self._known.add(key)
-        self.num_bytes += num_bytes
-        self.peak = max(self.peak, self.num_bytes)
-        weakref.finalize(storage, self._remove, key, num_bytes)
-
-    def _remove(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.num_bytes -= num_bytes

@@ -5,15 +5,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from flowtrain.config import Config
-from flowtrain.training.tree import in_order
-from flowtrain.training.wire import from_bytes, scores_from_bytes, scores_to_bytes, to_bytes
 from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId, UserError
+from flowtrain.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +64,3 @@ class Placement:
             self.world.gather_text(json.dumps(metrics))[self.trainers.size]
         )
         return found
-
-    def deal(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """What this rank trains of what all ranks have sampled; collective. Colocated, that is its
-        own.
-        """
-        if not self.is_split:
-            return samples
-        every = [
-            sample
-            for data in self.world.gather_bytes(to_bytes(samples))
-            for sample in from_bytes(data)
-        ]
-        return share(every, self.trainers.rank, self.trainers.size)
-
-    def gather_scores(
-        self, scores: dict[SampleId, tuple[float, ...]]
-    ) -> dict[SampleId, tuple[float, ...]]:
-        """The trainers' log-probs by the turn that they belong to, for those that sampled it;
-        collective. Colocated, a rank has its own.
-        """
-        if not self.is_split:
-            return scores
-        parts = map(scores_from_bytes, self.world.gather_bytes(scores_to_bytes(scores)))
-        return {origin: logprobs for part in parts for origin, logprobs in part.items()}
-
-
-def share(samples: Sequence[Sample], rank: int, size: int) -> list[Sample]:
-    """Of one of `size` ranks: about as many tokens of each mini-batch as the others', what is alike
-    together. Rank -1 gets none.
-    """
-    mine = []
-    for index in sorted({sample.minibatch for sample in samples}):
-        ordered = in_order([sample for sample in samples if sample.minibatch == index])
-        ends = list(
-            accumulate(len(sample.prompt_ids) + len(sample.response_ids) for sample in ordered)
-        )
-        mine += [
-            sample
-            for sample, end in zip(ordered, ends, strict=True)
-            if (end - 1) * size // ends[-1] == rank
-        ]
-    return mine

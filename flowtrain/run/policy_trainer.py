@@ -19,6 +19,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import ShardSpec, named_weights
+from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
@@ -49,11 +50,16 @@ class PolicyTrainer:
         )
         return cls(components, ranks, store, trainer, make_publisher(components, store, ranks))
 
-    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and return statistics of all ranks."""
+    def train(
+        self, step: int, minibatches: Sequence[Sequence[PackedRow]], scores: TokenScores
+    ) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return statistics of all ranks.
+
+        `scores` collects the log-probs of the trained tokens.
+        """
         t = self.components.config.train
         self.trainer.set_lr(learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule))
-        stats = self.trainer.step(minibatches, step)
+        stats = self.trainer.step(minibatches, step, scores)
         if self.components.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself
         return stats
@@ -80,7 +86,7 @@ class PolicyTrainer:
         self.ranks.barrier()
 
     def restore(self, path: Path) -> None:
-        """Load model and optimizer from a checkpoint, which any number of ranks may have written."""
+        """Load model and optimizer from a checkpoint of any number of ranks."""
         checkpoint.restore(path, self.components.model, self.trainer.optimizer)
 
     def save(self, folder: Path, step: int, state: dict[str, int | str]) -> None:
@@ -160,7 +166,7 @@ def publish_start(components: RunComponents, store: WeightStore) -> None:
 
 
 def num_versions_kept(config: Config) -> int:
-    """Return how many versions stay in the store: with nodes, all that one may still sample with."""
+    """Count the versions that stay in the store: with nodes, all that they may sample with."""
     if not config.dataflow.url:
         return config.weights.keep
     return max(config.weights.keep, config.dataflow.max_staleness + 1)

@@ -14,13 +14,13 @@ class Rollouts(NamedTuple):
 
     groups: Sequence[Group]
     logprobs: Mapping[SampleId, Scored]
-    """What is known of turns already, of the search for branch points."""
+    """Log-probs of turns that the search for branch points has already computed."""
     metrics: Mapping[str, float]
     """About where they came from, for the log."""
 
 
 class Trained(NamedTuple):
-    """What the optimizer steps of a batch have told."""
+    """The results of a batch's optimizer steps."""
 
     metrics: Mapping[str, float]
     """Statistics of all ranks that train; empty on the others."""

@@ -27,7 +27,7 @@ _COUNTS = (
 
 
 class Pass(NamedTuple):
-    """What is counted of one turn."""
+    """The counts of one turn."""
 
     tool_name: str | None
     """None where the action could not be read."""
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is counted of one rollout."""
+    """The counts of one rollout."""
 
     reward: float | None
     """None when it failed."""
@@ -65,7 +65,7 @@ class Outcome:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Outcome:
-        """From what `report.trajectory_record` wrote down."""
+        """Read the counts from a record of `report.trajectory_record`."""
         passes = tuple(map(_pass_of_record, record["turns"]))
         num_tokens = sum(each.num_response_tokens for each in passes)
         return cls(
@@ -88,7 +88,7 @@ class RolloutStats:
     straggler_rollouts: int
     """Those that the others did not wait for; out of time, too."""
     reward_mean: float
-    """Of those that did not fail."""
+    """Mean over rollouts that did not fail."""
     turns_mean: float
     malformed_share: float
     """Turns whose action could not be read or named no tool."""
@@ -117,7 +117,7 @@ class RolloutStats:
     def of(
         cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
     ) -> RolloutStats:
-        """Over the rollouts of all ranks; collective."""
+        """Compute the statistics of the rollouts of all ranks; collective."""
         counts = _count(map(Outcome.of, trajectories), tool_names)
         return cls._from(
             dict(zip(counts, world.sum(list(counts.values())), strict=True)), tool_names
@@ -125,7 +125,7 @@ class RolloutStats:
 
     @classmethod
     def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
-        """Over rollouts that are all known here."""
+        """Compute the statistics of rollouts that this process has."""
         return cls._from(_count(outcomes, tool_names), tool_names)
 
     @classmethod
@@ -151,7 +151,7 @@ class RolloutStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Flat, for the log; tools as tool_share/<name>."""
+        """Return flat metrics for the log; tools as tool_share/<name>."""
         plain = {
             name: getattr(self, name)
             for name in self.__slots__

@@ -1,5 +1,5 @@
-"""A training run between its first step and its last: its parts, and the verbs of the loop that need
-several of them. The parts never change once the run is open; what a verb makes, it returns.
+"""A training run between its first step and its last: its parts, and the verbs of the loop that
+need several of them. The parts never change once the run is open; what a verb makes, it returns.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from flowtrain.run.run_logger import RunLogger
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.training import checkpoint
+from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.model import layout_digest
+from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
@@ -52,13 +55,13 @@ class Run:
     placement: Placement
     interrupt: Interrupt
     engines: dict[str, Engine]
-    """By policy; the trained one's follows the published versions."""
+    """Engines by policy; the trained policy's engine follows the published versions."""
     flow: Flow
     judge: Judge | None
     policy_trainer: PolicyTrainer | None
     """None on a rank that only samples."""
     batch_source: BatchSource | None
-    """Where rollouts come from with `dataflow.url`; None where this run makes them."""
+    """The source of rollouts with `dataflow.url`; None where this run makes them."""
     cursor: TaskCursor | MixedCursor
     evaluator: Evaluator
     logger: RunLogger
@@ -100,13 +103,16 @@ class Run:
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
+        world = self.placement.world
+        cost = ForwardCost.of(self.components.model).flops
+        rows = balance(minibatches, cost, world, num_takers=self.placement.trainers.size)
         metrics: dict[str, float] = {}
-        logprobs = {}
+        scores = TokenScores()
         if self.policy_trainer is not None:
             self.engines[self.config.train.policy].sleep()
-            metrics = self.policy_trainer.train(step, minibatches)
-            logprobs = self.policy_trainer.trainer.own_scores()
-        return Trained(metrics, self.placement.gather_scores(logprobs))
+            metrics = self.policy_trainer.train(step, rows, scores)
+        sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
+        return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
 
     def publish(self, version: int, saved_step: int) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.

@@ -29,7 +29,7 @@ from flowtrain.types import Group, TrainBatch, Trajectory
 
 
 class RunLogger:
-    """Writes a run down. Metrics are written by the main rank, rollouts by each rank that samples."""
+    """Writes a run down: the main rank its metrics, each rank that samples its rollouts."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class RunLogger:
         return dict(zip(own, self._placement.world.sum(list(own.values())), strict=True))
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
-        """How fast a step was trained; nothing on ranks that do not train.
+        """Compute the speed of a step; nothing on ranks that do not train.
 
         MFU counts the FLOPs that the trees need, and is there where the device's peak is known.
         """
@@ -178,7 +178,8 @@ class RunLogger:
         trained: Mapping[str, Any],
         shown: Sequence[Trajectory],
     ) -> None:
-        """Write summary.json and curves.png, and print the comparison and some rollouts; collective.
+        """Write summary.json and curves.png, and print the comparison and some rollouts;
+        collective.
 
         Args:
             warm, trained: comparisons before and after training; empty where neither was measured.
@@ -209,8 +210,8 @@ class RunLogger:
         print(f"to look at it: python -m flowtrain.report.viewer {path}")
 
     def _seconds(self) -> dict[str, float]:
-        """By stage over the whole run, resumed parts included; "warm_up" where the model's folder
-        says how long it took.
+        """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
+        model's folder says how long it took.
         """
         totals: dict[str, float] = {}
         for record in read_lines(self._run_dir.path / "metrics.jsonl"):

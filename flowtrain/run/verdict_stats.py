@@ -1,4 +1,4 @@
-"""How the verifier does where it is a policy of its own."""
+"""Statistics of a verifier that is a policy of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flowtrain.types import Trajectory, Turn, Verdict
 def verdict_metrics(
     trajectories: Iterable[Trajectory], config: Config, world: World
 ) -> dict[str, float]:
-    """Shares of the verdicts of all ranks, for the log; collective. Tasks from files have no rule
-    to agree with.
+    """Compute shares of the verdicts of all ranks; collective. Tasks from files have no rule to
+    agree with.
     """
     counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement"), 0.0)
     rule = None if config.tasks.name == "file" else rule_verifier(config)
@@ -36,7 +36,7 @@ def verdict_metrics(
 
 
 def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
-    """Each turn that a policy gave the verdict of, and the memory that it was about."""
+    """Yield each turn that a verifier policy decided on, with the memory that it read."""
     memory = Memory()
     for turn in trajectory.turns:
         memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))

@@ -1,6 +1,4 @@
-"""Where questions come from: built-in tasks over a small corpus, the game of 24, files of
-questions, and benchmarks.
-"""
+"""Sources of questions: facts of a small corpus, the game of 24, files, and benchmarks."""
 
 from flowtrain.tasks.benchmarks import BENCHMARKS, load_benchmark
 from flowtrain.tasks.corpus import Entity, load_corpus, passage_value, passages

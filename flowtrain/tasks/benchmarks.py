@@ -15,11 +15,11 @@ _PLAIN = Layout("query", ("answer",))
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """How a benchmark's file is read and scored."""
+    """The rows, the layout and the scorer of a benchmark."""
 
     scorer: str
     num_rows: int | None = None
-    """The paper ran so many from the start of the file; None: all."""
+    """Rows from the start of the file that the paper ran; None: all."""
     layout: Layout = _PLAIN
 
 
@@ -39,15 +39,15 @@ BENCHMARKS = {
 
 
 def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> list[Task]:
-    """The tasks that the paper ran (`whole`: all in the file), with ids "medqa-0", "medqa-1" by
-    their place in the file.
+    """Load the tasks that the paper ran (`whole`: all), with ids "medqa-0", "medqa-1" by row.
 
     The file is `folder`/NAME.json or, as in AgentFlow's test folder, `folder`/NAME/data/data.json.
-    UserError for a name that is unknown, a file that is not there, and what is wrong in it.
+    Raises UserError for an unknown name, a missing file and a mistake in it.
     """
     if name not in BENCHMARKS:
         raise UserError(f"benchmark {name!r} is unknown; known: {', '.join(BENCHMARKS)}")
-    benchmark, path = BENCHMARKS[name], benchmark_file(name, folder)
+    benchmark = BENCHMARKS[name]
+    path = benchmark_file(name, folder)
     tasks = [
         replace(
             read_task(row, benchmark.layout, where, f"{name}-{number - 1}"),
@@ -62,24 +62,23 @@ def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> lis
 
 
 def available(folder: str | Path) -> list[str]:
-    """The benchmarks whose files are in a folder, in the order of the paper's tables."""
+    """Return the benchmarks whose files are in a folder, in the order of the paper's tables."""
     return [
-        name for name in BENCHMARKS if any(path.is_file() for path in _places(name, Path(folder)))
+        name for name in BENCHMARKS if any(path.is_file() for path in _paths(name, Path(folder)))
     ]
 
 
 def benchmark_file(name: str, folder: str | Path) -> Path:
-    """Where the benchmark lies; UserError, which says where to get it, when it is not there."""
-    places = _places(name, Path(folder))
-    found = next((path for path in places if path.is_file()), None)
+    """Find the file of a benchmark; raises UserError, which says where to get it, without one."""
+    paths = _paths(name, Path(folder))
+    found = next((path for path in paths if path.is_file()), None)
     if found is None:
         raise UserError(
-            f"benchmark {name!r}: there is neither {places[0]} nor {places[1]}; copy "
-            f"test/{name}/data/data.json of "
-            f"https://github.com/lupantech/AgentFlow to {places[0]}"
+            f"benchmark {name!r}: there is neither {paths[0]} nor {paths[1]}; copy "
+            f"test/{name}/data/data.json of https://github.com/lupantech/AgentFlow to {paths[0]}"
         )
     return found
 
 
-def _places(name: str, folder: Path) -> Sequence[Path]:
+def _paths(name: str, folder: Path) -> Sequence[Path]:
     return folder / f"{name}.json", folder / name / "data" / "data.json"

@@ -1,4 +1,4 @@
-"""The facts behind the built-in questions, and the passages that a search tool indexes."""
+"""Facts behind the built-in questions, and the passages that a search tool indexes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ENTRY_KEYS = {"name", "kind", "facts"}
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing that facts are known about."""
+    """One thing with known facts."""
 
     name: str
-    """Unique in the corpus, whatever the case of its letters."""
+    """Unique in the corpus, also without case."""
     kind: str
     """"country" or "element" in the shipped corpus."""
     facts: Mapping[str, str | int]
@@ -32,17 +32,17 @@ class Entity:
 
 
 def load_corpus(path: Path | None = None) -> tuple[Entity, ...]:
-    """The entities of a JSON file, in file order; the shipped corpus when `path` is None.
+    """Load the entities of a JSON file, in file order; of the shipped corpus when `path` is None.
 
     The file is a list of {"name": str, "kind": str, "facts": {attribute: string or integer}}.
-    Raises UserError naming the file, the entry and the key that is wrong.
+    Raises UserError, which names the file, the entry and the wrong key.
     """
-    where = "corpus.json" if path is None else str(path)
-    text = (
-        resources.files("flowtrain").joinpath("tasks/data/corpus.json").read_text("utf-8")
-        if path is None
-        else read_text(path)
-    )
+    if path is None:
+        where = "corpus.json"
+        text = resources.files("flowtrain").joinpath("tasks/data/corpus.json").read_text("utf-8")
+    else:
+        where = str(path)
+        text = read_text(path)
     entries = parse_json(text, where)
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: must be a list of at least one entity")
@@ -61,8 +61,9 @@ def load_corpus(path: Path | None = None) -> tuple[Entity, ...]:
 
 
 def key_facts(entities: Sequence[Entity]) -> list[tuple[Entity, str, str]]:
-    """(entity, attribute, value) for each key attribute whose value no other entity of the same
-    kind has, in any case of letters.
+    """Return (entity, attribute, value) for key attributes whose value is unique in the kind.
+
+    Values that differ only in case count as equal.
     """
     found = [
         (e, attribute, str(e.facts[attribute]))
@@ -79,8 +80,9 @@ def key_facts(entities: Sequence[Entity]) -> list[tuple[Entity, str, str]]:
 
 
 def passages(entities: Sequence[Entity]) -> tuple[str, ...]:
-    """One sentence per fact, "The capital of Norway is Oslo.", then one per key fact, "The country
-    with capital Oslo is Norway.".
+    """Return a sentence per fact, then one per key fact.
+
+    "The capital of Norway is Oslo." and "The country with capital Oslo is Norway."
     """
     forward = [
         f"The {attribute} of {entity.name} is {value}."
@@ -95,9 +97,7 @@ def passages(entities: Sequence[Entity]) -> tuple[str, ...]:
 
 
 def passage_value(text: str) -> str | None:
-    """What a passage states: the part between the last " is " and the final "."; None where there
-    is no such part.
-    """
+    """Return the value of a passage, between the last " is " and the final ".", or None."""
     _, found, rest = text.rpartition(" is ")
     value, period, _ = rest.rpartition(".")
     return (value.strip() or None) if found and period else None
@@ -109,17 +109,10 @@ def _entity(entry: Any, where: str) -> Entity:
     facts = entry["facts"]
     if not isinstance(facts, dict) or not facts:
         raise UserError(f"{where}: key 'facts' must be an object with at least one attribute")
-    name, kind = (
+    return Entity(
         _phrase(entry["name"], "key 'name'", where),
         _phrase(entry["kind"], "key 'kind'", where),
-    )
-    return Entity(
-        name,
-        kind,
-        {
-            _attribute(attribute, where): _value(value, attribute, where)
-            for attribute, value in facts.items()
-        },
+        {_attribute(key, where): _value(value, key, where) for key, value in facts.items()},
     )
 
 
@@ -138,14 +131,10 @@ def _value(value: Any, attribute: str, where: str) -> str | int:
 
 
 def _phrase(value: Any, key: str, where: str, also: str = "") -> str:
-    """A string that can stand in a passage without changing what `passage_value` reads from it."""
-    if (
-        isinstance(value, str)
-        and value
-        and value == " ".join(value.split())
-        and " is " not in f" {value} "
-    ):
-        return value
+    """Check that a value is a string that `passage_value` can read back from a passage."""
+    is_single_spaced = isinstance(value, str) and value and value == " ".join(value.split())
+    if is_single_spaced and " is " not in f" {value} ":
+        return str(value)
     raise UserError(
         f'{where}: {key} must be {also}a non-empty single-spaced string without the word "is", not '
         f"{value!r}"

@@ -12,13 +12,13 @@ class TaskCursor:
     """Endless batches of tasks: one fresh seeded permutation per epoch.
 
     `position`, the number of tasks taken so far, is the whole state: a cursor made with the
-    position of another one goes on exactly like it, as long as both take batches of the same size.
-    A batch that crosses the end of an epoch repeats no task either (unless it is larger than the
-    number of tasks), and with batches of one size every epoch still visits each task once.
+    position of another one continues exactly like it, as long as both take batches of the same
+    size. A batch that crosses the end of an epoch repeats no task either (unless it is larger than
+    the number of tasks), and with batches of one size every epoch still visits each task once.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
-        """UserError without tasks or with a negative position."""
+        """Start at `position`; raises UserError without tasks or with a negative position."""
         if not tasks:
             raise UserError("tasks: there are none; at least one is needed")
         if position < 0:
@@ -31,27 +31,27 @@ class TaskCursor:
         self._order: list[int] = []
 
     def take(self, n: int) -> list[Task]:
-        """The next `n` tasks; UserError when n < 1."""
+        """Return the next `n` tasks; raises UserError when n < 1."""
         if n < 1:
             raise UserError(f"n: a batch needs at least 1 task, not {n}")
         walk = (n, self.position % n)
         if walk != self._walk or self.position < self._epoch * len(self._tasks):
-            self._walk, self._epoch, self._order = walk, -1, []
-        batch = [self._task(place) for place in range(self.position, self.position + n)]
+            self._walk = walk
+            self._epoch = -1
+            self._order = []
+        batch = [self._task(position) for position in range(self.position, self.position + n)]
         self.position += n
         return batch
 
-    def _task(self, place: int) -> Task:
-        epoch, offset = divmod(place, len(self._tasks))
+    def _task(self, position: int) -> Task:
+        epoch, offset = divmod(position, len(self._tasks))
         while self._epoch < epoch:
             self._epoch += 1
             self._order = self._next_order()
         return self._tasks[self._order[offset]]
 
     def _next_order(self) -> list[int]:
-        """The permutation of `_epoch`; it opens with tasks that the batch crossing into the epoch
-        has not had yet.
-        """
+        """Return the permutation of `_epoch`; a batch that crosses into it repeats no task."""
         n, phase = self._walk
         order = list(range(len(self._tasks)))
         random.Random(f"tasks/{self._seed}/{self._epoch}").shuffle(order)
@@ -59,6 +59,6 @@ class TaskCursor:
         if not self._order or n > len(order) or num_had == 0:
             return order
         had = set(self._order[-num_had:])
-        opening = [task for task in order if task not in had][: n - num_had]
-        taken = set(opening)
-        return opening + [task for task in order if task not in taken]
+        first = [task for task in order if task not in had][: n - num_had]
+        taken = set(first)
+        return first + [task for task in order if task not in taken]

@@ -1,14 +1,12 @@
-"""Questions over the corpus, each with the plan that solves it: lookups, arithmetic, two-step
-chains and sums.
+"""Questions over the corpus with their plans: lookups, arithmetic, two-step chains and sums.
 
 The wordings keep a contract so that simple rules can act on a question alone: the attribute asked
 for is the first "the {attribute} of", an entity is named in full or as "the {kind} with {attribute}
 {value}", and arithmetic shows in the words plus, minus and times.
 
-Four splits measure four things. "train" and "texts" share entities and wordings, "texts" holds out
-every tenth question by its hash; "entities" asks in the training wordings about entities that no
-other split asks about; "forms" asks about the training entities in wordings that no other split
-uses.
+Four splits measure four things. "train" and "texts" share entities and wordings, and "texts" holds
+out every tenth question by its hash; "entities" asks in the training wordings about entities of its
+own; "forms" asks about the training entities in wordings of its own.
 """
 
 from __future__ import annotations
@@ -28,60 +26,42 @@ from flowtrain.types import PlanStep, SubGoal, Task, UserError
 SPLITS = ("train", "texts", "entities", "forms")
 KINDS = ("lookup", "arithmetic", "chain", "sum")
 DEEP_KINDS = ("sum4", "sum5")
-"""Sums of which one part, or both, is about an entity that must be found first: four and five
-turns. Only where they are asked for."""
+"""Sums of four and five turns: one entity, or both, must be found first. Only on request."""
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 HELD_OUT_SHARE = 0.15
 """Share of the entities of each kind that only the split "entities" asks about."""
 
-_LEADS = (
-    *(
-        "What is {}?",
-        "Give {}.",
-        "Tell me {}.",
-        "Find {}.",
-        "I need {}.",
-        "Please look up {}.",
-        "Show me {}.",
-        "Do you know {}?",
-    ),
-    *(
-        "I want {}.",
-        "Could you find {}?",
-        "Please give me {}.",
-        "I am looking for {}.",
-        "My question is {}.",
-        "Let me know {}.",
-    ),
-)
+_LEADS = [
+    *("What is {}?", "Give {}.", "Tell me {}.", "Find {}.", "I need {}.", "Please look up {}."),
+    *("Show me {}.", "Do you know {}?", "I want {}.", "Could you find {}?", "Please give me {}."),
+    *("I am looking for {}.", "My question is {}.", "Let me know {}."),
+]
 _HELD_OUT_LEADS = ("Could you tell me {}?", "Please show me {}.", "I want to know {}.")
 
+
+def _with(phrase: str, leads: Sequence[str]) -> list[str]:
+    return [lead.format(phrase) for lead in leads]
+
+
 _FORMS = {
-    "ask": (
-        tuple(lead.format("{phrase}") for lead in _LEADS),
-        tuple(lead.format("{phrase}") for lead in _HELD_OUT_LEADS),
-    ),
+    "ask": (_with("{phrase}", _LEADS), _with("{phrase}", _HELD_OUT_LEADS)),
     "which": (
-        (
+        [
             "Which {kind} has {fact}?",
             "Name the {kind} with {fact}.",
-            *(lead.format("the {kind} with {fact}") for lead in _LEADS[2:]),
-        ),
-        (
+            *_with("the {kind} with {fact}", _LEADS[2:]),
+        ],
+        [
             "Tell me which {kind} has {fact}.",
-            *(lead.format("the {kind} with {fact}") for lead in _HELD_OUT_LEADS),
-        ),
+            *_with("the {kind} with {fact}", _HELD_OUT_LEADS),
+        ],
     ),
     "compute": (
-        (
-            *(lead.format("{phrase}") for lead in _LEADS),
-            "Calculate {phrase}.",
-            "How much is {phrase}?",
-        ),
-        ("Please calculate {phrase}.", *(lead.format("{phrase}") for lead in _HELD_OUT_LEADS)),
+        [*_with("{phrase}", _LEADS), "Calculate {phrase}.", "How much is {phrase}?"],
+        ["Please calculate {phrase}.", *_with("{phrase}", _HELD_OUT_LEADS)],
     ),
 }
-"""Per family the training and the held-out wordings."""
+"""The training and the held-out wordings by family."""
 
 _OPERANDS = {
     "plus": (range(1, 1000), range(1, 1000)),
@@ -92,23 +72,23 @@ _OPERANDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What a question is about, before it is worded."""
+    """A question without its wording."""
 
     words: Mapping[str, str]
-    """What fills the blanks of a wording."""
+    """Values of the blanks in a wording."""
     answer: str
     plan: tuple[PlanStep, ...]
     found: tuple[str, ...] = ()
-    """What each step but the last finds out."""
+    """The finding of each step but the last."""
 
     @property
     def sub_goals(self) -> tuple[SubGoal, ...]:
-        """One for each step but the last; what more depends on weighs more."""
-        total = sum(range(2, len(self.plan) + 1))
-        steps = enumerate(zip(self.plan, self.found, strict=False))
+        """One for each step but the last; earlier ones weigh more, because more depends on them."""
+        num_steps = len(self.plan)
+        total = sum(range(2, num_steps + 1))
         return tuple(
-            SubGoal((name,), (len(self.plan) - i) / total, step.sub_goal)
-            for i, (step, name) in steps
+            SubGoal((name,), (num_steps - i) / total, step.sub_goal)
+            for i, (step, name) in enumerate(zip(self.plan, self.found, strict=False))
         )
 
 
@@ -128,13 +108,12 @@ def facts_tasks(
     seed: int,
     kind_weights: Mapping[str, float] | None = None,
 ) -> list[Task]:
-    """`num_tasks` distinct questions of a split, in shuffled order with ids "{split}-{i}", the same
-    ones for the same arguments.
+    """Return `num_tasks` distinct questions of a split, shuffled, with ids "{split}-{i}".
 
-    `kind_weights` gives each kind's share of the tasks up to a common factor; kinds left out get
-    none, and None means equal shares. The split "entities" leaves out arithmetic, whatever its
-    weight. Raises UserError for an unknown split or kind, a bad weight, num_tasks < 1, and a kind
-    that has fewer distinct questions than its share.
+    The same arguments give the same questions. `kind_weights` gives each kind's share of the tasks
+    up to a common factor; kinds left out get none, and None means equal shares. The split
+    "entities" leaves out arithmetic, whatever its weight. Raises UserError for an unknown split or
+    kind, a bad weight, num_tasks < 1, and a kind that has fewer distinct questions than its share.
     """
     counts = _counts(split, num_tasks, kind_weights)
     training, held_out = split_entities(entities)
@@ -151,11 +130,11 @@ def facts_tasks(
         Task(
             f"{split}-{index}",
             question,
-            (item.answer,),
-            kind,
-            len(item.plan),
-            "exact",
-            item.plan,
+            answers=(item.answer,),
+            kind=kind,
+            num_turns=len(item.plan),
+            scorer="exact",
+            plan=item.plan,
             sub_goals=item.sub_goals,
         )
         for index, (kind, question, item) in enumerate(drafts)
@@ -163,22 +142,20 @@ def facts_tasks(
 
 
 def split_entities(entities: Sequence[Entity]) -> tuple[list[Entity], list[Entity]]:
-    """(training, held out) entities, both in corpus order; held out are those with the lowest hash
-    of the name, 15 % of each kind.
+    """Return (training, held out) entities, both in corpus order.
+
+    Held out are 15 % of each kind: those with the lowest hash of the name.
     """
     held_out: set[str] = set()
     for kind in {entity.kind for entity in entities}:
         names = sorted((entity.name for entity in entities if entity.kind == kind), key=_hash)
         held_out.update(names[: round(HELD_OUT_SHARE * len(names))])
-    return [e for e in entities if e.name not in held_out], [
-        e for e in entities if e.name in held_out
-    ]
+    training = [entity for entity in entities if entity.name not in held_out]
+    return training, [entity for entity in entities if entity.name in held_out]
 
 
 def _counts(split: str, num_tasks: int, kind_weights: Mapping[str, float] | None) -> dict[str, int]:
-    """Tasks per kind: each kind's share rounded down, and what is then missing to those with the
-    largest remainders.
-    """
+    """Return the number of tasks per kind, rounded by largest remainders."""
     if split not in SPLITS:
         raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
     if num_tasks < 1:
@@ -194,22 +171,17 @@ def _counts(split: str, num_tasks: int, kind_weights: Mapping[str, float] | None
 
 
 def _weights(split: str, kind_weights: Mapping[str, float]) -> dict[str, float]:
-    """The positive weights of the kinds that the split has, relative to the largest, in the order
-    of KINDS.
-    """
+    """Return the positive weights of the split's kinds, relative to the largest."""
+    known = (*KINDS, *DEEP_KINDS)
     for kind, weight in kind_weights.items():
-        if kind not in (*KINDS, *DEEP_KINDS):
-            raise UserError(
-                f"kind_weights: kind {kind!r} is unknown; known: {', '.join((*KINDS, *DEEP_KINDS))}"
-            )
+        if kind not in known:
+            raise UserError(f"kind_weights: kind {kind!r} is unknown; known: {', '.join(known)}")
         if not 0 <= weight < math.inf:
             raise UserError(
                 f"kind_weights: the weight of {kind!r} must be a finite number of 0 or more, not "
                 f"{weight}"
             )
-    allowed = [
-        kind for kind in (*KINDS, *DEEP_KINDS) if not (split == "entities" and kind == "arithmetic")
-    ]
+    allowed = [kind for kind in known if not (split == "entities" and kind == "arithmetic")]
     weights = {kind: kind_weights[kind] for kind in allowed if kind_weights.get(kind, 0) > 0}
     if not weights:
         raise UserError(
@@ -222,29 +194,22 @@ def _weights(split: str, kind_weights: Mapping[str, float]) -> dict[str, float]:
 def _draw(
     kind: str, sources: Sequence[_Source], split: str, count: int, seed: int
 ) -> list[tuple[str, _Item]]:
-    """`count` worded items of a kind, in equal parts from its sources as long as these last."""
-    rngs = [
-        random.Random(f"facts/{split}/{kind}/{number}/{seed}") for number in range(len(sources))
+    """Return `count` worded items of a kind, in equal parts from its sources while they last."""
+    streams = [
+        _questions(source, split, random.Random(f"facts/{split}/{kind}/{number}/{seed}"))
+        for number, source in enumerate(sources)
     ]
-    found = list(
-        islice(
-            _in_turn(
-                [_questions(source, split, rng) for source, rng in zip(sources, rngs, strict=True)]
-            ),
-            count,
-        )
-    )
+    found = list(islice(_in_turn(streams), count))
     if len(found) < count:
         raise UserError(
             f"num_tasks: split {split!r} has {len(found)} distinct questions of kind {kind!r}, "
-            f"{count} are asked for; "
-            f"lower num_tasks or the weight of {kind!r}"
+            f"{count} are asked for; lower num_tasks or the weight of {kind!r}"
         )
     return found
 
 
 def _questions(source: _Source, split: str, rng: random.Random) -> Iterator[tuple[str, _Item]]:
-    """Every question of a source that belongs to the split, in random order."""
+    """Yield every question of a source that belongs to the split, in random order."""
     forms = _FORMS[source.family][split == "forms"]
     for index in _shuffled(source.size * len(forms), rng):
         item_index, form_index = divmod(index, len(forms))
@@ -255,7 +220,7 @@ def _questions(source: _Source, split: str, rng: random.Random) -> Iterator[tupl
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
-    """A random permutation of range(size) that costs time and memory only for what is taken of it."""
+    """Yield a random permutation of range(size), at a cost only for the numbers that are taken."""
     moved: dict[int, int] = {}
     for last in range(size - 1, -1, -1):
         pick = rng.randint(0, last)
@@ -264,7 +229,7 @@ def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
 
 
 def _in_turn(streams: Sequence[Iterator[tuple[str, _Item]]]) -> Iterator[tuple[str, _Item]]:
-    """One of each stream in turn, until all have ended."""
+    """Yield one of each stream in turn, until all have ended."""
     live = list(streams)
     while live:
         for stream in tuple(live):
@@ -278,7 +243,7 @@ def _in_turn(streams: Sequence[Iterator[tuple[str, _Item]]]) -> Iterator[tuple[s
 def _sources(
     pool: Sequence[Entity], keys: Sequence[tuple[Entity, str, str]]
 ) -> dict[str, list[_Source]]:
-    """Where the questions of each kind come from, for a pool of entities and their key facts."""
+    """Return the sources of each kind of question, for a pool of entities and their key facts."""
     facts = [(entity, attribute) for entity in pool for attribute in entity.facts]
     chains = [
         (entity, key, value, attribute)
@@ -289,6 +254,13 @@ def _sources(
     pairs = _Pairs(pool)
     keyed = {entity.name: (key, value) for entity, key, value in reversed(keys)}
     deep = _Pairs([entity for entity in pool if entity.name in keyed])
+
+    def deep_sums(hides_both: bool) -> list[_Source]:
+        return [
+            _Source("compute", len(deep), partial(_deep_sum_at, word, deep, keyed, hides_both))
+            for word in ("plus", "minus")
+        ]
+
     return {
         "lookup": [
             _Source("ask", len(facts), lambda index: _lookup(*facts[index])),
@@ -300,22 +272,15 @@ def _sources(
             _Source("compute", len(pairs), partial(_sum_at, word, pairs))
             for word in ("plus", "minus")
         ],
-        "sum4": [
-            _Source("compute", len(deep), partial(_deep_sum_at, word, deep, keyed, False))
-            for word in ("plus", "minus")
-        ],
-        "sum5": [
-            _Source("compute", len(deep), partial(_deep_sum_at, word, deep, keyed, True))
-            for word in ("plus", "minus")
-        ],
+        "sum4": deep_sums(hides_both=False),
+        "sum5": deep_sums(hides_both=True),
     }
 
 
 class _Pairs:
-    """(attribute, one entity, another of its kind) for every attribute that is a number for both,
-    in a fixed order.
+    """All (attribute, one entity, another of its kind) in which both values are numbers.
 
-    Looked up by index, because a thousand entities make a million pairs.
+    Made by index, in a fixed order, because a thousand entities make a million pairs.
     """
 
     def __init__(self, pool: Sequence[Entity]) -> None:
@@ -331,37 +296,29 @@ class _Pairs:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> tuple[str, Entity, Entity]:
-        place = bisect_right(self._ends, index)
-        attribute, group = self._groups[place]
-        one, other = divmod(index - (self._ends[place - 1] if place else 0), len(group) - 1)
+        number = bisect_right(self._ends, index)
+        attribute, group = self._groups[number]
+        one, other = divmod(index - (self._ends[number - 1] if number else 0), len(group) - 1)
         return attribute, group[one], group[other + (other >= one)]
 
 
 def _lookup(entity: Entity, attribute: str) -> _Item:
     sub_goal = f"{attribute} of {entity.name}"
-    return _Item(
-        {"phrase": f"the {sub_goal}"}, str(entity.facts[attribute]), (PlanStep(sub_goal, "Search"),)
-    )
+    plan = (PlanStep(sub_goal, "Search"),)
+    return _Item({"phrase": f"the {sub_goal}"}, str(entity.facts[attribute]), plan)
 
 
 def _reverse_lookup(entity: Entity, key: str, value: str) -> _Item:
     fact = f"{key} {value}"
-    return _Item(
-        {"kind": entity.kind, "fact": fact},
-        entity.name,
-        (PlanStep(f"{entity.kind} with {fact}", "Search"),),
-    )
+    plan = (PlanStep(f"{entity.kind} with {fact}", "Search"),)
+    return _Item({"kind": entity.kind, "fact": fact}, entity.name, plan)
 
 
 def _chain(entity: Entity, key: str, value: str, attribute: str) -> _Item:
     (find,) = _reverse_lookup(entity, key, value).plan
     last = _lookup(entity, attribute)
-    return _Item(
-        {"phrase": f"the {attribute} of the {find.sub_goal}"},
-        last.answer,
-        (find, *last.plan),
-        (entity.name,),
-    )
+    phrase = f"the {attribute} of the {find.sub_goal}"
+    return _Item({"phrase": phrase}, last.answer, plan=(find, *last.plan), found=(entity.name,))
 
 
 def _sum_at(word: str, pairs: _Pairs, index: int) -> _Item:
@@ -372,7 +329,7 @@ def _sum_at(word: str, pairs: _Pairs, index: int) -> _Item:
 def _deep_sum_at(
     word: str, pairs: _Pairs, keys: Mapping[str, tuple[str, str]], hides_both: bool, index: int
 ) -> _Item:
-    """A sum that names one entity, or both, by a key fact alone."""
+    """Make a sum that names one entity, or both, by a key fact alone."""
     attribute, one, other = pairs[index]
     y = _chain(other, *keys[other.name], attribute) if hides_both else _lookup(other, attribute)
     return _sum(word, _chain(one, *keys[one.name], attribute), y)
@@ -380,9 +337,11 @@ def _deep_sum_at(
 
 def _sum(word: str, x: _Item, y: _Item) -> _Item:
     total = _calculation(word, int(x.answer), int(y.answer))
-    plan, found = (*x.plan, *y.plan, *total.plan), (*x.found, x.answer, *y.found, y.answer)
     return _Item(
-        {"phrase": f"{x.words['phrase']} {word} {y.words['phrase']}"}, total.answer, plan, found
+        {"phrase": f"{x.words['phrase']} {word} {y.words['phrase']}"},
+        total.answer,
+        plan=(*x.plan, *y.plan, *total.plan),
+        found=(*x.found, x.answer, *y.found, y.answer),
     )
 
 
@@ -397,11 +356,8 @@ def _arithmetic_source(word: str) -> _Source:
 
 def _calculation(word: str, x: int, y: int) -> _Item:
     value = {"plus": x + y, "minus": x - y, "times": x * y}[word]
-    return _Item(
-        {"phrase": f"{x} {word} {y}"},
-        str(value),
-        (PlanStep(f"{x} {SIGNS[word]} {y}", "Python_Coder"),),
-    )
+    plan = (PlanStep(f"{x} {SIGNS[word]} {y}", "Python_Coder"),)
+    return _Item({"phrase": f"{x} {word} {y}"}, str(value), plan)
 
 
 def _hash(text: str) -> int:

@@ -1,8 +1,8 @@
 """Made-up countries and elements to warm a planner up with.
 
-A model that learns its trade on a few hundred real names remembers them; asked about a name it
-never saw, it writes one that it knows. On names that hardly ever repeat it has to learn to copy,
-and that carries over to the real corpus, of which it then has seen nothing.
+A model that learns on a few hundred real names remembers them and writes one of them when it is
+asked about a new name. Names that hardly ever repeat teach it to copy, also on the real corpus, of
+which it has then seen nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _CONTINENTS = ("Africa", "Asia", "Europe", "North America", "South America", "Oc
 def fictional_entities(
     num_countries: int, num_elements: int, seed: int, real_names: Collection[str] = ()
 ) -> tuple[Entity, ...]:
-    """Entities shaped like those of the shipped corpus, with made-up names and values; none is
-    named like a real one.
+    """Make entities like those of the shipped corpus, with made-up names and values.
 
-    Codes and symbols are unique, which bounds both numbers by 676.
+    None has a name of `real_names`. Codes and symbols are unique, which bounds both numbers by 676.
     """
     rng = random.Random(f"fiction/{seed}")
     taken = set(real_names)
@@ -66,7 +65,7 @@ def _letter_pairs(rng: random.Random) -> list[str]:
 
 
 def _new_name(rng: random.Random, taken: set[str]) -> str:
-    """One word or, at times, two; never one that is taken."""
+    """Return a new name of one word or, at times, two."""
     while True:
         words = [_word(rng) for _ in range(rng.choice((1, 1, 1, 1, 1, 2)))]
         name = " ".join(words)

@@ -18,7 +18,7 @@ def load_tasks(
     answer_key: str = "",
     scorer: str = "",
 ) -> list[Task]:
-    """The tasks of a .jsonl, .json or .parquet file, in file order.
+    """Load the tasks of a .jsonl, .json or .parquet file, in file order.
 
     In your own layout a row has `question` (string) and `answer` (string, number or list of these:
     any of them is right), and may have `id` (default: file name and row number), `kind` (default
@@ -26,7 +26,7 @@ def load_tasks(
     {names, weight, query}; see `flowtrain.tasks.sub_goals`). `preset` is a name in `PRESETS`, or
     "auto" to recognise the layout by its columns. The keys name other columns for question and
     answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
-    Raises UserError naming the file, the row, the key and what it may be.
+    Raises UserError, which names the file, the row, the key and what it may be.
     """
     path = Path(path)
     layout = recognise(column_names(path)) if preset == "auto" else PRESETS[preset]
@@ -38,14 +38,14 @@ def load_tasks(
     if scorer:
         layout = replace(layout, default_scorer=scorer, scorer_by_kind={})
     tasks: list[Task] = []
-    places: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for number, where, row in read_rows(path, None if layout.is_closed else layout.columns):
         task = read_task(row, layout, where, default_id=f"{path.stem}-{number}")
-        if task.id in places:
+        if task.id in seen:
             raise UserError(
-                f"{where}: id {task.id!r} was already used by {places[task.id]}; ids must be unique"
+                f"{where}: id {task.id!r} was already used by {seen[task.id]}; ids must be unique"
             )
-        places[task.id] = where
+        seen[task.id] = where
         tasks.append(task)
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")

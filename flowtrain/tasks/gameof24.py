@@ -19,15 +19,14 @@ _QUESTION = (
     "parentheses. **Each number can only be used once.**  Example: for [1, 2, 3, 4], one solution "
     "is (1+2+3)\u00d74."
 )
-"""In the words of AgentFlow's benchmark, so that what was learnt on other puzzles can be measured
-on its."""
+"""The words of AgentFlow's benchmark, so that a run on other puzzles can be evaluated on it."""
 
 _Numbers = tuple[int, ...]
 
 
 @cache
 def solvable_puzzles() -> tuple[tuple[int, int, int, int], ...]:
-    """The 1362 ascending quadruples of numbers from 1 to 13 that can make 24, in ascending order."""
+    """Return the 1362 ascending quadruples of 1 to 13 that can make 24, in ascending order."""
     return tuple(
         (a, b, c, d)
         for a, b, c, d in combinations_with_replacement(range(1, 14), 4)
@@ -36,16 +35,13 @@ def solvable_puzzles() -> tuple[tuple[int, int, int, int], ...]:
 
 
 def solve(numbers: Sequence[int]) -> str | None:
-    """An expression over + - * / and parentheses that uses each of two or more numbers once and is
-    exactly 24; None if there is none.
-    """
-    ordered = tuple(sorted(numbers))
-    expression = next(_solutions(ordered), None)
+    """Return an expression of exactly 24 that uses each of two or more numbers once, or None."""
+    expression = next(_solutions(tuple(sorted(numbers))), None)
     return None if expression is None else expression[1:-1]
 
 
 def random_expression(numbers: Sequence[str], rng: random.Random) -> str:
-    """An expression that uses each of two or more numbers once, and is 24 by chance only."""
+    """Return an expression that uses each of two or more numbers once, and is 24 only by chance."""
     parts = list(numbers)
     while len(parts) > 1:
         left, right = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
@@ -54,12 +50,10 @@ def random_expression(numbers: Sequence[str], rng: random.Random) -> str:
 
 
 def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
-    """`num_tasks` distinct puzzles (None: all) of a split ("train", or the 10 % held out as
-    "texts"), in an order set by the seed.
+    """Return `num_tasks` distinct puzzles (None: all) of a split, in an order set by the seed.
 
-    Their ids are "gameof24-{split}-{i}", so that they can be mixed with other tasks.
-
-    Raises UserError for an unknown split and for more tasks than the split has puzzles.
+    The split is "train", or the 10 % held out as "texts"; ids are "gameof24-{split}-{i}". Raises
+    UserError for an unknown split and for more tasks than the split has puzzles.
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
@@ -79,9 +73,14 @@ def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
 def _task(task_id: str, puzzle: _Numbers) -> Task:
     expression = solve(puzzle)
     assert expression is not None
-    plan = (PlanStep(expression, "Python_Coder"),)
     return Task(
-        task_id, _question(puzzle), tuple(map(str, puzzle)), "gameof24", 1, "gameof24", plan
+        task_id,
+        _question(puzzle),
+        answers=tuple(map(str, puzzle)),
+        kind="gameof24",
+        num_turns=1,
+        scorer="gameof24",
+        plan=(PlanStep(expression, "Python_Coder"),),
     )
 
 
@@ -94,9 +93,7 @@ def _is_text(question: str) -> bool:
 
 
 def _solutions(numbers: _Numbers) -> Iterator[str]:
-    """Parenthesised expressions that are 24, found by asking for each value of one part which value
-    of the rest completes it.
-    """
+    """Yield parenthesised expressions of 24: for a value of one part, look up the rest's value."""
     for left, right in _splits(numbers):
         right_values = _values(right)
         for x, x_text in _values(left).items():
@@ -110,7 +107,7 @@ def _solutions(numbers: _Numbers) -> Iterator[str]:
 
 @cache
 def _values(numbers: _Numbers) -> dict[Fraction, str]:
-    """Each value that uses all the numbers once, with one parenthesised expression for it."""
+    """Return each value that uses all the numbers once, with one expression for it."""
     if len(numbers) == 1:
         return {Fraction(numbers[0]): str(numbers[0])}
     values: dict[Fraction, str] = {}
@@ -128,14 +125,10 @@ def _results(x: Fraction, y: Fraction) -> list[tuple[str, Fraction]]:
 
 
 def _splits(numbers: _Numbers) -> list[tuple[_Numbers, _Numbers]]:
-    """Every way to deal the numbers into two non-empty hands, each once."""
-    places = range(len(numbers))
-    masks = range(1, 2 ** len(numbers) - 1)
-    hands = [
-        (
-            tuple(numbers[i] for i in places if mask >> i & 1),
-            tuple(numbers[i] for i in places if not mask >> i & 1),
-        )
-        for mask in masks
-    ]
-    return list(dict.fromkeys(hands))
+    """Return every way to split the numbers into two non-empty parts, each once."""
+    parts = []
+    for mask in range(1, 2 ** len(numbers) - 1):
+        left = tuple(number for i, number in enumerate(numbers) if mask >> i & 1)
+        right = tuple(number for i, number in enumerate(numbers) if not mask >> i & 1)
+        parts.append((left, right))
+    return list(dict.fromkeys(parts))

@@ -1,6 +1,4 @@
-"""Which columns of a row make a task: the layout of the user's own files, and those of published
-data sets.
-"""
+"""Layouts, the columns of a row that make a task: the user's own, and those of published data."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from flowtrain.types import SubGoal, Task, UserError
 _INSTRUCTION = re.compile(
     r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL
 )
-"""AgentFlow bakes this into some questions; our flow asks for the answer in its own words."""
+"""AgentFlow adds this to some questions; our flow asks for the answer in its own words."""
 _LABEL = re.compile(r"([A-Z])[.):]\s+")
 _MISSING = object()
 _GOAL_KEYS = {"names", "weight", "query"}
@@ -26,13 +24,11 @@ _GOAL_KEYS = {"names", "weight", "query"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of columns; "reward_model.ground_truth" looks into an object. "" where a data set has
-    no such column.
-    """
+    """Names of columns, "" for none; "reward_model.ground_truth" looks into an object."""
 
     question: str
     answers: tuple[str, ...]
-    """The first of these that a row has."""
+    """The first of these columns that a row has is used."""
     id: str = ""
     kind: str = ""
     num_turns: str = ""
@@ -41,37 +37,29 @@ class Layout:
     sub_goals: str = ""
     default_scorer: str = "exact"
     scorer_by_kind: Mapping[str, str] = field(default_factory=dict)
-    """For data sets that mix questions."""
+    """Scorers of data sets that mix questions, by kind."""
     separator: str = ""
-    """Parts the answers that one string holds."""
+    """Separator of several answers in one string."""
     is_closed: bool = False
-    """A column that is not named here is a mistake."""
+    """A row may have no other columns."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are read."""
-        names = (
-            self.question,
-            *self.answers,
-            self.id,
-            self.kind,
-            self.num_turns,
-            self.choices,
-            self.scorer,
-            self.sub_goals,
-        )
-        return tuple(name.partition(".")[0] for name in names if name)
+        names = (self.question, *self.answers, self.id, self.kind, self.num_turns)
+        others = (self.choices, self.scorer, self.sub_goals)
+        return tuple(name.partition(".")[0] for name in (*names, *others) if name)
 
 
 OWN = Layout(
-    "question",
-    ("answer",),
-    "id",
-    "kind",
-    "num_turns",
-    "choices",
-    "scorer",
-    "sub_goals",
+    question="question",
+    answers=("answer",),
+    id="id",
+    kind="kind",
+    num_turns="num_turns",
+    choices="choices",
+    scorer="scorer",
+    sub_goals="sub_goals",
     is_closed=True,
 )
 PRESETS = {
@@ -97,62 +85,51 @@ combined_train file."""
 
 
 def recognise(columns: Collection[str]) -> Layout:
-    """The preset whose question and answers a file has by the names of its columns; the user's own
-    layout where none fits.
-    """
+    """Return the preset whose question and answers are among the columns, else our own layout."""
     for layout in PRESETS.values():
-        if (
-            not layout.is_closed
-            and layout.question in columns
-            and any(name.partition(".")[0] in columns for name in layout.answers)
-        ):
+        has_answer = any(name.partition(".")[0] in columns for name in layout.answers)
+        if not layout.is_closed and layout.question in columns and has_answer:
             return layout
     return OWN
 
 
 def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
-    """The task of a row; UserError starting with `where` that names the column and what it may be."""
-    if layout.is_closed and (
-        unknown := next((key for key in row if key not in layout.columns), None)
-    ):
+    """Make a task of a row.
+
+    Raises UserError, which begins with `where` and names the column and what it may be.
+    """
+    unknown = [key for key in row if key not in layout.columns]
+    if layout.is_closed and unknown:
         raise UserError(
-            f"{where}: unknown key {unknown!r}; allowed are {', '.join(layout.columns)}"
+            f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
         )
     question = _column(row, layout.question)
-    answer = next(
-        (value for name in layout.answers if (value := _column(row, name)) is not _MISSING),
-        _MISSING,
-    )
+    found = (_column(row, name) for name in layout.answers)
+    answer = next((value for value in found if value is not _MISSING), _MISSING)
     for key, value in ((layout.question, question), (" or ".join(layout.answers), answer)):
         if value is _MISSING:
             raise UserError(f"{where}: key {key!r} is missing")
+    question = _INSTRUCTION.sub("", _text(question, layout.question, where))
     kind = _text(row[layout.kind], layout.kind, where) if layout.kind in row else ""
     scorer = layout.scorer_by_kind.get(kind, layout.default_scorer)
+    answer_key = "answer" if layout.is_closed else layout.answers[0]
+    separator = layout.separator if scorer != "math" else ""
+    choices = row.get(layout.choices, _MISSING)
+    goals = row.get(layout.sub_goals, _MISSING)
     return Task(
         id=_id(row.get(layout.id, default_id), where),
-        question=_text(
-            _INSTRUCTION.sub("", _text(question, layout.question, where)), layout.question, where
-        ),
-        answers=_answers(
-            answer,
-            "answer" if layout.is_closed else layout.answers[0],
-            where,
-            layout.separator if scorer != "math" else "",
-        ),
+        question=_text(question, layout.question, where),
+        answers=_answers(answer, answer_key, where, separator),
         kind=kind,
         num_turns=_num_turns(row.get(layout.num_turns, 0), where),
         scorer=_text(row[layout.scorer], "scorer", where) if layout.scorer in row else scorer,
-        choices=_choices(row[layout.choices], layout.choices, where)
-        if layout.choices in row
-        else (),
-        sub_goals=_sub_goals(row[layout.sub_goals], layout.sub_goals, where)
-        if layout.sub_goals in row
-        else (),
+        choices=() if choices is _MISSING else _choices(choices, layout.choices, where),
+        sub_goals=() if goals is _MISSING else _sub_goals(goals, layout.sub_goals, where),
     )
 
 
 def _column(row: Any, name: str) -> Any:
-    """The value at a dotted name, or `_MISSING`."""
+    """Return the value at a dotted name, or `_MISSING`."""
     for part in name.split("."):
         if not isinstance(row, dict) or part not in row:
             return _MISSING
@@ -184,14 +161,9 @@ def _num_turns(value: Any, where: str) -> int:
 
 
 def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
-    """The options in order, without their letters where all of them have them ("A. Rome", "B.
-    Oslo").
-    """
-    if (
-        not isinstance(value, list)
-        or not 2 <= len(value) <= 26
-        or not all(isinstance(each, str) and each.strip() for each in value)
-    ):
+    """Return the options in order, without the letters of ["A. Rome", "B. Oslo"]."""
+    is_list = isinstance(value, list) and 2 <= len(value) <= 26
+    if not is_list or not all(isinstance(each, str) and each.strip() for each in value):
         raise UserError(
             f"{where}: key {key!r} must be a list of 2 to 26 non-empty strings, not {_shown(value)}"
         )
@@ -202,8 +174,9 @@ def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
 
 
 def _sub_goals(value: Any, key: str, where: str) -> tuple[SubGoal, ...]:
-    """[{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...]; the
-    query may be missing.
+    """Read [{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...].
+
+    The query may be missing.
     """
     if not isinstance(value, list) or not all(
         isinstance(each, dict) and {"names", "weight"} <= set(each) <= _GOAL_KEYS for each in value
@@ -215,11 +188,8 @@ def _sub_goals(value: Any, key: str, where: str) -> tuple[SubGoal, ...]:
     goals = []
     for each in value:
         names, weight, query = each["names"], each["weight"], each.get("query", "")
-        if (
-            not isinstance(names, list)
-            or not all(isinstance(name, str) for name in names)
-            or not isinstance(query, str)
-        ):
+        has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not has_names or not isinstance(query, str):
             raise UserError(
                 f"{where}: key {key!r}: names must be a list of strings and query a string, not "
                 f"{_shown(each)}"
@@ -255,6 +225,6 @@ def _answer(value: Any, key: str, where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value for a message, cut short."""
+    """Show the value in a message, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -11,12 +11,9 @@ from flowtrain.utils.seeds import derive_seed
 
 
 class MixedCursor:
-    """Endless batches in which every source has the same share, by its weight; each source is
-    walked over by a `TaskCursor` of its own.
+    """Endless batches that mix several sources by weight, each with a `TaskCursor` of its own.
 
-    `position`, the number of tasks taken so far, is the whole state, as it is there: a cursor made
-    with the position of another one goes on exactly like it, as long as both take batches of the
-    same size.
+    `position`, the number of tasks taken so far, is the whole state, as in `TaskCursor`.
     """
 
     def __init__(
@@ -26,7 +23,7 @@ class MixedCursor:
         seed: int,
         position: int = 0,
     ) -> None:
-        """`sources` and `weights` by name. UserError as in `TaskCursor`."""
+        """Take `sources` and `weights` by name; raises UserError as `TaskCursor` does."""
         if position < 0:
             raise UserError(f"position: must be 0 or more, not {position}")
         self.position = position
@@ -38,9 +35,7 @@ class MixedCursor:
         }
 
     def take(self, n: int) -> list[Task]:
-        """The next `n` tasks, each source's share in turn with the others'; UserError as in
-        `shares`.
-        """
+        """Return the next `n` tasks, the sources' shares shuffled; raises as `shares` does."""
         batch: list[Task] = []
         for name, share in shares(self._weights, n).items():
             cursor = self._cursors[name]
@@ -52,10 +47,9 @@ class MixedCursor:
 
 
 def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
-    """How many of `n` tasks come from each source: in proportion to the weights, by the largest
-    remainders; they sum to n.
+    """Divide `n` tasks among the sources in proportion to the weights, by largest remainders.
 
-    UserError when a source would get none.
+    Raises UserError when a source would get none.
     """
     exact = {name: n * weight / sum(weights.values()) for name, weight in weights.items()}
     found = {name: int(share) for name, share in exact.items()}

@@ -1,14 +1,14 @@
-"""Training questions that nearly repeat a benchmark's:
+"""Find training questions that nearly repeat a benchmark's.
 
     python -m flowtrain.tasks.overlap --train nq.parquet math.parquet --benchmarks benchmarks/
 
-prints the pairs and exits with 1 when there are some. Two questions are as similar as the words
-they share, each weighed by how rare it is (weighted Jaccard): case, punctuation and order do not
-count, a template that many questions share counts little, a name much. Puzzles of the game of 24
-are compared by their numbers.
+prints the pairs and exits with 1 when there are some. The similarity of two questions is the
+weighted Jaccard index of their words, which rare words dominate: case, punctuation and order do not
+count, a common template counts little, a name much. Puzzles of the game of 24 are compared by their
+numbers.
 
-(datasketch was looked at: MinHash estimates the unweighted Jaccard, which calls every two questions
-of one template alike.)
+(MinHash, as in datasketch, estimates the unweighted Jaccard index, by which any two questions of
+one template are alike.)
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from flowtrain.tasks.layouts import PRESETS
 from flowtrain.types import Task, UserError
 
 THRESHOLD = 0.6
-"""Similarity that counts. It finds 752 of 755 benchmark questions in which one word was changed,
-and of the 285,000 pairs of different ones among them eight, each about one thing and a word or two
-apart."""
+"""Similarity that counts. It finds 752 of 755 benchmark questions after one word was changed, and
+eight of the 285,000 pairs of different ones, which differ in a word or two."""
 
 _Words = frozenset[tuple[str, int]]
-"""A word and the how manieth of its kind it is, so that a word that stands twice counts twice."""
+"""(word, its number among equal words), so that a repeated word counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +42,31 @@ class Overlap:
     train: Task
     held_out: Task
     similarity: float
-    """In (0, 1]."""
+    """Weighted Jaccard index in (0, 1]."""
 
 
 def overlaps(
     train: Sequence[Task], held_out: Sequence[Task], threshold: float = THRESHOLD
 ) -> list[Overlap]:
-    """All pairs at least that similar, in the order of `train`; none is missed. A million short
-    questions take a minute.
+    """Return all pairs at least that similar, in the order of `train`.
+
+    None is missed. A million short questions take a minute.
     """
-    train_words, held_words = [_words(task) for task in train], [_words(task) for task in held_out]
+    train_words = [_words(task) for task in train]
+    held_words = [_words(task) for task in held_out]
     weights = _weights([*train_words, *held_words])
     index = _index(held_words, weights, threshold)
     found = []
     for task, words in zip(train, train_words, strict=True):
-        places = sorted({place for word in words for place in index.get(word, ())})
-        similar = ((place, _similarity(words, held_words[place], weights)) for place in places)
-        found += [
-            Overlap(task, held_out[place], value) for place, value in similar if value >= threshold
-        ]
+        for number in sorted({number for word in words for number in index.get(word, ())}):
+            similarity = _similarity(words, held_words[number], weights)
+            if similarity >= threshold:
+                found.append(Overlap(task, held_out[number], similarity))
     return found
 
 
 def without_overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
-    """The training tasks that are like no held-out one."""
+    """Return the training tasks that are similar to no held-out task."""
     repeated = {pair.train.id for pair in overlaps(train, held_out)}
     return [task for task in train if task.id not in repeated]
 
@@ -83,7 +83,7 @@ def _words(task: Task) -> _Words:
 
 
 def _weights(texts: Sequence[_Words]) -> dict[tuple[str, int], float]:
-    """Inverse document frequency."""
+    """Return the inverse document frequency of each word."""
     counts = Counter(word for words in texts for word in words)
     return {word: math.log1p(len(texts) / count) for word, count in counts.items()}
 
@@ -91,14 +91,15 @@ def _weights(texts: Sequence[_Words]) -> dict[tuple[str, int], float]:
 def _index(
     texts: Sequence[_Words], weights: Mapping[tuple[str, int], float], threshold: float
 ) -> dict[tuple[str, int], list[int]]:
-    """The texts by their rarest words: so many of each that a text without any of them cannot share
-    `threshold` of its weight.
+    """Index the texts by their rarest words.
+
+    A text that has none of another's indexed words cannot reach the similarity `threshold`.
     """
     index = defaultdict(list)
-    for place, words in enumerate(texts):
+    for number, words in enumerate(texts):
         spare = (1 - threshold) * sum(weights[word] for word in words)
         for word in sorted(words, key=lambda word: (-weights[word], word)):
-            index[word].append(place)
+            index[word].append(number)
             spare -= weights[word]
             if spare < 0:
                 break
@@ -111,33 +112,18 @@ def _similarity(one: _Words, other: _Words, weights: Mapping[tuple[str, int], fl
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: no overlap, 1: some, 2: what was asked for cannot be read."""
+    """Return 0 for no overlap, 1 for some, 2 when the input cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.tasks.overlap",
         description="Training questions that nearly repeat a benchmark's.",
     )
-    parser.add_argument(
-        "--train",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="training questions, in any layout that tasks.path takes",
-    )
-    parser.add_argument(
-        "--benchmarks", required=True, metavar="DIR", help="folder with files such as medqa.json"
-    )
-    parser.add_argument(
-        "--preset",
-        choices=["auto", *PRESETS],
-        default="auto",
-        help="whose columns the training files have",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=THRESHOLD,
-        help=f"similarity that counts, above 0 and up to 1 (default: {THRESHOLD})",
-    )
+    add = parser.add_argument
+    text = "training questions, in any layout that tasks.path takes"
+    add("--train", nargs="+", required=True, metavar="FILE", help=text)
+    add("--benchmarks", required=True, metavar="DIR", help="folder with files such as medqa.json")
+    add("--preset", choices=["auto", *PRESETS], default="auto", help="layout of the training files")
+    text = f"similarity that counts, above 0 and up to 1 (default: {THRESHOLD})"
+    add("--threshold", type=float, default=THRESHOLD, help=text)
     options = parser.parse_args(argv)
     try:
         if not 0 < options.threshold <= 1:
@@ -164,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def benchmark_tasks(folder: str | Path) -> list[Task]:
-    """All tasks of the benchmarks in a folder; UserError when it has none."""
+    """Load all tasks of the benchmarks in a folder; raises UserError when it has none."""
     names = available(folder)
     if not names:
         raise UserError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -22,10 +23,10 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, str, Row]]:
-    """(1-based number, "file, line 3", row) for each row; of a Parquet file only the `columns` that
-    it has are read (None: all).
+    """Yield (1-based number, "file, line 3", row) for each row of a file.
 
-    Raises UserError naming the file, and the line or entry that is wrong.
+    Of a Parquet file only the `columns` that it has are read (None: all). Raises UserError, which
+    names the file and the wrong line or entry.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: the file name must end in .jsonl, .json or .parquet")
@@ -37,7 +38,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
 
 
 def column_names(path: Path) -> tuple[str, ...]:
-    """Of a Parquet file all columns, else the keys of the first row; () where there is none."""
+    """Return all columns of a Parquet file, or the keys of the first row; () without rows."""
     if path.suffix == ".parquet":
         with _opened(path) as file:
             return tuple(file.schema_arrow.names)
@@ -45,68 +46,40 @@ def column_names(path: Path) -> tuple[str, ...]:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file, without a byte order mark; UserError when it cannot be read."""
-    try:
+    """Read the UTF-8 text of a file, without a byte order mark; raises UserError."""
+    with user_error(f"{path}: cannot be read as UTF-8 text", OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text (byte {error.start})") from error
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text; UserError starting with `where` when it is not JSON."""
-    try:
+    """Parse a JSON text; raises UserError, which begins with `where`."""
+    # RecursionError: brackets nested too deep.
+    with user_error(f"{where}: cannot be read as JSON", ValueError, RecursionError):
         value = json.loads(text)
-        json.dumps(
-            value, ensure_ascii=False
-        ).encode()  # fails for half a surrogate pair, which no tokenizer takes
+        # Fails for half a surrogate pair, which no tokenizer takes.
+        json.dumps(value, ensure_ascii=False).encode()
         return value
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: is not JSON ({error.msg} at line {error.lineno}, column {error.colno})"
-        ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # an integer of too many digits; brackets nested too deep
-        raise UserError(f"{where}: is not JSON that can be read ({error})") from error
 
 
 def type_name(value: Any) -> str:
-    """What a person calls the type of a JSON value."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        type(None): "null",
-    }
+    """Return a person's name for the type of a JSON value."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """A line at a time: files of passages have millions. Lines of bytes end at a line feed alone;
-    JSON strings may hold U+2028 as it is.
+    """Read line by line, because files of passages have millions.
+
+    In binary mode only a line feed ends a line; JSON strings may contain U+2028.
     """
-    place = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+    with user_error(f"{path}: cannot be read", OSError), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            with user_error(f"{where}: is not UTF-8 text", UnicodeDecodeError):
                 text = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode()
-                place += len(line)
-                if text.strip():
-                    yield (
-                        number,
-                        f"{path}, line {number}",
-                        parse_json(text, f"{path}, line {number}"),
-                    )
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text (byte {place + error.start})") from error
+            if text.strip():
+                yield number, where, parse_json(text, where)
 
 
 def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
@@ -124,28 +97,15 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, s
         for batch in file.iter_batches(columns=names):
             for entry in batch.to_pylist():
                 number += 1
-                yield (
-                    number,
-                    f"{path}, row {number}",
-                    {key: value for key, value in entry.items() if value is not None},
-                )
+                row = {key: value for key, value in entry.items() if value is not None}
+                yield number, f"{path}, row {number}", row
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[ParquetFile]:
-    try:
+    with user_error(f"{path}: Parquet needs pip install 'flowtrain[parquet]'", ImportError):
         import pyarrow
         from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(
-            f"{path}: reading Parquet needs pyarrow (pip install 'flowtrain[parquet]')"
-        ) from error
-    try:
-        with ParquetFile(path) as file:
-            yield file
-    except OSError as error:  # some of pyarrow's own have no strerror
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except pyarrow.ArrowException as error:
-        raise UserError(
-            f"{path}: is not a Parquet file that can be read ({str(error).splitlines()[0]})"
-        ) from error
+    problem = f"{path}: cannot be read as Parquet"
+    with user_error(problem, OSError, pyarrow.ArrowException), ParquetFile(path) as file:
+        yield file

@@ -1,6 +1,4 @@
-"""The questions of a run: training tasks, held-out tasks by split, and the passages that Search
-looks through.
-"""
+"""The questions of a run: training tasks, held-out tasks by split, and passages for Search."""
 
 from __future__ import annotations
 
@@ -21,51 +19,48 @@ from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
-"""The held-out split that curves and the summary lead with: question texts that training never
-shows."""
+"""The held-out split that curves and the summary show first: texts that training never uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """Everything a run asks."""
+    """All questions of a run."""
 
     train: tuple[Task, ...]
     held_out: dict[str, tuple[Task, ...]]
-    """By split; `MAIN_SPLIT` is always there."""
+    """Tasks by split; `MAIN_SPLIT` is always one of them."""
     passages: tuple[str, ...]
     mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
-    """Where `train` comes from several files: each one's weight and tasks, in order."""
+    """Weight and tasks of each file, in order, where `train` comes from several."""
 
     def cursor(self, seed: int, position: int) -> TaskCursor | MixedCursor:
-        """Walks over the training tasks."""
+        """Return the order of the training tasks."""
         if not self.mixture:
             return TaskCursor(self.train, seed, position)
         tasks = {path: found for path, (_, found) in self.mixture.items()}
-        return MixedCursor(
-            tasks, {path: weight for path, (weight, _) in self.mixture.items()}, seed, position
-        )
+        weights = {path: weight for path, (weight, _) in self.mixture.items()}
+        return MixedCursor(tasks, weights, seed, position)
 
     def draw_weights(self) -> list[float]:
-        """How often to draw each training task beside the others."""
-        return [weight / len(tasks) for weight, tasks in self.mixture.values() for _ in tasks] or [
-            1.0
-        ] * len(self.train)
+        """Return the relative frequency of each training task."""
+        if not self.mixture:
+            return [1.0] * len(self.train)
+        return [weight / len(tasks) for weight, tasks in self.mixture.values() for _ in tasks]
 
     @property
     def guesses(self) -> tuple[str, ...]:
         """Values that passages state, for the base generator to draw from."""
-        return tuple(
-            dict.fromkeys(value for text in self.passages if (value := passage_value(text)))
-        )
+        return tuple(dict.fromkeys(filter(None, map(passage_value, self.passages))))
 
 
 def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
-    """Load or generate what `[tasks]` and `[eval]` ask for; the seed of training questions is the
-    run's, held-out ones never change.
+    """Load or generate the questions of `[tasks]` and `[eval]`.
 
-    `fictional` replaces the corpus by made-up entities, for the demonstrations of `flowtrain.rft`.
+    The run's seed decides the training questions; held-out ones never change. `fictional` replaces
+    the corpus by made-up entities, for the demonstrations of `flowtrain.rft`.
     """
-    tasks, num_held_out = config.tasks, config.eval.num_tasks
+    tasks = config.tasks
+    num_held_out = config.eval.num_tasks
     entities = load_corpus(Path(tasks.corpus) if tasks.corpus else None)
     if fictional:
         entities = fictional_entities(
@@ -90,13 +85,13 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
 
 
 def without_tasks(config: cfg.Config) -> TaskSet:
-    """What there is around the questions: for who is given his tasks one by one."""
+    """Return a set without tasks, for a node that gets its tasks one by one."""
     corpus = config.tasks.corpus
     return TaskSet((), {}, passages(load_corpus(Path(corpus) if corpus else None)))
 
 
 def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
-    """The files of `tasks.path` or `tasks.mixture`; each gives its share of held-out tasks."""
+    """Load the files of `tasks.path` or `tasks.mixture`; each gives its share of held-out tasks."""
     tasks = config.tasks
     if tasks.mixture:
         shares(tasks.mixture, config.rollout.num_questions)  # refuses a weight that is too small
@@ -104,13 +99,8 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     held_out: list[Task] = []
     paths: dict[str, str] = {}
     for path in tasks.mixture or (tasks.path,):
-        every = load_tasks(
-            path,
-            tasks.preset,
-            question_key=tasks.question_key,
-            answer_key=tasks.answer_key,
-            scorer=tasks.scorer,
-        )
+        keys = {"question_key": tasks.question_key, "answer_key": tasks.answer_key}
+        every = load_tasks(path, tasks.preset, scorer=tasks.scorer, **keys)
         for task in every:
             if paths.setdefault(task.id, path) != path:
                 raise UserError(
@@ -128,9 +118,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
 
 
 def _new(train: list[Task], benchmarks: str) -> list[Task]:
-    """Without what nearly repeats a question of the benchmarks in that folder; all of them where it
-    is "".
-    """
+    """Drop tasks that nearly repeat a question of the benchmarks in that folder; none for ""."""
     if not benchmarks:
         return train
     left = without_overlaps(train, benchmark_tasks(benchmarks))

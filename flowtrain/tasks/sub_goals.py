@@ -1,9 +1,9 @@
-"""Which sub-goals a rollout has reached (InfoFlow, arXiv 2510.26575, section 3; the matching rule
-is ours, the paper gives none).
+"""The sub-goals that a rollout has reached (InfoFlow, arXiv 2510.26575, section 3).
 
-Two-sided: a name of the sub-goal stands in what the planner wrote at some turn, and stood in a
-tool's result at an earlier one. Text of the planner alone would pay for dropping names, results
-alone for luck. What the question names already is nothing to find.
+The matching rule is ours, because the paper gives none. It has two sides: the planner's text of
+some turn has a name of the sub-goal, and a tool's result of an earlier turn had it. The planner's
+text alone would reward dropping names, results alone would reward luck. A sub-goal that the
+question names does not count.
 """
 
 from __future__ import annotations
@@ -17,37 +17,31 @@ _WORD = re.compile(r"\w+")
 
 
 def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
-    """The sub-goals that the turns have reached, in the task's order. A malformed turn says
-    nothing, a failed tool finds nothing.
-    """
+    """Return the sub-goals that the turns have reached, in the task's order."""
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
         written = _words(turn.calls["planner"].text) if turn.action is not None else ""
-        reached += [
-            goal for goal, was_found in found.items() if was_found and _names(goal, written)
-        ]
+        reached += [goal for goal in found if found[goal] and _names(goal, written)]
         result = _words(turn.result.output) + _words(turn.retrieved)
         found = {goal: was_found or _names(goal, result) for goal, was_found in found.items()}
     return [goal for goal in found if goal in reached]
 
 
 def solved_weight(task: Task, turns: Sequence[Turn]) -> float:
-    """Share of the importance of all sub-goals that are to be found; 0 for a task without any."""
+    """Return the weight of the reached sub-goals as a share of all; 0 for a task without any."""
     total = sum(goal.weight for goal in sought(task))
     return sum(goal.weight for goal in solved(task, turns)) / total if total else 0.0
 
 
 def sought(task: Task) -> list[SubGoal]:
-    """The sub-goals that the question does not name."""
+    """Return the sub-goals that the question does not name."""
     question = _words(task.question)
     return [goal for goal in task.sub_goals if not _names(goal, question)]
 
 
 def check(task: Task) -> None:
-    """UserError for weights that do not sum to 1, a sub-goal without a name, and a hint that gives
-    something away.
-    """
+    """Raise UserError unless weights sum to 1, all sub-goals have names, and no hint names one."""
     if not task.sub_goals:
         return
     total = sum(goal.weight for goal in task.sub_goals)
@@ -74,7 +68,5 @@ def _names(goal: SubGoal, words: str) -> bool:
 
 
 def _words(text: str) -> str:
-    """The words of a text between single spaces, without case: a name is part of a text iff its
-    words are.
-    """
+    """Return the words of a text between single spaces, so that `in` compares whole words."""
     return " " + " ".join(_WORD.findall(text.casefold())) + " "

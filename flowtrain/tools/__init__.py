@@ -1,5 +1,6 @@
-"""The tools a planner may call, and how they are run. These names are what a tool in another
-package needs (docs/tools.md).
+"""Tools that an agent can call: search, web pages, Python in a sandbox, tools of other packages.
+
+A tool of another package imports the names below (docs/tools.md).
 """
 
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, run_tool

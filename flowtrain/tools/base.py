@@ -1,4 +1,4 @@
-"""What a tool is, and the one way to run it: whatever a tool does, its caller gets a `ToolResult`."""
+"""The protocol of tools, and `run_tool`, which returns a `ToolResult` whatever the tool does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowtrain.types import ToolResult
 
 
 class ToolError(Exception):
-    """A failure the tool foresaw; its text is what the planner reads."""
+    """A failure that the tool foresaw; the planner reads its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +28,32 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ToolCard:
-    """What planner and executor read about a tool; AgentFlow's tool metadata."""
+    """The description of a tool for planner and executor; AgentFlow's tool metadata."""
 
     name: str
-    """Canonical, as the planner writes it."""
+    """Canonical name, as the planner writes it."""
     description: str
     """One line."""
     parameters: tuple[Parameter, ...] = (Parameter("query", "what to find or to do"),)
     output: str = "text"
     limits: str = ""
-    """What it is bad at; "" when there is nothing to say."""
+    """Weaknesses, or ""."""
     advice: str = ""
-    """How to get the best from it."""
+    """Advice for good results."""
     examples: tuple[Mapping[str, object], ...] = ()
     """Arguments of good calls."""
     finds_passages: bool = False
-    """Whether its results are texts to find something in, which a refiner makes evidence of."""
+    """The results are texts to find something in, which a refiner makes evidence of."""
     is_stateful: bool = False
-    """Whether a call may change what later ones give: such a tool cannot be rewound, so rollouts
-    that use it cannot branch."""
+    """A call may change the results of later calls: such a tool cannot be rewound, so rollouts that
+    use it cannot branch."""
 
     def check(self, arguments: Mapping[str, object]) -> str:
-        """What is wrong with the arguments of a call; "" when they fit."""
+        """Return the reason why the arguments of a call do not fit, or ""."""
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
+        required = {parameter.name for parameter in self.parameters if parameter.is_required}
         fits = all(kinds.get(name) is type(value) for name, value in arguments.items())
-        if fits and all(
-            parameter.name in arguments for parameter in self.parameters if parameter.is_required
-        ):
+        if fits and required <= arguments.keys():
             return ""
         takes = ", ".join(
             f"{p.name}: {p.kind.__name__}{'' if p.is_required else ' (optional)'}"
@@ -72,27 +71,26 @@ class Tool(Protocol):
 
     @property
     def execute(self) -> Callable[..., Coroutine[Any, Any, str]]:
-        """Called with the card's parameters by name; gives the answer or raises ToolError.
+        """A coroutine function of the card's parameters, by name; returns text, raises ToolError.
 
-        It must not block the event loop, which hundreds of rollouts share: `BlockingPool` is for
-        what blocks.
+        It must not block the event loop, which hundreds of rollouts share; a blocking library needs
+        a `BlockingPool`.
         """
         ...
 
     def close(self) -> None:
-        """Release what the tool holds; may be called twice."""
+        """Release the tool's resources; may be called twice."""
         ...
 
 
 async def run_tool(
     tool: Tool, arguments: Mapping[str, object], timeout_s: float, max_chars: int
 ) -> ToolResult:
-    """Call `tool.execute(**arguments)` and turn whatever happens into a result, in `timeout_s`
-    seconds at most.
+    """Call `tool.execute(**arguments)` and turn every outcome into a result within `timeout_s`.
 
-    The arguments are those of the tool's card. Texts beyond `max_chars` characters lose their
-    middle; the note that says so comes on top. A tool that ignores its cancellation is left behind.
-    Only the cancellation of the caller itself passes through.
+    Texts beyond `max_chars` characters lose their middle; the note that says so comes on top. A
+    tool that ignores its cancellation is left behind. Only the caller's own cancellation passes
+    through.
     """
     start = time.perf_counter()
     output, error = await _call_within(tool, arguments, timeout_s)
@@ -104,14 +102,12 @@ async def run_tool(
 
 
 def _whole(text: str) -> str:
-    """Without halves of surrogate pairs, which neither tokenizers nor wires take."""
+    """Replace halves of surrogate pairs, which neither tokenizers nor wires take."""
     return text.encode(errors="replace").decode()
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Keep the first and the last half of `max_chars` characters and say how many between them were
-    left out.
-    """
+    """Keep the first and the last `max_chars` / 2 characters and say how many were left out."""
     left_out = len(text) - max_chars
     if left_out <= 0:
         return text
@@ -122,10 +118,10 @@ def shorten(text: str, max_chars: int) -> str:
 async def _call_within(
     tool: Tool, arguments: Mapping[str, object], timeout_s: float
 ) -> tuple[str, str | None]:
-    """The tool's (output, error), or the error that its time is up."""
+    """Return the tool's (output, error), or the error that its time is up."""
     if wrong := tool.card.check(arguments):
         return "", wrong
-    # A task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its
+    # In a task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its
     # cancellation.
     task = asyncio.ensure_future(_call(tool, arguments))
     try:
@@ -138,12 +134,12 @@ async def _call_within(
 
 
 async def _call(tool: Tool, arguments: Mapping[str, object]) -> tuple[str, str | None]:
-    """The tool's (output, error)."""
+    """Return the tool's (output, error)."""
     try:
         output: object = await tool.execute(**arguments)
     except ToolError as error:
         return "", str(error) or "the tool failed and did not say why"
-    # A tool is foreign code, and its crash must cost one turn, not the rollout; some libraries even
+    # A tool is foreign code whose crash must cost one turn, not the rollout; some libraries even
     # exit when a key is missing.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return "", f"{type(error).__name__}: {error}"

@@ -1,6 +1,4 @@
-"""AgentFlow's base generator, which answers from a model's own knowledge; and a stand-in for where
-there is no model.
-"""
+"""AgentFlow's base generator, which answers from a model's own knowledge, and a stand-in for it."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from flowtrain.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class BaseGenerator:
-    """Asks the model, once. The query is the whole prompt: the model knows neither the question nor
-    the memory.
-    """
+    """Asks the model once. The query is the whole prompt, without the question and the memory."""
 
     chat: ChatEngine
     timeout_s: float
@@ -36,7 +32,7 @@ class BaseGenerator:
     )
 
     async def execute(self, query: str) -> str:
-        """The model's reply. Raises ToolError when there is none."""
+        """Return the model's reply; raises ToolError when there is none."""
         if not query.strip():
             raise ToolError("empty query")
         try:
@@ -45,15 +41,13 @@ class BaseGenerator:
             raise ToolError(f"the model did not answer: {error}") from error
 
     def close(self) -> None:
-        """The model is not the tool's own."""
+        """Release nothing: the model is not the tool's own."""
 
 
 class GuessGenerator:
-    """Guesses. It has no model behind it: it picks one of a few fixed values by a hash of the query
-    and looks nothing up.
+    """Picks one of a few fixed values by a hash of the query; it has no model.
 
-    The embedded default uses it so that a planner has a tool that answers every query, fast, and is
-    almost always wrong.
+    The embedded default needs a tool that answers every query fast and is almost always wrong.
     """
 
     card = ToolCard(
@@ -62,7 +56,7 @@ class GuessGenerator:
     )
 
     def __init__(self, guesses: Sequence[str]) -> None:
-        """`guesses` are the values it draws from; the same query always draws the same one."""
+        """Draw from `guesses`; a query always draws the same one."""
         if not guesses:
             raise UserError(
                 "Base_Generator needs a model (roles.tools) or values to guess from, which the "
@@ -71,12 +65,12 @@ class GuessGenerator:
         self._guesses = tuple(guesses)
 
     async def execute(self, query: str) -> str:
-        """One of the guesses."""
+        """Return one of the guesses."""
         digest = hashlib.sha256(query.encode("utf-8", "surrogatepass")).digest()
         return self._guesses[int.from_bytes(digest, "big") % len(self._guesses)]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
 
 def make(context: ToolContext) -> Tool:

@@ -1,6 +1,4 @@
-"""For tools whose libraries block: threads, a fixed number of them, so that neither the event loop
-waits nor the machine drowns.
-"""
+"""A fixed number of threads for tools whose libraries block, so that the event loop never waits."""
 
 from __future__ import annotations
 
@@ -17,28 +15,28 @@ T = TypeVar("T")
 
 
 class BlockingPool:
-    """Runs blocking calls, `num_threads` at a time; more wait their turn. Safe to share between
-    event loops and threads.
+    """Runs blocking calls, `num_threads` at a time. Safe to share between event loops and threads.
 
     The deadline is that of the awaiting task, which `run_tool` cancels: a call that still waits is
-    dropped, one that runs keeps its thread until it returns. So give the library a timeout too, or
-    that thread is lost to the pool. A lost thread does not hold up the end of the process, as those
-    of `ThreadPoolExecutor` and `asyncio.to_thread` do.
+    dropped, a call that runs keeps its thread until it returns. So give the library a timeout too,
+    or that thread is lost to the pool. A lost thread does not hold up the end of the process, as
+    those of `ThreadPoolExecutor` and `asyncio.to_thread` do.
     """
 
     def __init__(self, num_threads: int, name: str = "tool") -> None:
-        """The threads start as they are needed and are called `name`."""
+        """Start threads, called `name`, as they are needed."""
         assert num_threads > 0, num_threads
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._num_threads, self._name = num_threads, name
+        self._num_threads = num_threads
+        self._name = name
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_closed = False
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What the call returns or raises."""
+        """Return or raise what the call does."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -52,7 +50,7 @@ class BlockingPool:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Let the threads end when they are done with what has been asked for; may be called twice."""
+        """Let the threads end after the calls that wait; may be called twice."""
         with self._lock:
             self._is_closed = True
             for _ in self._threads:
@@ -64,6 +62,6 @@ class BlockingPool:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                # Whatever it is, it belongs to the caller.
+                # Every exception belongs to the caller.
                 except BaseException as error:  # noqa: BLE001
                     future.set_exception(error)

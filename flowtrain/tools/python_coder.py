@@ -1,4 +1,4 @@
-"""The tool that computes: Python in a sandbox, given as it is or written by a model."""
+"""The tool that runs Python in a sandbox, given as it is or written by a model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ Reply with the program in one ```python block."""
 
 @dataclass(frozen=True, slots=True)
 class PythonCoder:
-    """Runs the query as Python: an expression prints its value, a program what it prints. It owns
-    the sandbox and closes it.
-    """
+    """Runs the query as Python, an expression or a program. It owns the sandbox and closes it."""
 
     sandbox: Sandbox
 
@@ -41,9 +39,7 @@ class PythonCoder:
     )
 
     async def execute(self, query: str) -> str:
-        """What the code prints, without trailing space; raises ToolError with the reason when it
-        fails.
-        """
+        """Return what the code prints, without trailing space; raises ToolError when it fails."""
         code = strip_fence(query)
         if not code.strip():
             raise ToolError("no code given")
@@ -59,12 +55,12 @@ class PythonCoder:
 
 @dataclass(frozen=True, slots=True)
 class ModelCoder:
-    """Has a model write the program that the query describes, and runs it."""
+    """Lets a model write the program that the query describes, and runs it."""
 
     coder: PythonCoder
     chat: ChatEngine
     timeout_s: float
-    """Of the model and the program together."""
+    """Time limit of the model and the program together."""
     code_timeout_s: float
 
     card = ToolCard(
@@ -80,9 +76,7 @@ class ModelCoder:
     )
 
     async def execute(self, query: str) -> str:
-        """What the program prints; raises ToolError when there is none, or with the reason and the
-        line when it fails.
-        """
+        """Return what the program prints; raises ToolError when it is missing or fails."""
         if not query.strip():
             raise ToolError("empty query")
         prompt = PROMPT.format(
@@ -102,16 +96,14 @@ class ModelCoder:
 def make(context: ToolContext) -> Tool:
     agent = context.config.agent
     coder = PythonCoder(make_sandbox(agent))
-    return (
-        coder
-        if context.chat is None
-        else ModelCoder(coder, context.chat, agent.tool_timeout_s, agent.code_timeout_s)
+    if context.chat is None:
+        return coder
+    return ModelCoder(
+        coder, context.chat, timeout_s=agent.tool_timeout_s, code_timeout_s=agent.code_timeout_s
     )
 
 
 def strip_fence(text: str) -> str:
-    """The code inside the first ``` or ```python fence that opens a line, or the whole text;
-    without common indentation.
-    """
+    """Return the code of the first ``` or ```python fence, or the whole text, dedented."""
     fence = FENCE.search(text)
     return textwrap.dedent(fence[1] if fence else text).strip("\n")

@@ -1,7 +1,6 @@
-"""The tools by name: those of this package, and those that other packages bring through the entry
-point group `flowtrain.tools`.
+"""The tools by name: our own, and those of other packages by entry point `flowtrain.tools`.
 
-An entry point names a callable that makes the tool out of a `ToolContext`; docs/tools.md shows one
+An entry point names a callable that makes the tool from a `ToolContext`; docs/tools.md shows one
 from end to end.
 """
 
@@ -24,7 +23,7 @@ GROUP = "flowtrain.tools"
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What a tool is made from."""
+    """The parts that a tool is made from."""
 
     config: Config
     passages: tuple[str, ...] = ()
@@ -37,23 +36,25 @@ class ToolContext:
     """The tool's own table, [plugins.NAME]."""
 
 
+_MODULES = (
+    "search",
+    "python_coder",
+    "base_generator",
+    "web_search",
+    "wikipedia_search",
+    "web_reader",
+)
 BUILT_IN = {
-    name: EntryPoint(name, f"flowtrain.tools.{value}", GROUP)
-    for name, value in {
-        "Search": "search:make",
-        "Python_Coder": "python_coder:make",
-        "Base_Generator": "base_generator:make",
-        "Web_Search": "web_search:make",
-        "Wikipedia_Search": "wikipedia_search:make",
-        "Web_Reader": "web_reader:make",
-    }.items()
+    module.title(): EntryPoint(module.title(), f"flowtrain.tools.{module}:make", GROUP)
+    for module in _MODULES
 }
-"""Of this package; they are loaded when they are asked for, as those of other packages are."""
+"""The tools of this package by name; they too are imported only when a run uses them."""
 
 
 def make_tools(names: Sequence[str], context: ToolContext) -> dict[str, Tool]:
-    """The tools by name, in that order; close them when done. Those made before one that fails are
-    closed.
+    """Make the tools, by name and in that order; close them when done.
+
+    When one fails, those made before it are closed. Raises UserError for an unknown name.
     """
     offered = plugins.offered("tool", GROUP, BUILT_IN)
     for key, asked in (("agent.tools", names), ("plugins", context.config.plugins)):
@@ -77,7 +78,7 @@ def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
     try:
         tool: Tool = entry.load()(mine)
         card_name = tool.card.name
-    # Foreign code may fail in any way, and the traceback would show our lines before its own.
+    # Foreign code may fail in any way, and a traceback would show our lines before its own.
     except Exception as error:
         raise UserError(
             f"tool {name!r} of package {plugins.package(entry)} cannot be made: "

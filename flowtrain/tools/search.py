@@ -11,11 +11,10 @@ from flowtrain.types import UserError
 
 
 class Search:
-    """Finds the passages that share the rarest words with the query. Reads only after construction,
-    so it is safe to share.
+    """Finds the passages that share the rarest words with the query. Safe to share.
 
-    >>> asyncio.run(Search(["Paris lies in France.", "Rome lies in Italy."]).execute("Where is
-    Rome?")) 'Rome lies in Italy.'
+    >>> asyncio.run(Search(["Paris lies in France.", "Rome lies in Italy."]).execute("Is it Rome?"))
+    'Rome lies in Italy.'
     """
 
     card = ToolCard(
@@ -25,7 +24,7 @@ class Search:
     )
 
     def __init__(self, passages: Sequence[str], top_k: int = 1) -> None:
-        """Index the passages; `top_k` is how many a query returns at most."""
+        """Index the passages; a query returns `top_k` of them at most."""
         if top_k < 1:
             raise UserError(f"top_k must be at least 1, got {top_k}")
         try:
@@ -39,8 +38,9 @@ class Search:
         self._top_k = top_k
 
     async def execute(self, query: str) -> str:
-        """The best passages, best first, one per line; of equals the earlier one. Raises ToolError
-        when none shares a word.
+        """Return the best passages, best first, one per line; of equals the earlier one.
+
+        Raises ToolError when no passage shares a word with the query.
         """
         if not query.strip():
             raise ToolError("empty query")
@@ -50,7 +50,7 @@ class Search:
         return "\n".join(self._passages[index] for index in best)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
 
 def make(context: ToolContext) -> Search:

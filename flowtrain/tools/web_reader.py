@@ -1,4 +1,4 @@
-"""The tool that reads a web page for an answer; or offline, a page of a corpus."""
+"""The tool that reads a page of the web, or of a corpus, for an answer."""
 
 from __future__ import annotations
 
@@ -21,31 +21,24 @@ from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
 
 MAX_EMBEDDED = 512
-"""Chunks of a page that are embedded, from its beginning; beyond them a page costs more than it
-gives."""
-
-
+"""Chunks of a page that are embedded, from its beginning; more cost more than they are worth."""
 _OVERLAP = 10
 """A chunk shares one word in so many with the chunk before it (AgentFlow: 20 of 200)."""
 NUM_EXTRACTORS = 4
-"""Pages that are taken apart at a time; each takes some 20 ms, a hostile one 5 s."""
+"""Pages that are parsed at a time; each takes some 20 ms, a hostile page 5 s."""
 
 
 class Pages(Protocol):
-    """Where pages come from."""
+    """A source of pages."""
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
-        """(URL after redirects, main text); raises ToolError with the reason when there is none by
-        the deadline.
-        """
+        """Return (URL after redirects, main text); raises ToolError when there is none in time."""
 
     def close(self) -> None: ...
 
 
 class WebReader:
-    """Cuts a page into chunks, keeps those that fit the query best, and lets a model, where there
-    is one, answer from them.
-    """
+    """Returns the chunks of a page that fit the query best, or a model's answer from them."""
 
     card = ToolCard(
         "Web_Reader",
@@ -70,16 +63,19 @@ class WebReader:
         deadline_s: float,
         max_chars: int,
     ) -> None:
-        """`deadline_s` seconds per call, everything included; results have at most `max_chars`
-        characters.
-        """
-        self._pages, self._options, self._embedder, self._chat = pages, options, embedder, chat
-        self._deadline_s, self._max_chars = deadline_s, max_chars
+        """Bound each call, everything included, to `deadline_s` and results to `max_chars`."""
+        self._pages = pages
+        self._options = options
+        self._embedder = embedder
+        self._chat = chat
+        self._deadline_s = deadline_s
+        self._max_chars = max_chars
         self._threads = BlockingPool(2, "reader")
 
     async def execute(self, url: str, query: str) -> str:
-        """The model's summary, or the best chunks, best first, under the page's URL; raises
-        ToolError when the page cannot be read.
+        """Return the page's URL and the model's answer or the best chunks, best first.
+
+        Raises ToolError when the page cannot be read.
         """
         end = time.monotonic() + self._deadline_s
         query = check_query(query)
@@ -101,9 +97,7 @@ class WebReader:
         self._pages.close()
 
     async def _best(self, query: str, text: str, deadline_s: float) -> list[str]:
-        """The chunks that fit the query best, best first; chunks that share no word with it only
-        when all do.
-        """
+        """Return the chunks that fit the query best, best first."""
         options = self._options
         if self._embedder is None:
             return await self._threads.run(
@@ -111,7 +105,7 @@ class WebReader:
             )
         pieces = (await self._threads.run(lambda: _cut_up(text, options)))[:MAX_EMBEDDED]
         vectors = await self._embedder.embed([query, *pieces], deadline_s)
-        return [pieces[place] for place in rank(vectors[1:], vectors[0], options.num_chunks)]
+        return [pieces[index] for index in rank(vectors[1:], vectors[0], options.num_chunks)]
 
 
 def _cut_up(text: str, options: Options) -> list[str]:
@@ -122,12 +116,12 @@ def _cut_up(text: str, options: Options) -> list[str]:
 
 
 def _rank(query: str, pieces: list[str], num_chunks: int) -> list[str]:
-    """By BM25; the page's beginning where no chunk shares a word with the query."""
+    """Rank by BM25; the first chunks where none shares a word with the query."""
     try:
-        places = Bm25.build(pieces).rank(query, num_chunks)
+        best = Bm25.build(pieces).rank(query, num_chunks)
     except ValueError:  # a page of dots and dashes
-        places = []
-    return [pieces[place] for place in places or range(min(num_chunks, len(pieces)))]
+        best = []
+    return [pieces[index] for index in best or range(min(num_chunks, len(pieces)))]
 
 
 def _summary_prompt(url: str, query: str, best: Sequence[str]) -> str:
@@ -147,8 +141,10 @@ class HttpPages:
     """Pages of the web."""
 
     def __init__(self, fetcher: Fetcher, extractor: Extractor, resolver: Resolver) -> None:
-        """`resolver` is the fetcher's, and closed with the extractor."""
-        self._fetcher, self._extractor, self._resolver = fetcher, extractor, resolver
+        """Own all three; `resolver` is the fetcher's."""
+        self._fetcher = fetcher
+        self._extractor = extractor
+        self._resolver = resolver
         self._threads = BlockingPool(NUM_EXTRACTORS, "extract")
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
@@ -174,16 +170,16 @@ class CorpusPages:
                 f"no page with the address {url[:200]!r} is in the corpus; take one from a search "
                 "result"
             )
-        return url, "\n".join(
-            dict.fromkeys(filter(None, (part for p in passages for part in (p.title, p.text))))
-        )
+        parts = (part for passage in passages for part in (passage.title, passage.text) if part)
+        return url, "\n".join(dict.fromkeys(parts))
 
     def close(self) -> None:
-        """The corpus is released with its last user."""
+        """Release nothing: the corpus goes with its last user."""
 
 
 def make(context: ToolContext) -> WebReader:
-    options, agent = context.config.web_reader, context.config.agent
+    options = context.config.web_reader
+    agent = context.config.agent
     pages: Pages
     if options.provider == "corpus":
         pages = CorpusPages(open_corpus(context.config, "web_reader.provider"))
@@ -193,5 +189,10 @@ def make(context: ToolContext) -> WebReader:
         pages = HttpPages(fetcher, Extractor(), resolver)
     vectors = embedder(context.config, "web_reader.embedder", options.embedder)
     return WebReader(
-        pages, options, vectors, context.chat, agent.tool_timeout_s, agent.max_result_chars
+        pages,
+        options,
+        embedder=vectors,
+        chat=context.chat,
+        deadline_s=agent.tool_timeout_s,
+        max_chars=agent.max_result_chars,
     )

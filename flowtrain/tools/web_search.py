@@ -1,4 +1,4 @@
-"""The tool that searches the web, through a service or offline over a corpus."""
+"""The tool that searches the web through a service, or a corpus offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SNIPPET_CHARS = 300
 
 
 class WebSearch:
-    """Asks a provider and lists what it found."""
+    """Asks a provider and lists its hits."""
 
     card = ToolCard(
         "Web_Search",
@@ -26,32 +26,29 @@ class WebSearch:
     )
 
     def __init__(self, provider: Provider, deadline_s: float, max_chars: int) -> None:
-        """`deadline_s` seconds per query, pauses between attempts included; results have at most
-        `max_chars` characters.
-        """
-        self._provider, self._deadline_s, self._max_chars = provider, deadline_s, max_chars
+        """Bound each query, all attempts included, to `deadline_s` and results to `max_chars`."""
+        self._provider = provider
+        self._deadline_s = deadline_s
+        self._max_chars = max_chars
 
     async def execute(self, query: str) -> str:
-        """Title, URL and snippet of each hit, best first; raises ToolError when there is none or
-        the provider fails.
-        """
+        """Return title, URL and snippet of each hit, best first; raises ToolError without hits."""
         hits = await self._provider(check_query(query), self._deadline_s)
         if not hits:
             raise ToolError(f"nothing was found for {query[:80]!r}; ask in other words")
-        return fit(
-            [
-                f"{hit.title or hit.url}\n{hit.url}\n{cut(hit.snippet, SNIPPET_CHARS)}".rstrip()
-                for hit in hits
-            ],
-            self._max_chars,
-        )
+        texts = [
+            f"{hit.title or hit.url}\n{hit.url}\n{cut(hit.snippet, SNIPPET_CHARS)}".rstrip()
+            for hit in hits
+        ]
+        return fit(texts, self._max_chars)
 
     def close(self) -> None:
-        """Nothing to release: connections end with their event loop."""
+        """Release nothing: connections end with their event loop."""
 
 
 def make(context: ToolContext) -> WebSearch:
-    options, agent = context.config.web_search, context.config.agent
+    options = context.config.web_search
+    agent = context.config.agent
     if options.provider == "corpus":
         provider = from_corpus(
             open_corpus(context.config, "web_search.provider"), options.num_results
@@ -62,7 +59,7 @@ def make(context: ToolContext) -> WebSearch:
 
 
 def from_corpus(corpus: Corpus, num_results: int) -> Provider:
-    """The offline provider: a hit is a page of the corpus with its passage that fits best."""
+    """Make the offline provider: a hit is a page of the corpus with its best passage."""
 
     async def search(query: str, deadline_s: float) -> list[Hit]:
         passages = await corpus.search(query, 3 * num_results, deadline_s)

@@ -1,9 +1,8 @@
-"""The tool that searches Wikipedia, or another wiki, through MediaWiki's API; or offline over a
-corpus.
-"""
+"""The tool that searches a wiki through MediaWiki's API, or a corpus offline."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -23,9 +22,9 @@ from flowtrain.tools.web.api import Api, Request
 from flowtrain.types import UserError
 
 MAX_RELEVANT = 3
-"""Pages with their text (AgentFlow: 3)."""
+"""Pages that are returned with their text (AgentFlow: 3)."""
 ABSTRACT_CHARS = 150
-"""What a model sees of a page that is to choose (AgentFlow: 100)."""
+"""Characters of a page that the choosing model reads (AgentFlow: 100)."""
 PASSAGE_CHARS = 1500
 MAX_WIKI_QUERY = 300
 """Characters that MediaWiki's search takes."""
@@ -38,17 +37,15 @@ class WikiPage:
     title: str
     url: str
     passage: str
-    """How it begins; of a corpus, the passage that fits best."""
+    """The beginning of the page; of a corpus, the passage that fits best."""
 
 
 Pages = Callable[[str, float], Awaitable[Sequence[WikiPage]]]
-"""Query and seconds to the pages, best first."""
+"""A function of query and seconds that returns pages, best first."""
 
 
 class WikipediaSearch:
-    """Finds pages; a model, where there is one, chooses those that matter, else the first of the
-    search do.
-    """
+    """Finds pages; a model, where there is one, chooses the relevant ones, else the first are."""
 
     card = ToolCard(
         "Wikipedia_Search",
@@ -64,19 +61,16 @@ class WikipediaSearch:
     def __init__(
         self, pages: Pages, chat: ChatEngine | None, deadline_s: float, max_chars: int
     ) -> None:
-        """`deadline_s` seconds per query, the model's included; results have at most `max_chars`
-        characters.
-        """
-        self._pages, self._chat, self._deadline_s, self._max_chars = (
-            pages,
-            chat,
-            deadline_s,
-            max_chars,
-        )
+        """Bound each query, the model included, to `deadline_s` and results to `max_chars`."""
+        self._pages = pages
+        self._chat = chat
+        self._deadline_s = deadline_s
+        self._max_chars = max_chars
 
     async def execute(self, query: str) -> str:
-        """Relevant pages with passage and URL, then the titles of the others; raises ToolError when
-        there is none or the wiki fails.
+        """Return the relevant pages with URL and passage, then the titles of the others.
+
+        Raises ToolError when there is no page or the wiki fails.
         """
         end = time.monotonic() + self._deadline_s
         query = check_query(query)
@@ -84,37 +78,29 @@ class WikipediaSearch:
         if not pages:
             raise ToolError(f"no page was found for {query[:80]!r}; ask in other words")
         chosen = await self._choose(query, pages, end - time.monotonic())
-        others = [page.title for place, page in enumerate(pages) if place not in chosen]
+        others = [page.title for index, page in enumerate(pages) if index not in chosen]
         footer = cut(f"Other pages: {'; '.join(others)}", self._max_chars // 4) if others else ""
         texts = [
-            f"{pages[place].title}\n{pages[place].url}\n{cut(pages[place].passage, PASSAGE_CHARS)}".rstrip()
-            for place in chosen
+            f"{page.title}\n{page.url}\n{cut(page.passage, PASSAGE_CHARS)}".rstrip()
+            for page in map(pages.__getitem__, chosen)
         ]
         return "\n\n".join(filter(None, (fit(texts, self._max_chars - len(footer) - 2), footer)))
 
     def close(self) -> None:
-        """Nothing to release: connections end with their event loop."""
+        """Release nothing: connections end with their event loop."""
 
     async def _choose(self, query: str, pages: Sequence[WikiPage], deadline_s: float) -> list[int]:
-        """Places of the relevant pages. Where the model fails or names none, the order of the
-        search decides.
-        """
+        """Return the indices of the relevant pages: the model's choice, else the first."""
         named: list[int] = []
         if self._chat is not None and len(pages) > MAX_RELEVANT:
-            try:
-                named = parse_choice(
-                    await self._chat.ask(_choice_prompt(query, pages), deadline_s=deadline_s),
-                    len(pages),
-                )
-            except EngineError:
-                named = []
+            with contextlib.suppress(EngineError):
+                reply = await self._chat.ask(_choice_prompt(query, pages), deadline_s=deadline_s)
+                named = parse_choice(reply, len(pages))
         return named or list(range(min(MAX_RELEVANT, len(pages))))
 
 
 def parse_choice(reply: str, num_pages: int) -> list[int]:
-    """The first places that a reply names by number, counted from 1 there; from its last line that
-    names any.
-    """
+    """Return the indices in the last line of a reply that names pages; the reply counts from 1."""
     for line in reversed(reply[-4000:].splitlines()):
         numbers = [int(digits) - 1 for digits in re.findall(r"\d{1,3}", line)]
         if named := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
@@ -124,8 +110,8 @@ def parse_choice(reply: str, num_pages: int) -> list[int]:
 
 def _choice_prompt(query: str, pages: Sequence[WikiPage]) -> str:
     listed = "\n".join(
-        f"{place}. {page.title}: {cut(page.passage, ABSTRACT_CHARS)}"
-        for place, page in enumerate(pages, start=1)
+        f"{number}. {page.title}: {cut(page.passage, ABSTRACT_CHARS)}"
+        for number, page in enumerate(pages, start=1)
     )
     return f"""Which of these Wikipedia pages are most likely to answer the query? Choose at most \
 {MAX_RELEVANT}.
@@ -138,7 +124,8 @@ Answer with nothing but the numbers of the pages, the best first, separated by c
 
 
 def make(context: ToolContext) -> WikipediaSearch:
-    options, agent = context.config.wikipedia, context.config.agent
+    options = context.config.wikipedia
+    agent = context.config.agent
     if options.provider == "corpus":
         pages = from_corpus(open_corpus(context.config, "wikipedia.provider"), options.num_pages)
     else:
@@ -147,8 +134,9 @@ def make(context: ToolContext) -> WikipediaSearch:
 
 
 def from_mediawiki(options: Wikipedia) -> Pages:
-    """Search and first sections in one request; www.mediawiki.org/wiki/API:Search and
-    Extension:TextExtracts.
+    """Make the online source, which gets search hits and first sections in one request.
+
+    www.mediawiki.org/wiki/API:Search and Extension:TextExtracts.
     """
     url = options.base_url or f"https://{options.language}.wikipedia.org/w/api.php"
     if not url.startswith(("http://", "https://")):
@@ -156,7 +144,7 @@ def from_mediawiki(options: Wikipedia) -> Pages:
             f"wikipedia.base_url={options.base_url!r} must be the address of an api.php, such as "
             "https://de.wikipedia.org/w/api.php"
         )
-    # Asked for by foundation.wikimedia.org/wiki/Policy:Wikimedia_Foundation_User-Agent_Policy.
+    # Required by foundation.wikimedia.org/wiki/Policy:Wikimedia_Foundation_User-Agent_Policy.
     api = Api(user_agent=f"flowtrain/{__version__} ({options.contact or 'no contact given'})")
     params: dict[str, str | int] = {
         "action": "query",
@@ -180,18 +168,12 @@ def from_mediawiki(options: Wikipedia) -> Pages:
 
 
 def _wiki_pages(answer: Any) -> list[WikiPage]:
-    """Raises ToolError for an error of the API or another shape. A search without results has no
-    "query" at all.
-    """
+    """Read an answer, which has no "query" without hits; raises ToolError for any other shape."""
     match answer:
         case {"error": {"info": str(info)}}:
             raise ToolError(f"the wiki refused: {info[:200]}")
         case {"query": {"pages": list(pages)}}:
-            found = [
-                page
-                for page in pages
-                if isinstance(page, dict) and isinstance(page.get("title"), str)
-            ]
+            found = [p for p in pages if isinstance(p, dict) and isinstance(p.get("title"), str)]
         case {"batchcomplete": _}:
             return []
         case _:
@@ -204,14 +186,12 @@ def _wiki_pages(answer: Any) -> list[WikiPage]:
 
 
 def _text(value: object) -> str:
-    """Stripped, "" where there is none. JSON can spell half a surrogate pair, which no tokenizer
-    takes.
-    """
+    """Strip a text; "" for other values. Halves of surrogate pairs, which JSON allows, go."""
     return value.encode(errors="replace").decode().strip() if isinstance(value, str) else ""
 
 
 def from_corpus(corpus: Corpus, num_pages: int) -> Pages:
-    """The offline wiki: passages with the same title are one page."""
+    """Make the offline source: passages with the same title are one page."""
 
     async def search(query: str, deadline_s: float) -> list[WikiPage]:
         pages: dict[str, WikiPage] = {}

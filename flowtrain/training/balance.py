@@ -1,10 +1,11 @@
-"""Rows spread over the ranks so that all are busy: what each rolled out differs in length, and a
-rank that is done waits for the others.
+"""Redistribute packed rows over the ranks that train, by FLOPs, because the slowest rank sets the
+step time.
 
-Ranks walk through their rows side by side, because every row takes collectives of all. So a pass
-costs what its dearest row costs, and the sum is least when rows of like cost share a pass: in order
-of cost, rank r of R trains the rows r, r + R, r + 2 R and so on. That is also the fewest passes.
-The gradient is the sum over all rows, whoever trains them.
+A row travels once, from the rank that sampled it to the rank that trains it. Ranks walk through
+their rows side by side, because every row takes collectives of all. So a pass costs what its
+dearest row costs, and the sum is least when rows of like cost share a pass: in order of cost, rank
+r of R trains the rows r, r + R, r + 2 R and so on. That is also the fewest passes. The gradient is
+the sum over all rows, no matter which rank trains them.
 """
 
 from __future__ import annotations
@@ -24,70 +25,79 @@ from flowtrain.types import SampleId
 
 
 def balance(
-    rows: Sequence[PackedRow], cost: Callable[[PackedRow], float], world: World
-) -> list[PackedRow]:
-    """The rows that this rank trains, dearest first; collective. Rows are on the CPU before and
-    after.
+    minibatches: Sequence[Sequence[PackedRow]],
+    cost: Callable[[PackedRow], float],
+    world: World,
+    num_takers: int,
+) -> list[list[PackedRow]]:
+    """Return the rows of each mini-batch that this rank trains; collective.
+
+    Every rank gives the rows that it sampled; the first `num_takers` ranks get them. Rows are on
+    the CPU before and after.
     """
     if world.size == 1:
-        return list(rows)
-    costs: list[list[float]] = [
-        json.loads(text) for text in world.gather_text(json.dumps([cost(row) for row in rows]))
+        return [list(rows) for rows in minibatches]
+    own = json.dumps([[cost(row) for row in rows] for rows in minibatches])
+    costs: list[list[list[float]]] = [json.loads(text) for text in world.gather_text(own)]
+    plans = [assign(of_ranks, num_takers) for of_ranks in zip(*costs, strict=True)]
+    sent: list[dict[str, PackedRow]] = [{} for _ in range(world.size)]
+    for number, plan in enumerate(plans):
+        for taker, places in enumerate(plan):
+            for place, (giver, index) in enumerate(places):
+                if giver == world.rank:
+                    sent[taker][f"{number}.{place}"] = minibatches[number][index]
+    received = _exchange([_encode(rows) for rows in sent], world)
+    mine = {key: row for data in received for key, row in _decode(data).items()}
+    return [
+        [mine[f"{number}.{place}"] for place in range(len(plan[world.rank]))]
+        for number, plan in enumerate(plans)
     ]
-    plan = assign(costs)
-    sent: list[dict[int, PackedRow]] = [{} for _ in range(world.size)]
-    for taker, places in enumerate(plan):
-        sent[taker] = {
-            place: rows[index] for place, (giver, index) in enumerate(places) if giver == world.rank
-        }
-    received = _exchange([_encode(by_place) for by_place in sent], world)
-    mine = {place: row for data in received for place, row in _decode(data).items()}
-    return [mine[place] for place in range(len(plan[world.rank]))]
 
 
 def return_logprobs(
-    scores: Mapping[SampleId, Sequence[float]], sample_ids: Sequence[SampleId], world: World
+    logprobs: Mapping[SampleId, Sequence[float]], sample_ids: Sequence[SampleId], world: World
 ) -> dict[SampleId, tuple[float, ...]]:
-    """The scores of `sample_ids`, of those that all ranks have; collective. One rank has no others."""
+    """Return the log-probs of the samples that this rank gave; collective.
+
+    Args:
+        logprobs: those of the samples that this rank trained.
+        sample_ids: the samples that it gave.
+    """
     if world.size == 1:
-        return {sample_id: tuple(score) for sample_id, score in scores.items()}
+        return {sample_id: tuple(found) for sample_id, found in logprobs.items()}
     wanted = [
         [SampleId(*each) for each in json.loads(text)]
         for text in world.gather_text(json.dumps(sample_ids))
     ]
     sent = [
-        save(
-            {
-                json.dumps(o): torch.tensor(scores[o], dtype=torch.float64)
-                for o in each
-                if o in scores
-            }
-        )
-        for each in wanted
+        {
+            json.dumps(sample_id): torch.tensor(logprobs[sample_id], dtype=torch.float64)
+            for sample_id in of_rank
+            if sample_id in logprobs
+        }
+        for of_rank in wanted
     ]
-    received = _exchange(sent, world)
     return {
-        SampleId(*json.loads(key)): tuple(score.tolist())
-        for data in received
-        for key, score in load(data).items()
+        SampleId(*json.loads(key)): tuple(found.tolist())
+        for data in _exchange([save(each) for each in sent], world)
+        for key, found in load(data).items()
     }
 
 
-def assign(costs: Sequence[Sequence[float]]) -> list[list[tuple[int, int]]]:
-    """For each rank the rows it trains, as (rank that has it, index there). `costs`: of the rows
-    that each rank has.
+def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple[int, int]]]:
+    """Return for each rank the rows that it trains, as (rank that gives it, index there).
+
+    `costs` are those of the rows that each rank gives. A single taker waits for nobody and keeps
+    their order.
     """
-    order = sorted(
-        (-cost, rank, index) for rank, own in enumerate(costs) for index, cost in enumerate(own)
-    )
-    return [
-        [(giver, index) for _, giver, index in order[rank :: len(costs)]]
-        for rank in range(len(costs))
-    ]
+    places = [(rank, index) for rank, own in enumerate(costs) for index in range(len(own))]
+    if num_takers > 1:
+        places.sort(key=lambda place: -costs[place[0]][place[1]])
+    return [places[rank::num_takers] if rank < num_takers else [] for rank in range(len(costs))]
 
 
 def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
-    """data[r] goes to rank r; what each rank had for this one."""
+    """Send data[r] to rank r; return what each rank sent to this one."""
     sizes: list[list[int]] = [
         json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))
     ]
@@ -98,12 +108,10 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
     return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
 
 
-def _encode(rows: dict[int, PackedRow]) -> bytes:
-    """Tensors under "<place>/<field>"; None as nothing, a number or ids as a tensor."""
+def _encode(rows: Mapping[str, PackedRow]) -> bytes:
+    """Write tensors under "<key>/<field>": no entry for None, a tensor for a number or for ids."""
     values = {
-        f"{place}/{f.name}": getattr(row, f.name)
-        for place, row in rows.items()
-        for f in fields(row)
+        f"{key}/{f.name}": getattr(row, f.name) for key, row in rows.items() for f in fields(row)
     }
     # Copies, because safetensors refuses tensors that share memory.
     return save(
@@ -111,11 +119,11 @@ def _encode(rows: dict[int, PackedRow]) -> bytes:
     )
 
 
-def _decode(data: bytes) -> dict[int, PackedRow]:
-    found: dict[int, dict[str, Any]] = {}
-    for key, tensor in load(data).items():
-        place, name = key.split("/")
-        found.setdefault(int(place), {})[name] = tensor if tensor.dim() else int(tensor)
+def _decode(data: bytes) -> dict[str, PackedRow]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in load(data).items():
+        key, field = name.split("/")
+        found.setdefault(key, {})[field] = tensor if tensor.dim() else int(tensor)
     for values in found.values():
         values["sample_ids"] = tuple(SampleId(*each) for each in values["sample_ids"].tolist())
-    return {place: PackedRow(**values) for place, values in found.items()}
+    return {key: PackedRow(**values) for key, values in found.items()}

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, run_head, task_head
 from flowtrain.training.model import is_sharded_by_layer
@@ -40,7 +39,7 @@ from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import PackedRow, empty_row
 from flowtrain.training.world import World
-from flowtrain.types import SampleId, UserError
+from flowtrain.types import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +95,6 @@ class Trainer:
         self._temperature = temperature
         self.reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
-        self._scores, self._sample_ids = TokenScores(), list[SampleId]()
         self._num_skipped = 0
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
@@ -112,50 +110,59 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, minibatches: Sequence[Sequence[PackedRow]], number: int = 0) -> dict[str, float]:
-        """One optimizer step per mini-batch; collective. Each rank gives its rows, trains a share
-        of all and gets statistics of all.
+    def step(
+        self,
+        minibatches: Sequence[Sequence[PackedRow]],
+        number: int = 0,
+        scores: TokenScores | None = None,
+    ) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return statistics of all ranks; collective.
 
-        Raises UserError, which names the step by its `number`, when MOST_SKIPPED optimizer steps in
-        a row were skipped.
+        Args:
+            minibatches: the rows that this rank trains, as `balance` returns them.
+            number: of the training step, for messages.
+            scores: collects the log-probs of the trained tokens.
+
+        Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
-        step_metrics, self._scores = StepMetrics(), TokenScores()
-        self._sample_ids = [each for rows in minibatches for row in rows for each in row.sample_ids]
+        step_metrics = StepMetrics()
         step_metrics.num_flops = self._needed_flops(minibatches)
-        prepared = [
-            self._prepare(balance(rows, self._cost.flops, self._world)) for rows in minibatches
-        ]
+        prepared = [self._prepare(rows) for rows in minibatches]
         for rows in prepared:
             (normaliser,), (num_rows,) = self._world.reduce(
                 [sum(float(row.loss_weight_T.sum()) for row in rows)], [len(rows)]
             )
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
+            token_loss = None
             if self._optim.m2po is not None:
                 trusted = self._within_region(rows, self._optim.m2po)
                 step_metrics.ratio_bounds.append(1 + trusted.clip_high)
-                self._token_loss = self._token_loss_of(trusted)
-            loss = self.forward_backward(rows, normaliser, step_metrics, int(num_rows))
+                token_loss = self._token_loss_of(trusted)
+            loss = self.forward_backward(
+                rows,
+                normaliser,
+                step_metrics,
+                num_rows=int(num_rows),
+                scores=scores,
+                token_loss=token_loss,
+            )
             step_metrics.close_step(self.optim_step(loss, number))
         return step_metrics.reduce(self._world, self.optimizer.param_groups[0]["lr"])
-
-    def own_scores(self) -> dict[SampleId, tuple[float, ...]]:
-        """The log-probs of the last step's tokens, of the turns that this rank gave; collective,
-        and waits for the device.
-        """
-        return return_logprobs(self._scores.by_sample(), self._sample_ids, self._world)
 
     def forward_backward(
         self,
         rows: Sequence[PackedRow],
         normaliser: float,
         step_metrics: StepMetrics,
+        *,
         num_rows: int | None = None,
+        scores: TokenScores | None = None,
+        token_loss: LossSpec | TokenLossFn | None = None,
     ) -> Tensor:
-        """Accumulate the gradient of all rows; every rank runs `num_rows`, the most that any has,
-        because each is a collective.
+        """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
 
-        Returns this rank's part of the loss.
+        Every rank runs `num_rows`, the most that any has, because each is a collective.
         """
         num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
@@ -167,9 +174,12 @@ class Trainer:
                     self._reduces_every_row or index == num_rows - 1
                 )
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            out = row_loss(self.model, row, self._token_loss, scale, self._temperature)
+            out = row_loss(
+                self.model, row, token_loss or self._token_loss, scale, self._temperature
+            )
             out.loss.backward()
-            self._scores.add(row, out.logprob_T)
+            if scores is not None:
+                scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
             step_metrics.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
         return torch.stack(losses).sum()

@@ -104,7 +104,8 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     rows: list[list[Sample]] = []
     num_tokens = 0
     previous: tuple[int, ...] = ()
-    for sample in in_order(samples):
+    for index in packing_order(samples):
+        sample = samples[index]
         inputs = _inputs(sample)
         num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
         if not rows or num_tokens + num_new > token_budget:
@@ -113,11 +114,6 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
         rows[-1].append(sample)
         num_tokens, previous = num_tokens + num_new, inputs
     return [pack_row(members, share) for members in rows]
-
-
-def in_order(samples: Sequence[Sample]) -> list[Sample]:
-    """By their tokens, so that what is alike is together."""
-    return [samples[index] for index in packing_order(samples)]
 
 
 def packing_order(samples: Sequence[Sample]) -> list[int]:

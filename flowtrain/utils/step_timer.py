@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STAGES = ("checkpoint", "collect", "branch", "train", "publish", "load", "eval")
-"""In order; the checkpoint is that of the step before, which is written after its line of the log."""
+"""In order; the checkpoint is that of the step before, which is written after its line of the log.
+"""
 
 
 class StepTimer:

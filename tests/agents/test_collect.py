@@ -105,7 +105,7 @@ def content(groups: list[Group]) -> dict[int, list[tuple[object, ...]]]:
     }
 
 
-def test_groups_stand_in_order_each_with_the_rollouts_of_its_task() -> None:
+def test_groups_are_in_task_order() -> None:
     groups = collect(flow(FakePlanner()), TASKS, group_size=4, seed=1)
     assert [group.index for group in groups] == list(range(7))
     for group in groups:
@@ -115,7 +115,7 @@ def test_groups_stand_in_order_each_with_the_rollouts_of_its_task() -> None:
     assert len(set(answers)) > 14, "rollouts of a group differ"
 
 
-def test_the_same_seed_gives_the_same_rollouts_whatever_else_is_under_way() -> None:
+def test_same_seed_gives_same_rollouts_under_concurrency() -> None:
     first = content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1))
     assert (
         content(collect(flow(FakePlanner()), TASKS, group_size=3, seed=1, max_in_flight=2)) == first
@@ -145,7 +145,7 @@ def test_every_rollout_has_a_seed_of_its_own() -> None:
     assert len(set(planner.seeds)) == 35
 
 
-def test_a_task_that_stands_in_the_batch_twice_is_sampled_anew() -> None:
+def test_repeated_task_gets_other_samples() -> None:
     """As in a batch that is larger than the task file, and in demonstrations drawn with
     replacement.
     """
@@ -206,7 +206,7 @@ def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
     )
 
 
-def test_stragglers_answer_from_their_finished_turns_and_nobody_waits_longer() -> None:
+def test_stragglers_answer_from_finished_turns() -> None:
     started = time.monotonic()
     groups = collect(
         slow_flow(("task-2", "task-5")),
@@ -238,7 +238,7 @@ def test_a_straggler_that_makes_it_in_time_is_none() -> None:
 
 
 @pytest.mark.parametrize(("share", "num_slow"), [(0.5, 4), (0.7, 3)])
-def test_too_many_slow_ones_are_no_stragglers(share: float, num_slow: int) -> None:
+def test_no_stragglers_while_share_is_not_done(share: float, num_slow: int) -> None:
     """7 rollouts: fewer than the share get done, so all are waited for until the time of the
     rollout is up.
     """
@@ -269,7 +269,7 @@ def test_the_share_is_of_all_rollouts_of_a_rank() -> None:
     assert "turns" in [t.truncated for group in groups[:3] for t in group.trajectories]
 
 
-def test_rollouts_that_have_not_begun_when_the_others_are_cut_take_no_turn() -> None:
+def test_rollouts_not_started_at_cutoff_take_no_turn() -> None:
     """Those that hang hold both places; the one place that is free serves the rest, and when three
     are done it is over.
     """
@@ -326,7 +326,7 @@ class BranchingPlanner(FakePlanner):
         return Plan(call, Action("", "", "resumed", "Echo"))
 
 
-def test_groups_are_filled_up_with_branches_and_then_with_whole_rollouts() -> None:
+def test_groups_are_filled_with_branches_then_rollouts() -> None:
     planner = BranchingPlanner()
     groups = collect(flow(planner), TASKS[:2], group_size=3, seed=1)
     points = [[BranchPoint(2, 0, 0, 1.0), BranchPoint(0, 0, 1, 0.5), BranchPoint(0, 0, 1, 0.5)], []]

@@ -1,4 +1,4 @@
-"""What is imitated of a refiner: exactly what it read, and what it wrote."""
+"""Demonstrations of a refiner are exactly its prompt and its reply."""
 
 from __future__ import annotations
 

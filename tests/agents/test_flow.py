@@ -166,7 +166,7 @@ def test_stop_ends_the_rollout_with_the_answer() -> None:
 
 
 @pytest.mark.parametrize("max_turns", [1, 3])
-def test_the_turn_limit_ends_it_and_the_generator_answers_all_the_same(max_turns: int) -> None:
+def test_generator_answers_after_turn_limit(max_turns: int) -> None:
     trajectory = run(flow([ECHO], max_turns=max_turns))
     assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (
         max_turns,
@@ -207,12 +207,12 @@ def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
     assert trajectory.seconds < 1.3
 
 
-def test_a_prompt_that_has_grown_too_long_ends_it_with_what_there_is() -> None:
+def test_too_long_prompt_truncates_rollout() -> None:
     trajectory = run(flow([ECHO, PromptTooLong("9999 tokens")]))
     assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (1, "prompt", "1284")
 
 
-def test_a_question_that_is_too_long_gives_a_rollout_without_turns() -> None:
+def test_too_long_question_gives_rollout_without_turns() -> None:
     trajectory = run(flow([PromptTooLong("9999 tokens")]))
     assert (trajectory.turns, trajectory.truncated, trajectory.answer) == ((), "prompt", "")
 
@@ -244,7 +244,7 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}"),)
 
 
-def test_an_unknown_tool_spends_its_turn_with_a_text_that_names_it() -> None:
+def test_unknown_tool_spends_turn_with_error() -> None:
     trajectory = run(
         flow([Action("", "", "1 + 1", NO_TOOL + "Calculator")], is_enough=always, max_turns=1)
     )
@@ -266,9 +266,7 @@ def test_an_unknown_tool_spends_its_turn_with_a_text_that_names_it() -> None:
         ("Silent", "Error: no output"),
     ],
 )
-def test_a_tool_that_fails_is_an_error_in_the_memory_and_the_rollout_goes_on(
-    tool: str, text: str
-) -> None:
+def test_tool_failure_becomes_error_in_memory(tool: str, text: str) -> None:
     loop = flow([Action("", "", "x", tool), ECHO], is_enough=always, tool_timeout_s=0.1)
     trajectory = run(loop)
     assert results(trajectory) == [text, "The area of Chad is 1284."]
@@ -340,7 +338,7 @@ def test_the_verifier_judges_the_new_entry() -> None:
     ]
 
 
-def test_memory_entries_have_exactly_the_four_fields_under_agentflows_names() -> None:
+def test_memory_entries_have_agentflows_four_fields() -> None:
     loop = flow([ECHO, Action("j", "c", "x", "Raise"), None])
     run(loop, seed=1)
     assert isinstance(loop.planner, FakePlanner)
@@ -431,7 +429,7 @@ class NotingModule:
 @pytest.mark.parametrize(
     ("timeout_s", "module_timeout_s", "longest"), [(60.0, 5.0, 5.0), (3.0, 20.0, 2.9)]
 )
-def test_modules_are_told_seeds_of_their_own_and_the_time_that_is_left(
+def test_modules_get_own_seeds_and_time_left(
     timeout_s: float, module_timeout_s: float, longest: float
 ) -> None:
     """The answer gets its time also when the rollout's is up."""
@@ -480,7 +478,7 @@ def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branchi
 
 @pytest.mark.parametrize("token", [0, 1, 2])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, token: int) -> None:
+def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     root = run(flow([ECHO], max_turns=3))
     trajectory, planner = branch(root, turn, token)
     assert trajectory.turns[:turn] == root.turns[:turn], (
@@ -499,7 +497,7 @@ def test_a_branch_takes_over_what_came_before_and_samples_the_rest(turn: int, to
     assert (len(prefix.response.ids), at, seed) == (token, turn, 12)
 
 
-def test_a_branch_remembers_what_its_root_knew_then_and_no_more() -> None:
+def test_branch_memory_equals_parents_at_branch_point() -> None:
     root = run(flow([ECHO], max_turns=3))
     _, planner = branch(root, 1, 1)
     (memory, turn, _, _), *_ = planner.asked

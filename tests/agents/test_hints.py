@@ -1,4 +1,4 @@
-"""When a hint is given, and what it says."""
+"""Tests of hints (their time and text) and of refiners."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USE = turn("area of Chad", "1284.")
 ALWAYS = Hints(1.0, turn=1, patience=1)
 
 
-def test_it_names_the_next_thing_to_look_for_and_never_what_will_be_found() -> None:
+def test_hint_names_next_query_but_not_its_answer() -> None:
     assert ALWAYS.give(TASK, (LOST,), 0) == "country with capital N'Djamena"
     assert ALWAYS.give(TASK, (FIND, USE, LOST), 0) == "area of Chad"
     assert ALWAYS.give(TASK, (FIND, USE, turn("1284 + 1", "1285"), LOST), 0) == "", (
@@ -57,7 +57,7 @@ def test_it_waits_for_its_turn_and_for_a_stall() -> None:
     ]
 
 
-def test_its_rate_is_a_share_of_rollouts_and_a_rollout_keeps_its_lot() -> None:
+def test_hint_rate_is_share_of_rollouts() -> None:
     half = Hints(0.5, turn=1, patience=1)
     lots = [bool(half.give(TASK, (LOST,), seed)) for seed in range(400)]
     assert 0.4 < sum(lots) / 400 < 0.6

@@ -26,7 +26,7 @@ from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import FullPrompt
-from flowtrain.algorithms import flow_grpo
+from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config import Config
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
@@ -244,7 +244,7 @@ def test_every_prompt_holds_what_its_module_must_know() -> None:
     assert '"goal 1"' in prompts["verifier"] and '"goal 1"' not in prompts["planner"]
 
 
-def test_the_analysis_stands_in_what_the_turns_of_a_question_share() -> None:
+def test_analysis_is_in_shared_prefix() -> None:
     with llm_flow({}) as (flow, _, engine):
         run(flow)
     first, second = engine.prompts
@@ -357,7 +357,7 @@ def test_rollouts_ask_with_seeds_of_their_own() -> None:
 # ---- bad tools and bad replies
 
 
-def test_a_bad_tool_spends_its_turn_without_a_command_and_the_verifier_still_runs() -> None:
+def test_bad_tool_spends_turn_and_verifier_runs() -> None:
     with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (
         flow,
         server,
@@ -410,13 +410,13 @@ def test_a_bad_command_is_an_error_of_its_turn(reply: str, command: str, error: 
     assert turn.verdict is Verdict.CONTINUE
 
 
-def test_a_reply_without_a_command_is_kept_but_not_at_any_length() -> None:
+def test_reply_without_command_is_kept_shortened() -> None:
     with llm_flow({"executor": lambda prompt: "no " * 100_000}) as (flow, *_):
         turn = run(flow).turns[0]
     assert 300 < len(turn.command) < 400 and "characters left out" in turn.command
 
 
-def test_of_several_commands_the_first_is_run_and_the_memory_says_so() -> None:
+def test_first_of_several_commands_is_run_with_a_note() -> None:
     reply = (
         "```python\nexecution = tool.execute(query='a')\nexecution = tool.execute(query='b')\n```"
     )
@@ -468,7 +468,7 @@ def test_a_generator_that_fails_for_good_fails_the_rollout() -> None:
     assert (trajectory.answer, trajectory.output, len(trajectory.turns)) == ("", "", 2)
 
 
-def test_an_analyst_that_fails_for_good_fails_the_group_without_a_turn() -> None:
+def test_analyst_failure_fails_group_without_turns() -> None:
     with llm_flow({"analyst": broken}) as (flow, server, _):
         (group,) = collect(flow, [TASK], group_size=3, seed=1)
     assert {role_of(prompt) for prompt in server.prompts} == {"analyst"} and len(
@@ -523,7 +523,7 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
     alone = Group(0, group.finished)
 
     def samples(groups: list[Group]) -> list[Sample]:
-        """Without the place of each trajectory in its group."""
+        """Drop the position of each trajectory in its group."""
         return [
             replace(sample, sample_id=None)
             for sample in flow_grpo(groups, mode, num_groups=2).samples

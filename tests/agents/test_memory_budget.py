@@ -62,7 +62,7 @@ memories = st.builds(Memory, st.lists(entries, max_size=5).map(tuple), words)
 
 
 def at_least(text: str) -> bool:
-    """Whether a result can get no shorter."""
+    """Return whether a result can get no shorter."""
     found = re.search(r"\n\.\.\. \d+ characters left out \.\.\.\n", text)
     return len(text) <= 200 or (found is not None and len(text) - len(found[0]) == 100)
 
@@ -161,9 +161,7 @@ class TalkingEngine:
 
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
-def test_with_the_right_budget_the_prompt_never_outgrows_the_model(
-    budget: int, truncated: str
-) -> None:
+def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
     constant = len(TOKENIZER.encode(PROMPTS[1].render(TASK.question, Memory())))
     engine = TalkingEngine(constant + 900 + 60)
     planner = PolicyPlanner(engine, TOKENIZER, PROMPTS[1], ("Flood",), 60, 1.0, 30.0)

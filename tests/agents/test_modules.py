@@ -329,7 +329,7 @@ def expert(error: float) -> ScriptedPlanner:
     return ScriptedPlanner(like, error, end_id=999)
 
 
-def test_the_expert_speaks_in_the_tokens_of_the_one_that_learns_from_it() -> None:
+def test_expert_uses_tokenizer_of_its_learner() -> None:
     plan = asyncio.run(expert(0.0).plan(SUM, memory(*done(0)), 1, 5, 1.0))
     call = plan.call
     prompt = CompactPrompt().render(SUM.question, memory(*done(0)))
@@ -341,7 +341,7 @@ def test_the_expert_speaks_in_the_tokens_of_the_one_that_learns_from_it() -> Non
     assert plan.action == parse_action(CompactPrompt.prefix + call.text, ("Search",))
 
 
-def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> None:
+def test_expert_error_rate_is_deterministic() -> None:
     def tools(error: float, seed: int) -> list[str]:
         plans = [
             asyncio.run(expert(error).plan(SUM, Memory(), turn, seed, 1.0)) for turn in range(50)
@@ -358,7 +358,7 @@ def test_the_expert_errs_as_often_as_it_is_told_and_the_same_way_each_time() -> 
     assert some == tools(0.6, 1) != tools(0.6, 2)
 
 
-def test_in_the_game_of_24_an_expert_that_errs_writes_some_expression() -> None:
+def test_expert_errs_with_random_expression_in_game_of_24() -> None:
     puzzle = Task(
         "24",
         "?",

@@ -32,7 +32,7 @@ Tool Name: Search"""
 
 
 class FakeTokenizer(CharTokenizer):
-    """With a chat template of two brackets."""
+    """A tokenizer with a chat template of two brackets."""
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
@@ -157,7 +157,7 @@ def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
         " Python_Coder ",
     ],
 )
-def test_case_and_runs_of_spaces_and_underscores_in_a_tool_name_do_not_matter(name: str) -> None:
+def test_tool_name_matching_ignores_case_and_spaces(name: str) -> None:
     assert match_tool(name, TOOLS) == "Python_Coder"
     assert parse(f"Sub-Goal: 1 + 1\nTool Name: {name}") == Action("", "", "1 + 1", "Python_Coder")
 
@@ -181,7 +181,7 @@ def test_what_follows_the_tool_name_is_ignored(rest: str) -> None:
     assert parse(FOUR_FIELDS + rest) == parse(FOUR_FIELDS)
 
 
-def test_a_lone_surrogate_that_json_spells_out_cannot_reach_the_tokenizer() -> None:
+def test_lone_surrogate_in_json_is_replaced() -> None:
     action = parse('{"sub_goal": "area \\ud800 of Chad", "tool_name": "\\udfff"}')
     assert action is not None
     (action.sub_goal + action.tool_name).encode()
@@ -363,7 +363,7 @@ def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
     )
 
 
-def test_the_full_prompt_states_question_tools_rules_and_memory_through_the_chat_template() -> None:
+def test_full_prompt_has_question_tools_rules_and_memory() -> None:
     search, guesses = Search(["Paris lies in France."]), GuessGenerator(["7"])
     text = FullPrompt([search, guesses], FakeTokenizer()).render(
         "What is {x} of Chad?", Memory(STEPS)
@@ -407,7 +407,7 @@ TASK = Task(
 )
 
 
-def test_the_policy_is_asked_with_its_own_seed_temperature_and_the_nearer_deadline() -> None:
+def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
     engine = FakeEngine(" area of Chad\nTool Name: Search")
     planner = policy(engine)
     asyncio.run(planner.plan(TASK, Memory(), turn=2, seed=5, deadline_s=4.0))

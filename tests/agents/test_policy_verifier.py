@@ -181,7 +181,7 @@ def test_a_reply_as_long_as_the_model_is_refused() -> None:
 
 
 class Templated(CharTokenizer):
-    """With a chat template of two brackets."""
+    """A tokenizer with a chat template of two brackets."""
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
@@ -189,7 +189,7 @@ class Templated(CharTokenizer):
         return f"<user>{conversation[0]['content']}<assistant>"
 
 
-def test_the_full_prompt_is_that_of_other_verifiers_and_needs_a_template() -> None:
+def test_full_verdict_prompt_needs_chat_template() -> None:
     full = Config.model_validate(
         {
             "roles": {"verifier": "own"},
@@ -267,7 +267,7 @@ def test_turns_have_seeds_of_their_own() -> None:
 
 
 def test_a_failure_of_the_engine_is_one_of_the_run() -> None:
-    """As the planner's: a policy that cannot be sampled has nothing to train."""
+    """A policy that cannot be sampled has nothing to train, as with the planner."""
 
     class Broken(Engine):
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

@@ -82,9 +82,9 @@ def test_the_trainer_is_the_wall_once_the_pool_is_large_enough(found: bench.Run)
 
 
 def test_every_batch_is_full_fresh_and_within_the_bound(found: bench.Run) -> None:
-    units = [unit for unit, _ in found.trainer.trained]
-    assert len(units) == len(set(units)) == 14 * bench.NUM_GROUPS
-    assert set(units) <= set().union(*(node.units for node in found.nodes))
+    work_items = [work_item for work_item, _ in found.trainer.trained]
+    assert len(work_items) == len(set(work_items)) == 14 * bench.NUM_GROUPS
+    assert set(work_items) <= set().union(*(node.work_items for node in found.nodes))
     assert {age for _, ages in found.trainer.trained for age in ages} <= set(
         range(bench.MAX_STALENESS + 1)
     )
@@ -144,7 +144,7 @@ def test_tokens_of_dropped_groups_count_as_sampled(tmp_path: Path) -> None:
         "the synchronous loop drops nothing"
     )
     groups = {
-        "served": {"num": 10, "tokens_mean": 100.0},
+        "assigned": {"num": 10, "tokens_mean": 100.0},
         "stale": {"num": 2, "tokens_mean": 200.0},
         "fresh": {"num": 1, "tokens_mean": 100.0},
     }

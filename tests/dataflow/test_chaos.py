@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import groups
+import fake_groups
 import pytest
 from faulty_proxy import faulty
-from fleet import TOKEN, Notes, run_node, run_trainer
 from http_servers import running
+from many_nodes import TOKEN, Notes, run_node, run_trainer
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
@@ -65,7 +65,7 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
         name.partition(".")[2]: num for name, num in counts.items() if name.startswith("planner.")
     }
     assert sum(shares.values()) == counts["committed"], "each group has one share"
-    assert shares["served"] == sum(map(len, notes.batches.values())), (
+    assert shares["assigned"] == sum(map(len, notes.batches.values())), (
         "and what was served is what was trained"
     )
 
@@ -111,7 +111,7 @@ def faulty_calls(database: str | Path, seed: int) -> None:
     opened: list[Any] = []
 
     def make() -> Any:
-        opened.append(groups.ledger(database, lease_s=0.1, max_attempts=1000))
+        opened.append(fake_groups.ledger(database, lease_s=0.1, max_attempts=1000))
         return opened[-1]
 
     rng, is_over, notes, ledgers = random.Random(seed), threading.Event(), Notes(), [make(), make()]
@@ -143,7 +143,7 @@ def test_services_of_one_postgresql_server(seed: int, postgres: str) -> None:
 
 
 def through_a_faulty_network(database: str | Path, seed: int) -> None:
-    ledger = groups.ledger(database, lease_s=0.2, max_attempts=1000)
+    ledger = fake_groups.ledger(database, lease_s=0.2, max_attempts=1000)
     rng, is_over, notes = random.Random(seed), threading.Event(), Notes()
     with (
         running(Service(ledger, ledger.run, TOKEN)) as url,

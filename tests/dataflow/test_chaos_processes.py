@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import TOKEN, Notes
+from many_nodes import TOKEN, Notes
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.ledger import audit_database
@@ -102,13 +102,13 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
             "1000",
         ]
         crew.start(f"service {at}", *serve, *CONFIG.split())
-    fleet, notes = str(HERE / "fleet.py"), tmp_path / "notes"
+    many_nodes, notes = str(HERE / "many_nodes.py"), tmp_path / "notes"
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with Client(urls[0], TOKEN, wait_s=60.0) as client:
-        assert client.status()["units"]["committed"] == 0
+        assert client.status()["work_items"]["committed"] == 0
     for at in range(2):
-        crew.start(f"node {at}", fleet, "node", urls[0], str(at), f"n{at}")
-    crew.start("trainer", fleet, "trainer", urls[-1], "0", str(notes), str(NUM_STEPS))
+        crew.start(f"node {at}", many_nodes, "node", urls[0], str(at), f"n{at}")
+    crew.start("trainer", many_nodes, "trainer", urls[-1], "0", str(notes), str(NUM_STEPS))
 
     rng = random.Random(num_services)
     num_kills = 0
@@ -133,7 +133,7 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
     Notes(notes).check(NUM_STEPS)
     audit = audit_database(database)
     assert audit.problems == ()
-    assert audit.counts["planner.served"] == sum(map(len, Notes(notes).batches.values()))
+    assert audit.counts["planner.assigned"] == sum(map(len, Notes(notes).batches.values()))
     assert (
         sum(num for name, num in audit.counts.items() if name.startswith("planner."))
         == audit.counts["committed"]

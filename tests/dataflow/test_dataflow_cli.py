@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import groups
+import fake_groups
 import pytest
 from http_servers import running
 
@@ -36,17 +36,17 @@ def used(tmp_path: Path) -> Iterator[Any]:
     """A ledger in which something has happened: a step is trained, a group is stale, one waits, one
     is under way.
     """
-    clock = groups.Clock()
-    ledger = groups.ledger(tmp_path / "flow.sqlite", clock)
-    groups.joined(ledger)
-    ledger.register(groups.planner(num_groups=2, max_staleness=0))
+    clock = fake_groups.Clock()
+    ledger = fake_groups.ledger(tmp_path / "flow.sqlite", clock)
+    fake_groups.joined(ledger)
+    ledger.register(fake_groups.planner(num_groups=2, max_staleness=0))
     first, second = ledger.lease(LeaseRequest("n1", "a", 2, {"planner": 0}, 3.0, 1.0, "k")).leases
     for lease in (first, second):
-        groups.push(ledger, lease)
+        fake_groups.push(ledger, lease)
     ledger.batch(BatchRequest("planner", 1))
     ledger.progress(Progress("planner", 1, 1, 9.0, 1.0))
     for lease in ledger.lease(LeaseRequest("n1", "a", 2, {"planner": 1}, key="l")).leases[:1]:
-        groups.push(ledger, lease, num_tokens=300)
+        fake_groups.push(ledger, lease, num_tokens=300)
     ledger.batch(BatchRequest("planner", 2))
     clock.now += 150
     yield ledger
@@ -68,7 +68,7 @@ def test_the_table(used: Any) -> None:
     assert lines[0].startswith(f"run {used.run}: 0.00 groups/s produced")
     assert (
         lines[1]
-        == "units: 1 leased, 0 waiting, 3 committed, 0 failed; 4 of 4 prompts were admitted"
+        == "work items: 1 leased, 0 waiting, 3 committed, 0 failed; 4 of 4 prompts were admitted"
     )
     (planner,) = [
         line.split()
@@ -91,7 +91,7 @@ def test_the_table(used: Any) -> None:
     ]
     states = [line.split() for line in lines if line.startswith("planner")][1:]
     assert states == [
-        ["planner", "served", "2", "8", "8:2"],
+        ["planner", "assigned", "2", "8", "8:2"],
         ["planner", "stale", "1", "600", "512:1"],
     ]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
@@ -111,7 +111,7 @@ def test_status_asks_a_service(used: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_nothing_has_happened_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ledger = groups.ledger(tmp_path / "new.sqlite")
+    ledger = fake_groups.ledger(tmp_path / "new.sqlite")
     text = status_text(ledger.status())
     assert "no trainer has registered" in text and "no node has joined" in text
     assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == (
@@ -135,7 +135,7 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
         "run": "r",
         "groups_per_s": 0.0,
         "tokens_per_s": 0.0,
-        "units": {},
+        "work_items": {},
         "tasks": {"asked": 0, "admitted": 0},
         "policies": {},
     }
@@ -149,12 +149,12 @@ def test_the_audit_finds_what_does_not_add_up(
     database = str(tmp_path / "flow.sqlite")
     code, out, _ = run(capsys, "audit", "--database", database)
     assert code == 0 and "3 committed" in out and "it all adds up" in out
-    with used._database.write() as transaction:
-        transaction.run("DELETE FROM groups WHERE unit = 2")
+    with used.database.write() as transaction:
+        transaction.run("DELETE FROM groups WHERE work_item = 2")
     code, out, _ = run(capsys, "audit", "--database", database, "--json")
-    assert code == 1 and "a committed unit has no group (2)" in json.loads(out)["problems"]
+    assert code == 1 and "a committed work item has no group (2)" in json.loads(out)["problems"]
     assert (
-        "problem: a committed unit has no group (2)"
+        "problem: a committed work item has no group (2)"
         in run(capsys, "audit", "--database", database)[1]
     )
 
@@ -227,7 +227,7 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
         token = process.stdout.readline().partition("=")[2].split()[0]
         with Client(url, token, wait_s=60.0) as client:
             joined = client.join(Join("n1", "a"))
-            client.register(groups.planner())
+            client.register(fake_groups.planner())
             assert (
                 joined.group_size == 2 and len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
             )

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import peers
+import fake_servers
 import pytest
-from peers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply
+from fake_servers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply
 
 from flowtrain.dataflow import client as client_module
 from flowtrain.dataflow.client import Client
@@ -122,7 +122,7 @@ def test_every_method_is_answered_with_its_record() -> None:
     with peer(honest) as (url, seen), Client(url + "/", "tok", wait_s=20.0) as client:
         assert {method: ask(client, method) for method in METHODS} == ANSWERS
     assert [request.splitlines()[0] for request in seen] == [
-        f"POST /v1/{method} HTTP/1.1" for method in METHODS
+        f"POST /v2/{method} HTTP/1.1" for method in METHODS
     ]
     assert all("authorization: bearer tok\r\n" in request.lower() for request in seen)
 
@@ -218,7 +218,7 @@ def test_a_token_that_fits_into_no_header() -> None:
 
 
 def test_closing_ends_the_calls_that_wait() -> None:
-    with peer(peers.silent) as (url, seen):
+    with peer(fake_servers.silent) as (url, seen):
         client = Client(url, wait_s=100.0)
         found: list[Any] = []
         threads = [

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import groups
+import fake_groups
 import pytest
 from http_servers import running
 from hypothesis import HealthCheck, given, settings
@@ -53,7 +53,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return groups.ledger(tmp_path_factory.mktemp("service") / "flow.sqlite")
+    return fake_groups.ledger(tmp_path_factory.mktemp("service") / "flow.sqlite")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def words(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
-@pytest.mark.parametrize("path", ["/v1/join", "/v1/status", "/nothing", "/v1/../etc/passwd"])
+@pytest.mark.parametrize("path", ["/v2/join", "/v2/status", "/nothing", "/v2/../etc/passwd"])
 def test_without_the_token_everything_looks_alike(
     url: str, ledger: Any, token: str | None, path: str
 ) -> None:
@@ -120,8 +120,8 @@ def test_without_the_token_everything_looks_alike(
 
 def test_the_scheme_must_be_bearer(url: str) -> None:
     for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 401), ("", 401)):
-        assert ask(url, "/v1/status", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
-    assert ask(url, f"/v1/status?token={TOKEN}", token=None)[0] == 401
+        assert ask(url, "/v2/status", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
+    assert ask(url, f"/v2/status?token={TOKEN}", token=None)[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -129,34 +129,33 @@ def test_the_scheme_must_be_bearer(url: str) -> None:
     [
         *(
             "/",
-            "/v1",
-            "/v1/",
-            "/v1/nothing",
-            "/v1/join/",
-            "//v1/join",
-            "/v1//join",
-            "/v2/join",
-            "/V1/join",
-            "/v1/Join",
+            "/v2",
+            "/v2/",
+            "/v2/nothing",
+            "/v2/join/",
+            "//v2/join",
+            "/v2//join",
+            "/V2/join",
+            "/v2/Join",
             "/join",
-            "/v1/close",
+            "/v2/close",
         ),
         *(
-            "/v1/_ask",
-            "/v1/__init__",
-            "/v1/audit",
-            "/v1/run",
-            "/v1/join%00",
-            "/v1/join%0a",
-            "/v1/%2e%2e/v1/join",
-            "/v1/../v1/join",
+            "/v2/_ask",
+            "/v2/__init__",
+            "/v2/audit",
+            "/v2/run",
+            "/v2/join%00",
+            "/v2/join%0a",
+            "/v2/%2e%2e/v2/join",
+            "/v2/../v2/join",
         ),
         *(
-            "/v1/./join",
+            "/v2/./join",
             "/etc/passwd",
-            "/v1/join;x",
-            "/v1/%ff",
-            "/v1/\u0458oin".encode().decode("latin-1"),
+            "/v2/join;x",
+            "/v2/%ff",
+            "/v2/\u0458oin".encode().decode("latin-1"),
         ),
     ],
 )
@@ -166,16 +165,26 @@ def test_there_is_nothing_at_other_paths(url: str, path: str) -> None:
     assert b"Traceback" not in answer and b"root" not in answer
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_protocol_version_is_refused(url: str, version: int) -> None:
+    status, body, _ = ask(url, f"/v{version}/join", JOIN)
+    assert status == 410
+    assert words(body) == (
+        f"the request is of protocol {version}, this service speaks 2: install the same flowtrain "
+        "on both"
+    )
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND"])
 def test_methods_are_asked_by_post(url: str, method: str) -> None:
-    status, _, headers = ask(url, "/v1/status", method=method)
+    status, _, headers = ask(url, "/v2/status", method=method)
     assert (status, headers["allow"]) == (405, "POST")
 
 
 def test_a_request_of_another_run_is_refused(url: str, ledger: Any) -> None:
-    assert ask(url, "/v1/status", Flowtrain_Run=ledger.run)[0] == 200
+    assert ask(url, "/v2/status", Flowtrain_Run=ledger.run)[0] == 200
     for run in ("another", "", "r\xfcn", ledger.run + "x"):
-        status, body, _ = ask(url, "/v1/status", Flowtrain_Run=run)
+        status, body, _ = ask(url, "/v2/status", Flowtrain_Run=run)
         assert status == 409 and ledger.run not in words(body)
 
 
@@ -184,13 +193,13 @@ def test_a_request_of_another_run_is_refused(url: str, ledger: Any) -> None:
 
 @pytest.mark.parametrize(("method", "most"), [("join", 1 << 20), ("push", 64 << 20)])
 def test_a_body_that_is_announced_too_long_is_not_read(url: str, method: str, most: int) -> None:
-    assert raw(url, head(f"/v1/{method}", f"Content-Length: {most + 1}"))[0] == 413
+    assert raw(url, head(f"/v2/{method}", f"Content-Length: {most + 1}"))[0] == 413
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(url: str) -> None:
     """It has no end: only a server that stops reading answers."""
     chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
-    status, body = raw(url, head("/v1/join", "Transfer-Encoding: chunked"), *[chunk] * 17)
+    status, body = raw(url, head("/v2/join", "Transfer-Encoding: chunked"), *[chunk] * 17)
     assert status == 413 and "more than 1048576 bytes" in words(body)
 
 
@@ -200,14 +209,14 @@ def test_long_headers_are_refused(url: str) -> None:
         b"X: " + b"x" * (17 << 10),
         b"\r\n".join(b"X%d: %s" % (number, b"x" * 100) for number in range(160)),
     ):
-        assert raw(url, b"POST /v1/status HTTP/1.1\r\nHost: h\r\n" + headers)[0] == 400
+        assert raw(url, b"POST /v2/status HTTP/1.1\r\nHost: h\r\n" + headers)[0] == 400
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "_BODY_S", 0.1)
-    status, body = raw(url, head("/v1/join", "Content-Length: 1000"), b"x")
+    status, body = raw(url, head("/v2/join", "Content-Length: 1000"), b"x")
     assert status == 408 and "slower than 64 KiB per second" in words(body)
 
 
@@ -222,7 +231,7 @@ def test_a_long_body_has_the_time_that_its_length_takes(
         time.sleep(0.8)
         yield JOIN[10:]
 
-    assert ask(url, "/v1/join", parts())[0] == 200  # type: ignore[arg-type]
+    assert ask(url, "/v2/join", parts())[0] == 200  # type: ignore[arg-type]
 
 
 def test_a_body_that_is_cut_is_not_taken() -> None:
@@ -231,8 +240,8 @@ def test_a_body_that_is_cut_is_not_taken() -> None:
         host, port = url.removeprefix("http://").split(":")
         for length in range(0, len(JOIN), 2):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
-                connection.sendall(head("/v1/join", f"Content-Length: {len(JOIN)}") + JOIN[:length])
-        assert ask(url, "/v1/join", JOIN)[0] == 200
+                connection.sendall(head("/v2/join", f"Content-Length: {len(JOIN)}") + JOIN[:length])
+        assert ask(url, "/v2/join", JOIN)[0] == 200
     assert scripted.num_joins == 1
 
 
@@ -242,7 +251,7 @@ def test_a_bomb_of_a_group_is_refused(
     monkeypatch.setattr(codec, "MAX_GROUP_BYTES", 1 << 20)
     with Client(url, TOKEN, wait_s=20) as client:
         client.join(Join("bomber", "a"))
-        client.register(groups.planner())
+        client.register(fake_groups.planner())
         (lease,) = client.lease(LeaseRequest("bomber", "a", 1)).leases
         for payload, why in (
             (zlib.compress(bytes(16 << 20)), "may have 1048576 bytes"),
@@ -250,16 +259,21 @@ def test_a_bomb_of_a_group_is_refused(
             (b"PK\x03\x04", "malformed group"),
             (b"", "malformed group"),
         ):
-            status, body, _ = ask(url, "/v1/push", pack(Push("bomber", lease.unit, 1, payload)))
+            status, body, _ = ask(
+                url, "/v2/push", pack(Push("bomber", lease.work_item, 1, payload))
+            )
             assert status == 422 and any(each in words(body) for each in why.split("|"))
-        good = Push("bomber", lease.unit, 1, codec.pack_group(groups.group(lease.task)))
+        good = Push("bomber", lease.work_item, 1, codec.pack_group(fake_groups.group(lease.task)))
         assert [client.push(good).status for _ in range(3)] == [
             "committed",
             "duplicate",
             "duplicate",
         ], "replayed"
         other = Push(
-            "bomber", lease.unit, 1, codec.pack_group(groups.group(lease.task, rewards=(1.0, 1.0)))
+            "bomber",
+            lease.work_item,
+            1,
+            codec.pack_group(fake_groups.group(lease.task, rewards=(1.0, 1.0))),
         )
         assert client.push(other).status == "duplicate"
     assert ledger.audit().problems == ()
@@ -269,20 +283,20 @@ def test_a_bomb_of_a_group_is_refused(
     "node", ["../../etc/passwd", "a/b", "", "a" * 101, "n\xf6de", "a\x00b", "a\nb", "\u202e"]
 )
 def test_names_that_are_paths_or_worse_are_refused(url: str, ledger: Any, node: str) -> None:
-    assert ask(url, "/v1/join", pack(Join(node, "a")))[0] == 422
+    assert ask(url, "/v2/join", pack(Join(node, "a")))[0] == 422
     assert node not in ledger.status()["nodes"]
 
 
 @pytest.mark.parametrize("num", [0, -1, 1025, 2**31, 2**63 - 1, 2**64 - 1])
 def test_counts_that_make_no_sense_are_refused(url: str, num: int) -> None:
-    assert ask(url, "/v1/join", JOIN)[0] == 200
+    assert ask(url, "/v2/join", JOIN)[0] == 200
     for method, request in (
         ("lease", LeaseRequest("n1", "a", num)),
         ("batch", BatchRequest("planner", 1, num, num)),
         ("batch", BatchRequest("planner", 2**63 + num % 9, 0, 1)),
-        ("register", Register("planner", groups.LAYOUT, "s", num, 1, 2**64 - 1)),
+        ("register", Register("planner", fake_groups.LAYOUT, "s", num, 1, 2**64 - 1)),
     ):
-        assert ask(url, f"/v1/{method}", pack(request))[0] == 422, method
+        assert ask(url, f"/v2/{method}", pack(request))[0] == 422, method
 
 
 # ---- what goes wrong behind it
@@ -327,7 +341,7 @@ def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
     error: Exception, status: int, told: str
 ) -> None:
     with running(Service(Scripted(raising(error)), "r", TOKEN)) as url:  # type: ignore[arg-type]
-        found, body, _ = ask(url, "/v1/join", JOIN)
+        found, body, _ = ask(url, "/v2/join", JOIN)
     assert found == status and told.encode() in body and b"secret" not in body
 
 
@@ -341,14 +355,14 @@ def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -
         return Joined("r", "", 1, 1.0, {})
 
     with running(Service(Scripted(answer), "r", TOKEN)) as url, ThreadPoolExecutor(2) as threads:  # type: ignore[arg-type]
-        busy = [threads.submit(ask, url, "/v1/join", JOIN) for _ in range(2)]
+        busy = [threads.submit(ask, url, "/v2/join", JOIN) for _ in range(2)]
         for _ in range(2):
             assert is_asked.acquire(timeout=20)
-        status, _, headers = ask(url, "/v1/join", JOIN)
+        status, _, headers = ask(url, "/v2/join", JOIN)
         assert (status, headers["retry-after"]) == (503, "1")
         is_over.set()
         assert [each.result()[0] for each in busy] == [200, 200]
-        assert ask(url, "/v1/join", JOIN)[0] == 200
+        assert ask(url, "/v2/join", JOIN)[0] == 200
 
 
 # ---- waiting for a batch
@@ -376,7 +390,7 @@ def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.Mo
 def test_who_does_not_wait_is_answered_at_once(wait_s: float) -> None:
     scripted = Scripted()
     with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
-        status, body, _ = ask(url, "/v1/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))
+        status, body, _ = ask(url, "/v2/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))
     assert (status, unpack(body, Batch).num_missing, scripted.num_batches) == (200, 1, 1)
 
 
@@ -385,7 +399,7 @@ def test_an_answer_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -
     with running(Service(Scripted(), "r", TOKEN)) as url:  # type: ignore[arg-type]
         for wait_s, least_s in ((0.1, 0.1), (float("inf"), 0.3), (1e9, 0.3)):
             began = time.monotonic()
-            assert ask(url, "/v1/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))[0] == 200
+            assert ask(url, "/v2/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))[0] == 200
             assert least_s <= time.monotonic() - began < least_s + 5
 
 
@@ -395,7 +409,7 @@ def test_nobody_is_waited_for_who_has_hung_up() -> None:
     with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head("/v1/batch", f"Content-Length: {len(body)}") + body)
+            connection.sendall(head("/v2/batch", f"Content-Length: {len(body)}") + body)
             while scripted.num_batches < 3:
                 time.sleep(0.005)
         for _ in range(8):
@@ -410,7 +424,7 @@ def test_a_server_that_ends_does_not_wait_for_batches() -> None:
     scripted = Scripted()
     with ThreadPoolExecutor(1) as threads, running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
         waiting = threads.submit(
-            ask, url, "/v1/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
+            ask, url, "/v2/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
         )
         while not scripted.num_batches:
             time.sleep(0.005)
@@ -439,7 +453,7 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": f"/v1/{method}",
+        "path": f"/v2/{method}",
         "headers": headers,
         "query_string": b"",
         "is_ending": lambda: True,
@@ -450,14 +464,16 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Service:
-    ledger = groups.ledger(tmp_path_factory.mktemp("fuzzed") / "flow.sqlite")
+    ledger = fake_groups.ledger(tmp_path_factory.mktemp("fuzzed") / "flow.sqlite")
     ledger.join(Join("n", "a"))
-    ledger.register(groups.planner())
+    ledger.register(fake_groups.planner())
     return Service(ledger, ledger.run, TOKEN)
 
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.integers(-3, 5)
-NAMES = st.sampled_from(["n", "a", "planner", "verifier", groups.LAYOUT]) | st.text(max_size=20)
+NAMES = st.sampled_from(["n", "a", "planner", "verifier", fake_groups.LAYOUT]) | st.text(
+    max_size=20
+)
 FLOATS = st.floats()
 
 
@@ -467,9 +483,9 @@ def fields(kind: Any) -> st.SearchStrategy[Any]:
     shapes: dict[str, st.SearchStrategy[Any]] = {
         "layouts": st.dictionaries(NAMES, NAMES, max_size=3),
         "versions": st.dictionaries(NAMES, NUMBERS, max_size=3),
-        "units": st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
+        "work_items": st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
         "payload": st.binary(max_size=50)
-        | st.just(codec.pack_group(groups.group(groups.TASKS[0]))),
+        | st.just(codec.pack_group(fake_groups.group(fake_groups.TASKS[0]))),
         "is_done": st.booleans(),
     }
     names = kind.__dataclass_fields__
@@ -512,7 +528,7 @@ def test_deeply_nested_bytes(url: str) -> None:
         b"\xc6\xff\xff\xff\xff",
         b"\xc1",
     ):
-        assert ask(url, "/v1/join", body)[0] == 400
+        assert ask(url, "/v2/join", body)[0] == 400
 
 
 # ---- starting it
@@ -534,7 +550,7 @@ def test_the_extra_is_named_when_it_is_missing(
 
 def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
     """Each of which has a connection of its own: what one was told the other one knows."""
-    first, second = (groups.ledger(tmp_path / "flow.sqlite") for _ in range(2))
+    first, second = (fake_groups.ledger(tmp_path / "flow.sqlite") for _ in range(2))
     with (
         running(Service(first, first.run, TOKEN)) as one,
         running(Service(second, second.run, TOKEN)) as other,
@@ -542,9 +558,16 @@ def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
         Client(other, TOKEN, wait_s=20) as right,
         ThreadPoolExecutor(1) as threads,
     ):
-        assert left.join(Join("n1", "a")).run == right.register(groups.planner(num_groups=1)).run
+        assert (
+            left.join(Join("n1", "a")).run == right.register(fake_groups.planner(num_groups=1)).run
+        )
         (lease,) = right.lease(LeaseRequest("n1", "a", 1)).leases
         waiting = threads.submit(right.batch, BatchRequest("planner", 1, wait_s=30))
-        assert groups.push(left, lease) == "committed" and groups.push(right, lease) == "duplicate"
-        assert [served.unit for served in waiting.result(timeout=20).groups] == [lease.unit]
+        assert (
+            fake_groups.push(left, lease) == "committed"
+            and fake_groups.push(right, lease) == "duplicate"
+        )
+        assert [served.work_item for served in waiting.result(timeout=20).groups] == [
+            lease.work_item
+        ]
     assert first.audit().problems == ()

@@ -9,7 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from groups import LAYOUT, TASKS, Clock, group, joined, lease, ledger, options, planner, push, turn
+from fake_groups import (
+    LAYOUT,
+    TASKS,
+    Clock,
+    group,
+    joined,
+    lease,
+    ledger,
+    options,
+    planner,
+    push,
+    turn,
+)
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import (
@@ -24,10 +36,10 @@ from flowtrain.dataflow.contract import (
     Renewal,
 )
 from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.base import TaskOrder
+from flowtrain.dataflow.ledger.leases import LeaseBook
+from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
-from flowtrain.dataflow.rules.all import AllGroups
-from flowtrain.dataflow.rules.deadline import EarliestDeadline
+from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
 from flowtrain.tasks import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
 from flowtrain.utils.seeds import derive_seed
@@ -54,7 +66,7 @@ def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterato
 
 
 def batch(flow: Ledger, step: int, policy: str = "planner") -> list[int]:
-    return [served.unit for served in flow.batch(BatchRequest(policy, step)).groups]
+    return [served.work_item for served in flow.batch(BatchRequest(policy, step)).groups]
 
 
 def trained(flow: Ledger, version: int, checkpoint: int = 0) -> None:
@@ -68,10 +80,12 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
     leases = lease(flow, 6)
     cursor = TaskCursor(TASKS, 0)
     assert [each.task for each in leases] == [*cursor.take(4), *cursor.take(4)[:2]]
-    assert [(each.unit, each.attempt, each.index) for each in leases] == [
-        (unit, 1, unit - 1) for unit in range(1, 7)
+    assert [(each.work_item, each.attempt, each.index) for each in leases] == [
+        (work_item, 1, work_item - 1) for work_item in range(1, 7)
     ]
-    assert [each.seed for each in leases] == [derive_seed(0, "unit", unit) for unit in range(1, 7)]
+    assert [each.seed for each in leases] == [
+        derive_seed(0, "unit", work_item) for work_item in range(1, 7)
+    ]
 
 
 def test_a_task_order_is_the_same_from_anywhere() -> None:
@@ -88,7 +102,7 @@ def test_a_request_sent_again_gets_the_same_leases(flow: Ledger) -> None:
     assert lease(flow, 3, key="k1") == first
     assert push(flow, first[0]) == "committed"
     assert lease(flow, 3, key="k1") == first, "as it was answered, whatever has happened since"
-    assert [each.unit for each in lease(flow, 2, key="k2")] == [4, 5]
+    assert [each.work_item for each in lease(flow, 2, key="k2")] == [4, 5]
 
 
 def test_busy_seconds_of_a_request_sent_again_count_once(flow: Ledger) -> None:
@@ -103,10 +117,10 @@ def test_a_lease_that_ran_out_goes_to_another_node_first_of_all(flow: Ledger, cl
     joined(flow, "n2")
     old = lease(flow, 2)
     clock.now += 59
-    assert [each.unit for each in lease(flow, 1, "n2")] == [3]
+    assert [each.work_item for each in lease(flow, 1, "n2")] == [3]
     clock.now += 2
     again = lease(flow, 3, "n2")
-    assert [(each.unit, each.attempt) for each in again] == [(1, 2), (2, 2), (4, 1)]
+    assert [(each.work_item, each.attempt) for each in again] == [(1, 2), (2, 2), (4, 1)]
     assert [each.seed for each in again[:2]] == [each.seed for each in old]
 
 
@@ -114,68 +128,74 @@ def test_renewal_keeps_a_lease_and_tells_which_are_lost(flow: Ledger, clock: Clo
     joined(flow, "n2")
     kept, lost, late = lease(flow, 3)
     clock.now += 50
-    assert flow.renew(Renewal("n1", "a", ((kept.unit, 1),))).lost == ()
+    assert flow.renew(Renewal("n1", "a", ((kept.work_item, 1),))).lost == ()
     clock.now += 20
-    assert [each.unit for each in lease(flow, 1, "n2")] == [lost.unit]
-    renewed = flow.renew(Renewal("n1", "a", tuple((each.unit, 1) for each in (kept, lost, late))))
-    assert renewed.lost == (lost.unit,), (
+    assert [each.work_item for each in lease(flow, 1, "n2")] == [lost.work_item]
+    renewed = flow.renew(
+        Renewal("n1", "a", tuple((each.work_item, 1) for each in (kept, lost, late)))
+    )
+    assert renewed.lost == (lost.work_item,), (
         "nobody has taken the other one that ran out, so it goes on"
     )
-    assert [each.unit for each in lease(flow, 1, "n2")] == [4]
-    assert flow.renew(Renewal("n1", "another life", ((kept.unit, 1),))).lost == (kept.unit,)
+    assert [each.work_item for each in lease(flow, 1, "n2")] == [4]
+    assert flow.renew(Renewal("n1", "another life", ((kept.work_item, 1),))).lost == (
+        kept.work_item,
+    )
 
 
 def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     joined(flow, "n2")
     first = lease(flow, 2)
     joined(flow, "n1", "a")
-    assert flow.status()["units"]["leased"] == 2, "the same life joins again: nothing ends"
+    assert flow.status()["work_items"]["leased"] == 2, "the same life joins again: nothing ends"
     joined(flow, "n1", "b")
-    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [
-        (first[0].unit, 2),
-        (first[1].unit, 2),
+    assert [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")] == [
+        (first[0].work_item, 2),
+        (first[1].work_item, 2),
     ]
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
     (held,) = lease(flow, 1, "n1", "b")
-    assert flow.renew(Renewal("n1", "a", ((held.unit, held.attempt),))).lost == (held.unit,)
-    assert flow.renew(Renewal("n1", "a", ((first[0].unit, 1),))).lost == (first[0].unit,)
+    assert flow.renew(Renewal("n1", "a", ((held.work_item, held.attempt),))).lost == (
+        held.work_item,
+    )
+    assert flow.renew(Renewal("n1", "a", ((first[0].work_item, 1),))).lost == (first[0].work_item,)
     assert push(flow, first[0]) == "committed", "what the old life has done is not thrown away"
 
 
 def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     joined(flow, "n2")
     first, second = lease(flow, 2)
-    flow.release(Release("n2", ((first.unit, 1),)))
-    flow.release(Release("n1", ((first.unit, 2), (second.unit, 1)), "no engine"))
-    flow.release(Release("n1", ((second.unit, 1),), "no engine"))
-    assert [(each.unit, each.attempt) for each in lease(flow, 2, "n2")] == [
-        (second.unit, 2),
+    flow.release(Release("n2", ((first.work_item, 1),)))
+    flow.release(Release("n1", ((first.work_item, 2), (second.work_item, 1)), "no engine"))
+    flow.release(Release("n1", ((second.work_item, 1),), "no engine"))
+    assert [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")] == [
+        (second.work_item, 2),
         (3, 1),
     ]
-    flow.release(Release("n1", ((second.unit, 1),), "sent again, late"))
-    assert flow.status()["units"]["leased"] == 3
+    flow.release(Release("n1", ((second.work_item, 1),), "sent again, late"))
+    assert flow.status()["work_items"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released: no engine": 1}
     joined(flow, "n3")
     (given_back,) = lease(flow, 1, "n3")
-    flow.release(Release("n3", ((given_back.unit, 1),)))
-    assert flow.renew(Renewal("n3", "a", ((given_back.unit, 1),))).lost == (given_back.unit,), (
-        "sent before, arrived after"
-    )
+    flow.release(Release("n3", ((given_back.work_item, 1),)))
+    assert flow.renew(Renewal("n3", "a", ((given_back.work_item, 1),))).lost == (
+        given_back.work_item,
+    ), "sent before, arrived after"
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
-    unit = 0
+    work_item = 0
     for attempt in (1, 2, 3):
         (each,) = lease(flow)
-        assert (each.unit, each.attempt) == (1, attempt)
-        unit = each
+        assert (each.work_item, each.attempt) == (1, attempt)
+        work_item = each
         clock.now += 61
         flow.progress(Progress("planner", 0, 0))
-    assert [each.unit for each in lease(flow)] == [2]
-    assert flow.status()["units"] == {"leased": 1, "waiting": 0, "committed": 0, "failed": 1}
-    assert push(flow, unit) == "committed", "better late than never"
+    assert [each.work_item for each in lease(flow)] == [2]
+    assert flow.status()["work_items"] == {"leased": 1, "waiting": 0, "committed": 0, "failed": 1}
+    assert push(flow, work_item) == "committed", "better late than never"
 
 
 # ---- pushes
@@ -256,22 +276,22 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(
 ) -> None:
     (each,) = lease(flow)
     with pytest.raises(Refused, match=why):
-        flow.push(Push("n1", each.unit, 1, pack_group(make(each.task))))
+        flow.push(Push("n1", each.work_item, 1, pack_group(make(each.task))))
     assert push(flow, each) == "committed"
 
 
 @pytest.mark.parametrize(
-    ("node", "unit", "attempt"),
+    ("node", "work_item", "attempt"),
     [("n2", 1, 1), ("n1", 1, 2), ("n1", 77, 1), ("n1", 2**63, 1), ("n1", 1, -(2**70))],
 )
 def test_who_was_not_leased_a_unit_does_not_push_it(
-    flow: Ledger, node: str, unit: int, attempt: int
+    flow: Ledger, node: str, work_item: int, attempt: int
 ) -> None:
     (each,) = lease(flow)
     with pytest.raises(Refused, match=r"was not leased to|64 bits"):
-        flow.push(Push(node, unit, attempt, pack_group(group(each.task))))
+        flow.push(Push(node, work_item, attempt, pack_group(group(each.task))))
     with pytest.raises(Refused, match="malformed group"):
-        flow.push(Push("n1", each.unit, 1, b"nonsense"))
+        flow.push(Push("n1", each.work_item, 1, b"nonsense"))
     assert push(flow, each) == "committed"
 
 
@@ -284,12 +304,12 @@ def test_what_cannot_be_trained_never_waits_for_a_batch(flow: Ledger) -> None:
     assert flow.batch(BatchRequest("planner", 1)).num_missing == 1
     push(flow, leases[5], rewards=(None, 1.0))
     answer = flow.batch(BatchRequest("planner", 1))
-    assert [served.unit for served in answer.groups] == [3, 4, 5, 6]
+    assert [served.work_item for served in answer.groups] == [3, 4, 5, 6]
     assert answer.stats["num_empty"] == 2
 
 
 def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
-    flow = ledger(database, Clock(), filter="mixed")
+    flow = ledger(database, Clock(), group_filter="mixed")
     joined(flow)
     flow.register(planner(num_groups=2))
     for each, rewards in zip(
@@ -297,7 +317,7 @@ def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
     ):
         push(flow, each, rewards=rewards, num_tokens=3)
     answer = flow.batch(BatchRequest("planner", 1))
-    assert ([each.unit for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
+    assert ([each.work_item for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
     assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {
         "num": 2,
         "tokens_mean": 6.0,
@@ -319,10 +339,10 @@ def test_a_batch_is_put_together_once_for_all_ranks(flow: Ledger) -> None:
     assert flow.batch(BatchRequest("planner", 1)) == whole, "stats and all"
     assert whole.num_missing == 0
     ranks = [flow.batch(BatchRequest("planner", 1, rank, 3)).groups for rank in range(3)]
-    assert [[each.place for each in rank] for rank in ranks] == [[0, 3], [1], [2]]
-    assert sorted((each for rank in ranks for each in rank), key=lambda each: each.place) == list(
-        whole.groups
-    )
+    assert [[each.position for each in rank] for rank in ranks] == [[0, 3], [1], [2]]
+    assert sorted(
+        (each for rank in ranks for each in rank), key=lambda each: each.position
+    ) == list(whole.groups)
     assert [unpack_group(each.payload) for each in whole.groups] == [
         group(each.task) for each in leases[:4]
     ]
@@ -348,14 +368,14 @@ def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
     for each in lease(flow, 2):
         push(flow, each, version=2)
     answer = flow.batch(BatchRequest("planner", 3))
-    assert [each.unit for each in answer.groups] == [11, 12, 13, 14]
+    assert [each.work_item for each in answer.groups] == [11, 12, 13, 14]
     assert {
         name: answer.stats[name]
-        for name in ("num_stale", "stale_tokens_mean", "served_tokens_mean", "staleness_max")
+        for name in ("num_stale", "stale_tokens_mean", "assigned_tokens_mean", "staleness_max")
     } == {
         "num_stale": 2,
         "stale_tokens_mean": 200.0,
-        "served_tokens_mean": 8.0,
+        "assigned_tokens_mean": 8.0,
         "staleness_max": 1,
     }
     assert answer.stats["staleness_mean"] == 0.5
@@ -375,7 +395,7 @@ def test_the_oldest_token_of_a_group_decides(flow: Ledger) -> None:
         whole.trajectories[0],
         replace(whole.trajectories[1], turns=(*whole.trajectories[1].turns, mixed)),
     )
-    flow.push(Push("n1", each.unit, 1, pack_group(replace(whole, trajectories=rollouts))))
+    flow.push(Push("n1", each.work_item, 1, pack_group(replace(whole, trajectories=rollouts))))
     assert flow.batch(BatchRequest("planner", 3)).num_missing == 4
     assert flow.status()["policies"]["planner"]["groups"]["stale"]["num"] == 1
 
@@ -443,7 +463,7 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
     trained(flow, 1)
     second = flow.batch(BatchRequest("planner", 2))
-    assert [(each.unit, each.is_replay) for each in second.groups] == [
+    assert [(each.work_item, each.is_replay) for each in second.groups] == [
         (5, False),
         (6, False),
         (4, True),
@@ -488,7 +508,7 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(
     assert [event.version for event in again.events() if event.outcome is None] == [1, 2], (
         "a version that comes again is no news"
     )
-    assert {each.unit for each in (*first.groups, *second.groups, *third.groups)} == set(
+    assert {each.work_item for each in (*first.groups, *second.groups, *third.groups)} == set(
         range(1, 13)
     )
     with pytest.raises(Refused, match="its checkpoint is of step 1"):
@@ -615,7 +635,7 @@ def test_lease_requests_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(Refused):
         flow.lease(request_)
-    assert flow.status()["units"]["leased"] == 0
+    assert flow.status()["work_items"]["leased"] == 0
 
 
 # ---- two policies
@@ -631,7 +651,7 @@ def test_each_policy_has_its_own_share_and_its_own_pace(database: str, clock: Cl
     flow.register(planner(num_groups=4, policy="verifier"))
     leases = lease(flow, 8)
     for each in leases:
-        flow.push(Push("n1", each.unit, 1, pack_group(group(each.task, verifier=0))))
+        flow.push(Push("n1", each.work_item, 1, pack_group(group(each.task, verifier=0))))
     assert batch(flow, 1) == [1, 2]
     clock.now += 121
     flow.progress(Progress("planner", 1, 1))
@@ -650,7 +670,9 @@ def test_what_a_slow_trainer_cannot_use_is_counted_as_surplus(database: str, clo
     flow.register(planner(num_groups=1, max_staleness=1, policy="verifier"))
     for step in (1, 2):
         for each in lease(flow, 2):
-            flow.push(Push("n1", each.unit, 1, pack_group(group(each.task, version=0, verifier=0))))
+            flow.push(
+                Push("n1", each.work_item, 1, pack_group(group(each.task, version=0, verifier=0)))
+            )
         assert len(batch(flow, step)) == 2
     flow.progress(Progress("planner", 2, 0))
     lease(flow, 1)
@@ -660,7 +682,7 @@ def test_what_a_slow_trainer_cannot_use_is_counted_as_surplus(database: str, clo
     assert flow.audit().problems == ()
 
 
-# ---- the curator as a fold
+# ---- the replayed state of the prompt filter
 
 
 class Recorder:
@@ -673,13 +695,13 @@ class Recorder:
         return draw < 0.5
 
     def observe(self, outcome: Outcome) -> None:
-        self.seen.append(outcome.unit)
+        self.seen.append(outcome.work_item)
 
     def on_version(self, version: int) -> None:
         self.seen.append(f"v{version}")
 
 
-def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: str) -> None:
+def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> None:
     made: list[Recorder] = []
 
     def make_rules() -> Rules:
@@ -707,7 +729,7 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     events = flow.events()
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     expected = [
-        event.outcome.unit if event.outcome else f"v{event.version}"
+        event.outcome.work_item if event.outcome else f"v{event.version}"
         for event in events[: decided[-1].num_events]
     ]
     assert max((each.seen for each in made), key=len) == expected
@@ -719,7 +741,7 @@ def test_decisions_can_be_made_again_from_what_the_curator_had_seen(database: st
     assert flow.audit().problems == ()
 
 
-def test_a_failed_transaction_leaves_no_trace_in_the_curator(
+def test_a_failed_transaction_resets_the_prompt_filter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Recorder] = []
@@ -734,7 +756,7 @@ def test_a_failed_transaction_leaves_no_trace_in_the_curator(
     for each in lease(flow, 4):
         push(flow, each)
     with monkeypatch.context() as patch:
-        patch.setattr(flow, "_grant", lambda *_: 1 / 0)
+        patch.setattr(LeaseBook, "_grant", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lease(flow, 1)
     assert made[-1].seen == [], "it was made anew"
@@ -742,7 +764,7 @@ def test_a_failed_transaction_leaves_no_trace_in_the_curator(
     assert made[-1].seen == [1, 2, 3, 4]
 
 
-def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database: str) -> None:
+def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> None:
     class Nobody(Recorder):
         def admits(self, task_id: str, kind: str, draw: float) -> bool:
             return False
@@ -751,7 +773,7 @@ def test_a_curator_that_admits_nothing_does_not_hold_a_request_for_ever(database
     joined(flow)
     flow.register(planner())
     answer = flow.lease(LeaseRequest("n1", "a", 2))
-    assert (answer.leases, answer.reason) == ((), "curated")
+    assert (answer.leases, answer.reason) == ((), "filtered")
     assert answer.retry_after_s > 0
     assert len(flow.decisions()) == 1002
     assert flow.audit().problems == ()
@@ -770,10 +792,7 @@ def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: 
     assert {
         name: (node["num_groups"], node["num_leased"], node["groups_per_s"])
         for name, node in status["nodes"].items()
-    } == {
-        "n1": (3, 1, 0.0),
-        "n2": (1, 0, 1 / 60),
-    }
+    } == {"n1": (3, 1, 0.0), "n2": (1, 0, 1 / 60)}
     assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
     assert status["policies"]["planner"]["groups"] == {
         "fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}
@@ -787,10 +806,3 @@ def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
     assert "group_size = 2" in answer.config
     assert answer.policies["planner"].layout == LAYOUT
     assert options().rollout.group_size == 2
-
-
-def test_a_peer_with_another_protocol_is_refused_with_both_versions(flow: Ledger) -> None:
-    with pytest.raises(Refused, match="the node speaks protocol 1, this service 2: install"):
-        flow.join(Join("n9", "a", protocol=1))
-    with pytest.raises(Refused, match="the trainer speaks protocol 1, this service 2: install"):
-        flow.register(Register("planner", LAYOUT, "weights", 2, 1, protocol=1))

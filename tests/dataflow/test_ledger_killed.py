@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from groups import group, joined, lease, ledger, planner, push
+from fake_groups import group, joined, lease, ledger, planner, push
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
@@ -25,14 +25,14 @@ HERE = Path(__file__).parent
 NUM_STEPS = 8
 
 
-def crowd(
+def node_processes(
     databases: list[str], on_death: Callable[[int], None] = lambda number: None
 ) -> list[dict[str, Any]]:
-    """What each run of `crowd.py` says in the end; `on_death` hears of the deaths, which are
-    numbered through.
+    """Run `node_processes.py` and return the JSON of each database; `on_death` is called with the
+    number of each death.
     """
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    command = [sys.executable, str(HERE / "crowd.py"), *databases]
+    command = [sys.executable, str(HERE / "node_processes.py"), *databases]
     with subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": path},
@@ -59,29 +59,29 @@ def crowd(
 def check(database: str, end: dict[str, Any]) -> None:
     """Every step was trained, each time with the same groups, and no group by two steps."""
     batches: dict[int, list[int]] = {}
-    for step, units in end["log"]:
-        assert batches.setdefault(step, units) == units, (
+    for step, work_items in end["log"]:
+        assert batches.setdefault(step, work_items) == work_items, (
             f"step {step} had other groups after a crash"
         )
     assert sorted(batches) == list(range(1, NUM_STEPS + 1))
-    served = [unit for units in batches.values() for unit in units]
+    served = [work_item for work_items in batches.values() for work_item in work_items]
     assert len(served) == len(set(served)) == 3 * NUM_STEPS
     flow = ledger(database, lease_s=0.5, max_attempts=1000)
     audit = flow.audit()
     assert audit.problems == ()
-    assert audit.counts["planner.served"] == len(served)
-    units = flow.status()["units"]
-    assert units["failed"] == 0
+    assert audit.counts["planner.assigned"] == len(served)
+    work_items = flow.status()["work_items"]
+    assert work_items["failed"] == 0
     assert (
         sum(n for name, n in audit.counts.items() if name.startswith("planner."))
-        == units["committed"]
+        == work_items["committed"]
     )
     flow.close()
 
 
 def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: Path) -> None:
     databases = [str(tmp_path / f"{number}.db") for number in range(12)]
-    ends = crowd(databases)
+    ends = node_processes(databases)
     for database, end in zip(databases, ends, strict=True):
         check(database, end)
     assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
@@ -99,7 +99,7 @@ def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgre
         if number % 30 == 20:
             postgres_server.restart()
 
-    ends = crowd(urls, restart)
+    ends = node_processes(urls, restart)
     for url, end in zip(urls, ends, strict=True):
         check(url, end)
     assert sum(end["num_deaths"] for end in ends) > 8 * len(ends)
@@ -133,7 +133,7 @@ def test_many_threads_at_once(database: str, num_ledgers: int) -> None:
         with ThreadPoolExecutor(2) as twice:
             for turn in range(8):
                 for each in flow.lease(LeaseRequest(name, "a", 2, key=str(turn))).leases:
-                    request = Push(name, each.unit, each.attempt, pack_group(group(each.task)))
+                    request = Push(name, each.work_item, each.attempt, pack_group(group(each.task)))
                     answers = sorted(
                         answer.status for answer in twice.map(flow.push, [request, request])
                     )
@@ -144,17 +144,17 @@ def test_many_threads_at_once(database: str, num_ledgers: int) -> None:
     def trainer(flow: Ledger) -> None:
         for step in range(1, 6 * 16 // 4 + 1):
             answer = flow.batch(BatchRequest("planner", step, wait_s=30))
-            steps.append([served.unit for served in answer.groups])
+            steps.append([served.work_item for served in answer.groups])
             flow.progress(Progress("planner", step, step))
 
     with ThreadPoolExecutor(7) as pool:
         training = pool.submit(trainer, flows[-1])
         assert sum(pool.map(node, range(6))) == 6 * 16
         training.result(timeout=60)
-    assert sorted(unit for step in steps for unit in step) == list(range(1, 97))
+    assert sorted(work_item for step in steps for work_item in step) == list(range(1, 97))
     audit = flows[0].audit()
     assert audit.problems == ()
-    assert (audit.counts["committed"], audit.counts["planner.served"]) == (96, 96)
+    assert (audit.counts["committed"], audit.counts["planner.assigned"]) == (96, 96)
     assert [event.number for event in flows[0].events()] == list(range(1, 96 + 24 + 1))
     for flow in flows:
         flow.close()
@@ -169,5 +169,5 @@ def test_a_batch_waits_for_what_it_lacks(database: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(flow.batch, BatchRequest("planner", 1, wait_s=30))
         push(flow, second)
-        assert [served.unit for served in waiting.result(timeout=20).groups] == [1, 2]
+        assert [served.work_item for served in waiting.result(timeout=20).groups] == [1, 2]
     assert flow.batch(BatchRequest("planner", 2, wait_s=0.01)).num_missing == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from groups import Clock, group, ledger, planner
+from fake_groups import Clock, group, ledger, planner
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -68,10 +68,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.flow = self.opened()
         self.lives = dict.fromkeys(NODES, "life-0")
         self.leases: dict[tuple[int, int], tuple[str, str, Lease]] = {}
-        """Every lease ever granted, by unit and attempt, with its node and life."""
+        """Every lease ever granted, by work item and attempt, with its node and life."""
         self.asked: dict[tuple[str, str, str], tuple[Lease, ...]] = {}
         self.committed: dict[int, float] = {}
-        """Units whose first push was taken, with a reward that tells that push from others."""
+        """Work items whose first push was taken, with a reward that tells that push from others."""
         self.keys = itertools.count()
         self.rewards = itertools.count()
         self.trainers = {policy: Trainer() for policy in POLICIES}
@@ -105,9 +105,9 @@ class LedgerMachine(RuleBasedStateMachine):
         key = f"key-{next(self.keys)}"
         answer = self.flow.lease(LeaseRequest(node, self.lives[node], num, key=key)).leases
         for each in answer:
-            assert (each.unit, each.attempt) not in self.leases, "leased twice"
-            assert each.unit not in self.committed
-            self.leases[each.unit, each.attempt] = (node, self.lives[node], each)
+            assert (each.work_item, each.attempt) not in self.leases, "leased twice"
+            assert each.work_item not in self.committed
+            self.leases[each.work_item, each.attempt] = (node, self.lives[node], each)
         if answer:
             self.asked[node, self.lives[node], key] = answer
 
@@ -116,8 +116,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """As a node does where nothing goes wrong."""
         self.lease(node, 6)
         policies = self.flow.status()["policies"]
-        for (unit, _), (owner, life, lease) in list(self.leases.items()):
-            if owner == node and life == self.lives[node] and unit not in self.committed:
+        for (work_item, _), (owner, life, lease) in list(self.leases.items()):
+            if owner == node and life == self.lives[node] and work_item not in self.committed:
                 self.pushed(
                     node, lease, {policy: policies[policy]["version"] for policy in POLICIES}, 3
                 )
@@ -134,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def push(self, data: st.DataObject) -> None:
-        """Of any lease ever granted: in time, late, again, after the unit went to others."""
+        """Of any lease ever granted: in time, late, again, after the work item went to others."""
         if not self.leases:
             return
         node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
@@ -149,27 +149,33 @@ class LedgerMachine(RuleBasedStateMachine):
         mine = group(
             lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"]
         )
-        request = Push(node, lease.unit, lease.attempt, pack_group(mine))
+        request = Push(node, lease.work_item, lease.attempt, pack_group(mine))
         status = self.flow.push(request).status
-        assert status == ("duplicate" if lease.unit in self.committed else "committed")
-        self.committed.setdefault(lease.unit, reward)
+        assert status == ("duplicate" if lease.work_item in self.committed else "committed")
+        self.committed.setdefault(lease.work_item, reward)
         assert self.flow.push(request).status == "duplicate"
 
     @rule(data=st.data(), node=st.sampled_from(NODES))
     def renew(self, data: st.DataObject, node: str) -> None:
-        if units := [unit for unit, (owner, _, _) in sorted(self.leases.items()) if owner == node]:
-            some = data.draw(st.lists(st.sampled_from(units), min_size=1, unique=True))
+        if work_items := [
+            work_item for work_item, (owner, _, _) in sorted(self.leases.items()) if owner == node
+        ]:
+            some = data.draw(st.lists(st.sampled_from(work_items), min_size=1, unique=True))
             lost = self.flow.renew(Renewal(node, self.lives[node], tuple(some))).lost
-            newest = {unit: max(n for u, n in self.leases if u == unit) for unit, _ in some}
-            assert {unit for unit, n in some if unit in self.committed or n < newest[unit]} <= set(
-                lost
-            )
+            newest = {
+                work_item: max(n for u, n in self.leases if u == work_item) for work_item, _ in some
+            }
+            assert {
+                work_item
+                for work_item, n in some
+                if work_item in self.committed or n < newest[work_item]
+            } <= set(lost)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.leases:
-            unit = data.draw(st.sampled_from(sorted(self.leases)))
-            self.flow.release(Release(self.leases[unit][0], (unit,), "ended"))
+            key = data.draw(st.sampled_from(sorted(self.leases)))
+            self.flow.release(Release(self.leases[key][0], (key,), "ended"))
 
     @rule(node=st.sampled_from(NODES))
     def node_dies_and_comes_back(self, node: str) -> None:
@@ -208,10 +214,10 @@ class LedgerMachine(RuleBasedStateMachine):
         """The bound holds for every token; what is served was committed, and is what the first push
         brought.
         """
-        assert [each.place for each in answer.groups] == list(range(NUM_GROUPS[policy]))
+        assert [each.position for each in answer.groups] == list(range(NUM_GROUPS[policy]))
         for each in answer.groups:
             rollouts = unpack_group(each.payload).trajectories
-            assert {rollout.reward for rollout in rollouts} == {self.committed[each.unit]}
+            assert {rollout.reward for rollout in rollouts} == {self.committed[each.work_item]}
             turns = [turn for rollout in rollouts for turn in rollout.turns]
             spans = [s for t in turns if policy in t.calls for s in t.calls[policy].spans]
             assert all(0 <= step - 1 - span.version <= STALENESS[policy] for span in spans)
@@ -253,19 +259,19 @@ class LedgerMachine(RuleBasedStateMachine):
         audit = self.flow.audit()
         assert audit.problems == ()
         assert audit.counts.get("committed", 0) == len(self.committed)
-        units = self.flow.status()["units"]
-        assert sum(units.values()) == len({unit for unit, _ in self.leases}), (
-            "a unit was lost, or made by nobody's request"
+        work_items = self.flow.status()["work_items"]
+        assert sum(work_items.values()) == len({work_item for work_item, _ in self.leases}), (
+            "a work item was lost, or made by nobody's request"
         )
         for policy, trainer in self.trainers.items():
             fresh = [
-                each.unit
+                each.work_item
                 for batch in trainer.batches.values()
                 for each in batch.groups
                 if not each.is_replay
             ]
             assert len(fresh) == len(set(fresh)), "served twice"
-            served = audit.counts.get(f"{policy}.served", 0)
+            served = audit.counts.get(f"{policy}.assigned", 0)
             assert served == len(fresh)
             assert sum(n for name, n in audit.counts.items() if name.startswith(policy)) == len(
                 self.committed

@@ -8,12 +8,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from groups import TASKS, Clock, joined, lease, ledger, options, planner, push
+from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, push
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import BatchRequest, Progress, Refused, Release, Unavailable
 from flowtrain.dataflow.ledger import Ledger, open_ledger
-from flowtrain.dataflow.ledger.audit import audited
+from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect
 from flowtrain.tasks import TaskCursor
 from flowtrain.types import UserError
@@ -46,7 +46,7 @@ def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
         ("run", "seed", 1, r"'run.seed = 0' is 'run.seed = 1' now"),
         ("rollout", "group_size", 4, r"rollout.group_size = 2"),
         ("tasks", "num_train", 77, r"tasks.num_train"),
-        ("dataflow", "curator", "greso", r"dataflow.curator = \"all\""),
+        ("dataflow", "prompt_filter", "greso", r"dataflow.prompt_filter = \"all\""),
     ],
 )
 def test_what_units_are_may_not_change_while_a_run_goes_on(
@@ -67,7 +67,7 @@ def test_other_options_may_change(database: str) -> None:
 
 def _limited(flow: Ledger, pragma: str) -> None:
     """For the connection that the next request of this thread uses."""
-    database: Database = flow._database
+    database: Database = flow.database
     with database.read() as transaction:
         transaction.run(f"PRAGMA {pragma}")
 
@@ -92,7 +92,7 @@ def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent
         push(flow, each, num_tokens=20000)
     assert str(path) in str(refusal.value)
     assert flow.audit().problems == ()
-    assert flow.status()["units"]["committed"] == 0
+    assert flow.status()["work_items"]["committed"] == 0
     assert push(flow, each, num_tokens=20000) == "committed"
 
 
@@ -146,30 +146,30 @@ def test_text_that_the_database_does_not_take_is_the_sender_s_fault(database: st
     flow.register(planner())
     (each,) = lease(flow)
     try:
-        flow.release(Release("n1", ((each.unit, 1),), "nul \0 inside"))
+        flow.release(Release("n1", ((each.work_item, 1),), "nul \0 inside"))
     except Refused:
-        flow.release(Release("n1", ((each.unit, 1),), "plain"))
-    assert flow.status()["units"]["waiting"] == 1
+        flow.release(Release("n1", ((each.work_item, 1),), "plain"))
+    assert flow.status()["work_items"]["waiting"] == 1
 
 
 def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
     """Damage by hand; each is found and named with where it is."""
     damages = {
-        "DELETE FROM groups WHERE unit = 2": "a committed unit has no group (2)",
-        "DELETE FROM units WHERE id = 3": "units are not numbered without gaps",
-        "UPDATE units SET state = 'lost' WHERE id = 9": "a unit has no known state (9)",
-        "UPDATE units SET attempt = 2 WHERE id = 9": "a unit does not have as many leases as "
-        "attempts (9)",
-        "UPDATE shares SET state = 'fresh', step = NULL WHERE unit = 1": "a share is in a batch "
-        "and was not served (1)",
-        "DELETE FROM places WHERE unit = 4": "a served share is not in the batch of its step once "
-        "(4)",
-        "UPDATE shares SET min_version = -2 WHERE unit = 1": "a batch has a group that is too old, "
-        "or too new (1)",
-        "DELETE FROM payloads WHERE unit = 6": "a group that is still needed is gone (6)",
-        "DELETE FROM decisions WHERE position = 0": "a unit's task was not admitted (1)",
-        "UPDATE groups SET event = 99 WHERE unit = 1": "events are not numbered without gaps",
-        "DELETE FROM shares WHERE unit = 5": "a group has no share (5)",
+        "DELETE FROM groups WHERE work_item = 2": "a committed work item has no group (2)",
+        "DELETE FROM work_items WHERE id = 3": "work items are not numbered without gaps",
+        "UPDATE work_items SET state = 'lost' WHERE id = 9": "a work item has no known state (9)",
+        "UPDATE work_items SET attempt = 2 WHERE id = 9": "a work item does not have as many "
+        "leases as attempts (9)",
+        "UPDATE shares SET state = 'fresh', step = NULL WHERE work_item = 1": "a share is in a "
+        "batch and was not assigned (1)",
+        "DELETE FROM assignments WHERE work_item = 4": "an assigned share is not in the batch of "
+        "its step once (4)",
+        "UPDATE shares SET min_version = -2 WHERE work_item = 1": "a batch has a group that is too "
+        "old, or too new (1)",
+        "DELETE FROM payloads WHERE work_item = 6": "a group that is still needed is gone (6)",
+        "DELETE FROM decisions WHERE position = 0": "a work item's task was not admitted (1)",
+        "UPDATE groups SET event = 99 WHERE work_item = 1": "events are not numbered without gaps",
+        "DELETE FROM shares WHERE work_item = 5": "a group has no share (5)",
         "DELETE FROM batches": "a group has no batch (1)",
     }
     flow = ledger(database, Clock())
@@ -184,9 +184,9 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
     lease(flow, 1)
     assert flow.audit().problems == ()
     for damage, problem in damages.items():
-        with pytest.raises(_Undo), flow._database.write() as transaction:
+        with pytest.raises(_Undo), flow.database.write() as transaction:
             transaction.run(damage)
-            found = audited(transaction).problems
+            found = audit(transaction).problems
             raise _Undo
         assert any(problem in each for each in found), f"{damage}: {found}"
     assert flow.audit().problems == ()
@@ -198,22 +198,22 @@ class _Undo(Exception):
 
 def test_the_tables_themselves_refuse_a_second_group_and_a_second_serving(tmp_path: Path) -> None:
     flow = ledger(tmp_path / "l.db")
-    with flow._database.write() as transaction:
+    with flow.database.write() as transaction:
         transaction.run("INSERT INTO groups VALUES (1, 'n1', 1, 0, '[]', 0, NULL)")
-        transaction.run("INSERT INTO places VALUES ('planner', 1, 0, 1, 0)")
+        transaction.run("INSERT INTO assignments VALUES ('planner', 1, 0, 1, 0)")
     for second in (
         "INSERT INTO groups VALUES (1, 'n2', 2, 0, '[]', 0, NULL)",
-        "INSERT INTO places VALUES ('planner', 2, 0, 1, 0)",
+        "INSERT INTO assignments VALUES ('planner', 2, 0, 1, 0)",
     ):
-        with pytest.raises(sqlite3.IntegrityError), flow._database.write() as transaction:
+        with pytest.raises(sqlite3.IntegrityError), flow.database.write() as transaction:
             transaction.run(second)
 
 
 def test_open_ledger_takes_tasks_and_rules_from_the_config(tmp_path: Path) -> None:
-    config = options(curator="curriculum", filter="mixed", selector="arrival")
+    config = options(prompt_filter="curriculum", group_filter="mixed", selector="arrival")
     flow = open_ledger(config, tmp_path / "l.db")
     joined(flow)
     flow.register(planner())
     assert lease(flow, 1)[0].task.id
-    with pytest.raises(UserError, match="no curator 'nobody'"):
-        open_ledger(options(curator="nobody"), tmp_path / "m.db")
+    with pytest.raises(UserError, match="no prompt filter 'nobody'"):
+        open_ledger(options(prompt_filter="nobody"), tmp_path / "m.db")

@@ -10,19 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from groups import joined, lease, ledger, options, planner, push
+from fake_groups import joined, lease, ledger, options, planner, push
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest, Progress
-from flowtrain.dataflow.ledger import Ledger, open_ledger
+from flowtrain.dataflow.ledger import Ledger, open_ledger, replay
 from flowtrain.dataflow.rules import Rules, load
-from flowtrain.dataflow.rules.replay import replay
 
 RULES = {
-    "curator": "greso",
-    "curator_options": {"step": 0.1, "floor_easy": 0.3, "floor_hard": 0.2},
-    "filter": "mixed",
+    "prompt_filter": "greso",
+    "prompt_filter_options": {"step": 0.1, "floor_easy": 0.3, "floor_hard": 0.2},
+    "group_filter": "mixed",
     "selector": "weighted",
     "selector_options": {"weights": {"odd": 3.0}},
     "replay_share": 0.25,
@@ -73,16 +72,16 @@ def copy(honest: Path, tmp_path: Path) -> Path:
 
 def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     flow = ledger(honest, **RULES)
-    found, states = replay(flow), {share.state for share in flow.history().shares}
+    found, states = replay(flow.history()), {share.state for share in flow.history().shares}
     assert found.differences == ()
     assert (
         found.num_batches == NUM_STEPS
         and found.num_groups > 4 * NUM_STEPS
         and found.num_prompts > found.num_groups
     )
-    assert {"served", "stale", "filtered"} <= states, "the run has nothing to show"
+    assert {"assigned", "stale", "filtered"} <= states, "the run has nothing to show"
     assert sum(len(batch.again) for batch in flow.history().batches) > 2
-    assert replay(flow) == found
+    assert replay(flow.history()) == found
     flow.close()
 
 
@@ -91,56 +90,59 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     [
         (
             "UPDATE decisions SET admitted = 1 - admitted WHERE position = 30",
-            "place 30 in the order of tasks, 'task-",
+            "position 30 in the order of tasks, 'task-",
         ),
         (
             "UPDATE decisions SET draw = 0.5 WHERE position = 9",
-            "place 9 in the order of tasks: it is 'task-",
+            "position 9 in the order of tasks: it is 'task-",
         ),
         (
             "UPDATE decisions SET task_id = 'task-99' WHERE position = 9",
-            "place 9 in the order of tasks: it is 'task-",
+            "position 9 in the order of tasks: it is 'task-",
         ),
         (
             "UPDATE decisions SET num_events = 9999 WHERE position = 40",
-            "place 40 in the order of tasks: the curator had seen 9999 events",
+            "position 40 in the order of tasks: the prompt filter had seen 9999 events",
         ),
-        ("UPDATE groups SET event = 9999 WHERE event = 5", ": the curator had seen "),
+        ("UPDATE groups SET event = 9999 WHERE event = 5", ": the prompt filter had seen "),
         (
             "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE rewards = '[0.0, 0.0]'",
-            "the curator says",
+            "the prompt filter says",
         ),
         (
-            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE unit = (SELECT unit FROM shares WHERE "
-            "state = 'filtered')",
-            "the filter says yes, the",
+            "UPDATE groups SET rewards = '[0.0, 1.0]' WHERE work_item = (SELECT work_item FROM"
+            " shares WHERE state = 'filtered')",
+            "the group filter says yes, the",
         ),
         (
-            "UPDATE shares SET state = 'filtered' WHERE unit = (SELECT min(unit) FROM shares WHERE "
-            "state = 'served')",
-            "the filter says yes, the",
+            "UPDATE shares SET state = 'filtered' WHERE work_item = (SELECT min(work_item) FROM"
+            " shares WHERE state = 'assigned')",
+            "the group filter says yes, the",
         ),
         (
-            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE unit = (SELECT max(unit) FROM shares "
-            "WHERE state = 'served')",
-            "the filter says no, the ledger has yes",
+            "UPDATE groups SET rewards = '[1.0, 1.0]' WHERE work_item = (SELECT max(work_item) FROM"
+            " shares WHERE state = 'assigned')",
+            "the group filter says no, the ledger has yes",
         ),
         ("UPDATE bumps SET version = version + 1 WHERE event = (SELECT max(event) FROM bumps)", ""),
-        ("DELETE FROM bumps WHERE event = (SELECT min(event) FROM bumps)", "the curator had seen"),
         (
-            "UPDATE places SET place = 9 WHERE step = 7 AND place = 0",
+            "DELETE FROM bumps WHERE event = (SELECT min(event) FROM bumps)",
+            "the prompt filter had seen",
+        ),
+        (
+            "UPDATE assignments SET position = 9 WHERE step = 7 AND position = 0",
             "batch of step 7, planner: the selector takes [",
         ),
         (
-            "UPDATE places SET unit = unit + 1000 WHERE step = 7 AND is_replay = 1",
+            "UPDATE assignments SET work_item = work_item + 1000 WHERE step = 7 AND is_replay = 1",
             "batch of step 7, planner: the selector takes [",
         ),
         (
             "UPDATE batches SET num_events = num_events / 2 WHERE step = 8",
             "batch of step 8, planner: the selector takes [",
         ),
-        ("UPDATE shares SET state = 'served' WHERE state = 'stale'", "batch of step "),
-        ("UPDATE units SET kind = 'odd'", "batch of step "),
+        ("UPDATE shares SET state = 'assigned' WHERE state = 'stale'", "batch of step "),
+        ("UPDATE work_items SET kind = 'odd'", "batch of step "),
     ],
 )
 def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: str) -> None:
@@ -148,7 +150,7 @@ def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: st
     with sqlite3.connect(copy) as database:
         assert database.execute(change).rowcount > 0
     flow = ledger(copy, **RULES)
-    found = replay(flow).differences
+    found = replay(flow.history()).differences
     assert difference in "".join(found) if difference else found == ()
     flow.close()
 
@@ -156,7 +158,7 @@ def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: st
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
-        ({"filter": "all"}, "the filter says yes, the ledger has no"),
+        ({"group_filter": "all"}, "the group filter says yes, the ledger has no"),
         ({"selector": "arrival", "selector_options": {}}, "batch of step "),
         ({"replay_share": 0.5}, "batch of step "),
     ],
@@ -165,12 +167,12 @@ def test_other_options_than_those_of_the_run_are_found(
     honest: Path, changed: dict[str, object], difference: str
 ) -> None:
     flow = ledger(honest, **{**RULES, **changed})
-    assert difference in replay(flow).differences[0]
+    assert difference in replay(flow.history()).differences[0]
     flow.close()
 
 
 class Moody:
-    """A curator that decides by something that it was not told."""
+    """A prompt filter that decides by something that it was not told."""
 
     def __init__(self) -> None:
         self.mood = random.Random()
@@ -186,22 +188,31 @@ class Moody:
 def test_a_rule_that_is_no_function_of_the_ledger_is_found(tmp_path: Path) -> None:
     def make_rules() -> Rules:
         rules = load(options().dataflow)
-        return Rules(Moody(), rules.filter, rules.selector)
+        return Rules(Moody(), rules.group_filter, rules.selector)
 
     flow = trained(ledger(tmp_path / "ledger.db", make_rules=make_rules), 4)
-    assert "the curator says" in replay(flow).differences[0]
+    assert "the prompt filter says" in replay(flow.history()).differences[0]
     flow.close()
 
 
 def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
     flow = ledger(tmp_path / "ledger.db")
-    assert (found := replay(flow)).differences == () and found.num_prompts == found.num_batches == 0
+    assert (
+        found := replay(flow.history())
+    ).differences == () and found.num_prompts == found.num_batches == 0
     flow.close()
 
 
 def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "ledger.db")
-    words = ["--rollout.group_size", "2", "--tasks.num_train", "40", "--dataflow.filter", "mixed"]
+    words = [
+        "--rollout.group_size",
+        "2",
+        "--tasks.num_train",
+        "40",
+        "--dataflow.group_filter",
+        "mixed",
+    ]
     config = parse(words)
     assert config is not None
     flow = trained(open_ledger(config, path), 3)
@@ -212,11 +223,11 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
         "3 batches decided about\nevery decision comes out as it was\n"
     )
     assert main([*command, *words[:-1], "all"]) == 1
-    assert "differs: group of unit " in capsys.readouterr().out
+    assert "differs: group of work item " in capsys.readouterr().out
     assert main([*command, *words, "--run.seed", "5"]) == 2
     assert "run.seed" in capsys.readouterr().err
     with sqlite3.connect(path) as database:
-        database.execute("DELETE FROM places WHERE step = 2")
+        database.execute("DELETE FROM assignments WHERE step = 2")
     assert main([*command, *words]) == 1
     assert capsys.readouterr().out.startswith("problem: ")
     assert (
@@ -226,7 +237,7 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest: Path) -> None:
-    """The same requests, answered by a new ledger object each: the curator's state comes from the
+    """Every request is answered by a new ledger object: the prompt filter's state comes from the
     database alone.
     """
 

@@ -21,15 +21,16 @@ import json
 from flowtrain.dataflow.rules import Outcome, load
 from flowtrain.config.options import parse
 
-config = parse(["--dataflow.curator", "rest", "--dataflow.curator_options", "{num_versions = 2}"])
-curator = load(config.dataflow).curator
-answers = [curator.admits("a", "", 0.5)]
-curator.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
-curator.observe(Outcome(2, "b", "", (1.0, 0.0), 10))
+args = ["--dataflow.prompt_filter", "rest"]
+config = parse([*args, "--dataflow.prompt_filter_options", "{num_versions = 2}"])
+prompt_filter = load(config.dataflow).prompt_filter
+answers = [prompt_filter.admits("a", "", 0.5)]
+prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
+prompt_filter.observe(Outcome(2, "b", "", (1.0, 0.0), 10))
 for version in (1, 2):
-    answers += [curator.admits("a", "", 0.5), curator.admits("b", "", 0.5)]
-    curator.on_version(version)
-print(json.dumps([*answers, curator.admits("a", "", 0.5)]))
+    answers += [prompt_filter.admits("a", "", 0.5), prompt_filter.admits("b", "", 0.5)]
+    prompt_filter.on_version(version)
+print(json.dumps([*answers, prompt_filter.admits("a", "", 0.5)]))
 """
 
 
@@ -62,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_curator_is_loaded_with_its_options(site: Path) -> None:
+def test_an_installed_prompt_filter_is_loaded_with_its_options(site: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", ASK],

@@ -44,7 +44,7 @@ def install(
     package: str,
     entries: dict[str, str],
     source: str = HALF,
-    group: str = "flowtrain.filters",
+    group: str = "flowtrain.group_filters",
 ) -> None:
     """Lay `package` out as pip would."""
     (folder / f"{package}.py").write_text(source)
@@ -70,48 +70,53 @@ def refused(**options: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("point", registry.POINTS, ids=lambda point: point.key)
-def test_every_built_in_rule_is_made(point: registry.Point) -> None:
-    for name, value in point.built_in.items():
+@pytest.mark.parametrize("kind", registry.KINDS, ids=lambda kind: kind.key)
+def test_every_built_in_rule_is_made(kind: registry.RuleKind) -> None:
+    for name, value in kind.built_in.items():
         options = {"weights": {"sum": 2}} if name == "weighted" else {}
-        rules = load(Dataflow.model_validate({point.key: name, f"{point.key}_options": options}))
-        rule = getattr(rules, point.key)
+        rules = load(Dataflow.model_validate({kind.key: name, f"{kind.key}_options": options}))
+        rule = getattr(rules, kind.key)
         assert type(rule).__name__ == value.partition(":")[2]
-        assert all(callable(getattr(rule, method)) for method in point.methods)
+        assert all(callable(getattr(rule, method)) for method in kind.methods)
 
 
-def test_a_curator_is_made_anew_for_every_run() -> None:
-    first, second = load(Dataflow(curator="greso")), load(Dataflow(curator="greso"))
+def test_every_run_has_a_new_prompt_filter() -> None:
+    first, second = load(Dataflow(prompt_filter="greso")), load(Dataflow(prompt_filter="greso"))
     for _ in range(9):
-        first.curator.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
-    assert not first.curator.admits("a", "", 0.9) and second.curator.admits("a", "", 0.9)
+        first.prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
+    assert not first.prompt_filter.admits("a", "", 0.9) and second.prompt_filter.admits(
+        "a", "", 0.9
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"curator": "gresso"},
-            "dataflow.curator: no curator 'gresso'; there are all, greso, curriculum",
+            {"prompt_filter": "gresso"},
+            "dataflow.prompt_filter: no prompt filter 'gresso'; there are all, greso, curriculum",
         ),
-        ({"filter": "greso"}, "dataflow.filter: no filter 'greso'; there are all, mixed"),
+        (
+            {"group_filter": "greso"},
+            "dataflow.group_filter: no group filter 'greso'; there are all, mixed",
+        ),
         (
             {"selector": ""},
             "dataflow.selector: no selector ''; there are deadline, arrival, weighted",
         ),
         (
-            {"filter_options": {"x": 1}},
-            "dataflow.filter_options: all: got an unexpected keyword argument 'x'; it takes no "
-            "options",
+            {"group_filter_options": {"x": 1}},
+            "dataflow.group_filter_options: all: got an unexpected keyword argument 'x'; it takes "
+            "no options",
         ),
         (
-            {"curator": "curriculum", "curator_options": {"exploraton": 1}},
-            "dataflow.curator_options: curriculum: got an unexpected keyword argument "
+            {"prompt_filter": "curriculum", "prompt_filter_options": {"exploraton": 1}},
+            "dataflow.prompt_filter_options: curriculum: got an unexpected keyword argument "
             "'exploraton'; it takes exploration, memory",
         ),
         (
-            {"curator": "greso", "curator_options": {"floor_easy": 0}},
-            "dataflow.curator_options.floor_easy=0: Input should be greater than 0 (greso)",
+            {"prompt_filter": "greso", "prompt_filter_options": {"floor_easy": 0}},
+            "dataflow.prompt_filter_options.floor_easy=0: Input should be greater than 0 (greso)",
         ),
         (
             {"selector": "weighted", "selector_options": {"weights": {"sum": -1}}},
@@ -132,17 +137,22 @@ def test_a_bad_name_or_option_is_refused_with_what_there_is(
 
 def test_an_installed_rule_gets_its_options(site: Path) -> None:
     install(site, "halves", {"half": "halves:Half"})
-    keeps = load(Dataflow(filter="half", filter_options={"threshold": 0.75})).filter.keeps
+    keeps = load(
+        Dataflow(group_filter="half", group_filter_options={"threshold": 0.75})
+    ).group_filter.keeps
     assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10)) and not keeps(
         Outcome(1, "a", "", (1, 1, 0, 0), 10)
     )
-    assert refused(filter="half", filter_options={"threshold": 2}).startswith(
-        "dataflow.filter_options.threshold=2: Input should be less"
+    assert refused(group_filter="half", group_filter_options={"threshold": 2}).startswith(
+        "dataflow.group_filter_options.threshold=2: Input should be less"
     )
-    assert refused(filter="half", filter_options={"x": 2}).endswith(
+    assert refused(group_filter="half", group_filter_options={"x": 2}).endswith(
         "unexpected keyword argument 'x'; it takes threshold"
     )
-    assert refused(filter="full") == "dataflow.filter: no filter 'full'; there are all, mixed, half"
+    assert (
+        refused(group_filter="full")
+        == "dataflow.group_filter: no group filter 'full'; there are all, mixed, half"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,8 +182,8 @@ def test_a_package_whose_rule_cannot_be_made_is_named(
 ) -> None:
     install(site, "halves", {"half": value})
     assert (
-        refused(filter="half", filter_options=options)
-        == f"filter 'half' of package halves 1.2 {reason}"
+        refused(group_filter="half", group_filter_options=options)
+        == f"group filter 'half' of package halves 1.2 {reason}"
     )
 
 
@@ -183,13 +193,16 @@ def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first:
     install(site, "other", {name: "other:Half"})
     assert (
         refused()
-        == f"filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
+        == f"group filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
     )
 
 
 def test_a_rule_of_another_place_is_none_here(site: Path) -> None:
-    install(site, "halves", {"half": "halves:Half"}, group="flowtrain.curators")
-    assert refused(filter="half") == "dataflow.filter: no filter 'half'; there are all, mixed"
-    assert refused(curator="half").startswith(
-        "curator 'half' of package halves 1.2 has no method admits; it needs admits, observe, on_"
+    install(site, "halves", {"half": "halves:Half"}, group="flowtrain.prompt_filters")
+    assert (
+        refused(group_filter="half")
+        == "dataflow.group_filter: no group filter 'half'; there are all, mixed"
+    )
+    assert refused(prompt_filter="half").startswith(
+        "prompt filter 'half' of package halves 1.2 has no method admits; it needs admits, observe"
     )

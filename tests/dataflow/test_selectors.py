@@ -9,21 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow.rules import Candidate, Outcome, reused
-from flowtrain.dataflow.rules.all import AllGroups
-from flowtrain.dataflow.rules.arrival import Arrival
-from flowtrain.dataflow.rules.deadline import EarliestDeadline
-from flowtrain.dataflow.rules.mixed import Mixed
+from flowtrain.dataflow.rules import Candidate, Outcome, replays
+from flowtrain.dataflow.rules.builtin import AllGroups, Arrival, EarliestDeadline, Mixed
 from flowtrain.dataflow.rules.weighted import Weighted, rounded, shares
 
 
 def candidate(
-    unit: int, deadline: int = 0, position: int | None = None, kind: str = ""
+    work_item: int, deadline: int = 0, position: int | None = None, kind: str = ""
 ) -> Candidate:
     return Candidate(
-        Outcome(unit, f"task-{unit}", kind, (1.0, 0.0), 10),
+        Outcome(work_item, f"task-{work_item}", kind, (1.0, 0.0), 10),
         deadline,
-        unit if position is None else position,
+        work_item if position is None else position,
     )
 
 
@@ -55,7 +52,10 @@ def test_the_earliest_deadline_comes_first_and_then_what_came_first() -> None:
 
 def test_weights_that_divide_the_batch_give_whole_shares() -> None:
     """Weights 3 and 1 in 8 places: 6 and 2; the kind without a weight of its own weighs 1 too."""
-    waiting = [candidate(unit, -unit, kind="sum" if unit % 2 else "chain") for unit in range(40)]
+    waiting = [
+        candidate(work_item, -work_item, kind="sum" if work_item % 2 else "chain")
+        for work_item in range(40)
+    ]
     chosen = Weighted({"sum": 3.0}).select(waiting, 8, 5)
     assert chosen == [
         39,
@@ -86,11 +86,16 @@ def test_what_a_kind_lacks_goes_to_the_others_by_their_weights() -> None:
 
 def test_a_small_share_is_rounded_up_as_often_as_it_should() -> None:
     """0.4 of 4 places: 1 in 40 % of all batches, and never none in all of them."""
-    waiting = [candidate(unit, kind="rare" if unit % 10 == 0 else "common") for unit in range(100)]
+    waiting = [
+        candidate(work_item, kind="rare" if work_item % 10 == 0 else "common")
+        for work_item in range(100)
+    ]
     chosen = [
         Weighted({"rare": 1.0, "common": 9.0}).select(waiting, 4, seed) for seed in range(500)
     ]
-    num_rare = Counter(sum(unit % 10 == 0 for unit in units) for units in chosen)
+    num_rare = Counter(
+        sum(work_item % 10 == 0 for work_item in work_items) for work_items in chosen
+    )
     assert set(num_rare) == {0, 1} and num_rare[1] == pytest.approx(
         200, abs=35
     )  # 3 standard deviations
@@ -141,26 +146,29 @@ def test_every_selector_fills_the_batch_with_different_groups(
     waiting: list[tuple[int, str]], num: int, seed: int
 ) -> None:
     candidates = [
-        candidate(unit, deadline, kind=kind) for unit, (deadline, kind) in enumerate(waiting, 1)
+        candidate(work_item, deadline, kind=kind)
+        for work_item, (deadline, kind) in enumerate(waiting, 1)
     ]
     for selector in (EarliestDeadline(), Arrival(), Weighted({"a": 0.01, "b": 5.0})):
-        units = selector.select(candidates, num, seed)
-        assert len(units) == len(set(units)) == min(num, len(candidates)) and set(units) <= set(
-            range(1, 21)
-        )
-        assert units == selector.select(candidates[::-1], num, seed)
+        work_items = selector.select(candidates, num, seed)
+        assert len(work_items) == len(set(work_items)) == min(num, len(candidates)) and set(
+            work_items
+        ) <= set(range(1, 21))
+        assert work_items == selector.select(candidates[::-1], num, seed)
 
 
 def test_what_was_trained_last_is_trained_again_while_its_deadline_lasts() -> None:
-    consumed = [candidate(unit, deadline) for unit, deadline in ((1, 9), (2, 4), (3, 5), (4, 6))]
-    assert reused(consumed, num_groups=8, share=0.25, version=5) == [4, 3]
-    assert reused(consumed, num_groups=8, share=0.5, version=5) == [
+    consumed = [
+        candidate(work_item, deadline) for work_item, deadline in ((1, 9), (2, 4), (3, 5), (4, 6))
+    ]
+    assert replays(consumed, num_groups=8, share=0.25, version=5) == [4, 3]
+    assert replays(consumed, num_groups=8, share=0.5, version=5) == [
         4,
         3,
         1,
     ]  # 2 is too old, there are no more
-    assert reused(consumed, num_groups=8, share=0.5, version=6) == [4, 1]
-    assert reused(consumed, num_groups=8, share=0.0, version=0) == []
+    assert replays(consumed, num_groups=8, share=0.5, version=6) == [4, 1]
+    assert replays(consumed, num_groups=8, share=0.0, version=0) == []
 
 
 @pytest.mark.parametrize(
@@ -169,5 +177,5 @@ def test_what_was_trained_last_is_trained_again_while_its_deadline_lasts() -> No
 def test_the_share_is_rounded_down_but_not_for_want_of_a_bit(
     num_groups: int, share: float, num: int
 ) -> None:
-    consumed = [candidate(unit) for unit in range(100)]
-    assert len(reused(consumed, num_groups, share, 0)) == num
+    consumed = [candidate(work_item) for work_item in range(100)]
+    assert len(replays(consumed, num_groups, share, 0)) == num

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from groups import Clock, joined, lease, ledger, planner, push
+from fake_groups import Clock, joined, lease, ledger, planner, push
 
 from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest
@@ -30,7 +30,7 @@ def test_a_trailing_mean_by_hand() -> None:
 
 
 def test_a_ledger_becomes_a_picture(tmp_path: Path) -> None:
-    """Two nodes push two groups each, of which a batch of four is made; the times are the ledger's."""
+    """Two nodes push two groups each, which make a batch; the times are the ledger's."""
     clock = Clock()
     database = str(tmp_path / "flow.sqlite")
     flow = ledger(database, clock=clock)

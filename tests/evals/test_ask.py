@@ -22,7 +22,7 @@ from flowtrain.evals.chat_planner import ChatPlanner, PlainText
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
-from flowtrain.rewards import Judge, VerdictCache
+from flowtrain.rewards import Judge, JudgeCache
 from flowtrain.types import Action, Task, Trajectory, UserError
 
 TASKS = tuple(
@@ -152,7 +152,7 @@ class FakeChat:
 
 def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: Path) -> None:
     chat = FakeChat()
-    judge = Judge(chat, VerdictCache(tmp_path / "cache.sqlite"), JudgeOptions())
+    judge = Judge(chat, JudgeCache(tmp_path / "cache.sqlite"), JudgeOptions())
     log = run(
         tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge
     )

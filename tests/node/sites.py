@@ -45,7 +45,7 @@ def make_model(path: Path, num_layers: int = 1) -> str:
 
 
 def make_config(model: str, **sections: dict[str, Any]) -> Config:
-    """Two rollouts of a few tokens per unit."""
+    """Two rollouts of a few tokens per work item."""
     small: dict[str, dict[str, Any]] = {
         "model": {"path": model},
         "tasks": {"num_train": 40, "kinds": ("lookup",)},

@@ -147,7 +147,7 @@ class Nodes:
         name: str = "a",
         *,
         max_in_flight: int = 2 * G,
-        num_units: int = 0,
+        num_groups: int = 0,
         engine: Engine | None = None,
     ) -> Node:
         syncer = WeightSyncer(
@@ -155,7 +155,7 @@ class Nodes:
         )  # type: ignore[dict-item]
         member = self.join(name)
         syncer.on_policy_state(member.joined.policies)
-        return Node(self.dataflow, member, rollout, syncer, Limits(max_in_flight, 8, num_units))
+        return Node(self.dataflow, member, rollout, syncer, Limits(max_in_flight, 8, num_groups))
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def run(*nodes: Node) -> list[int]:
     return asyncio.run(together())
 
 
-def units(ledger: Ledger) -> dict[str, int]:
-    return dict(ledger.status()["units"])
+def work_items(ledger: Ledger) -> dict[str, int]:
+    return dict(ledger.status()["work_items"])
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -191,7 +191,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
-    """Units and groups of the first batches."""
+    """Work items and groups of the first batches."""
     from flowtrain.dataflow.contract import BatchRequest
 
     served = [
@@ -199,16 +199,16 @@ def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
         for step in range(1, num // 4 + 1)
         for each in ledger.batch(BatchRequest("planner", step)).groups
     ]
-    return [(each.unit, unpack_group(each.payload)) for each in served]
+    return [(each.work_item, unpack_group(each.payload)) for each in served]
 
 
 def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None:
-    assert run(nodes.make(soon, num_units=8)) == [8]
-    assert units(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    assert run(nodes.make(soon, num_groups=8)) == [8]
+    assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     made = dict(groups(ledger, 8))
     assert sorted(made) == list(range(1, 9))
-    for unit, group in made.items():
-        seed = derive_seed(derive_seed(ledger._config.run.seed, "unit", unit), 0)
+    for work_item, group in made.items():
+        seed = derive_seed(derive_seed(ledger.config.run.seed, "unit", work_item), 0)
         assert len(group.trajectories) == G and group.trajectories[0].seed == seed
         assert (
             len({t.seed for t in group.trajectories}) == G
@@ -220,7 +220,7 @@ def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None
 def test_so_many_rollouts_are_under_way(
     ledger: Ledger, nodes: Nodes, most: int, num_at_once: int
 ) -> None:
-    """As many units as the rollouts are enough for; one at least, whose rollouts then take turns."""
+    """As many work items as the rollouts are enough for; one at least, whose rollouts then take turns."""
     now, seen = 0, []
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -231,14 +231,14 @@ def test_so_many_rollouts_are_under_way(
         now -= 1
         return trajectory(task, seed)
 
-    run(nodes.make(rollout, max_in_flight=most, num_units=6))
+    run(nodes.make(rollout, max_in_flight=most, num_groups=6))
     assert max(seen) == num_at_once
 
 
 def test_several_nodes_make_every_unit_once(ledger: Ledger, nodes: Nodes) -> None:
-    pushed = run(*(nodes.make(soon, name, num_units=6) for name in "abc"))
+    pushed = run(*(nodes.make(soon, name, num_groups=6) for name in "abc"))
     assert pushed == [6, 6, 6]
-    assert units(ledger)["committed"] == 18
+    assert work_items(ledger)["committed"] == 18
 
 
 def test_the_end_of_training_is_the_end_of_the_node(ledger: Ledger, nodes: Nodes) -> None:
@@ -264,14 +264,16 @@ def test_stopped_it_pushes_what_is_done_and_gives_the_rest_back(
     async def stopped() -> int:
         async with asyncio.timeout(30):
             running = asyncio.create_task(node.run())
-            await until(lambda: units(ledger)["leased"] == 2 and units(ledger)["committed"] == 2)
+            await until(
+                lambda: work_items(ledger)["leased"] == 2 and work_items(ledger)["committed"] == 2
+            )
             node.stop()
             return await running
 
     assert asyncio.run(stopped()) == 2
-    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
-    assert run(nodes.make(soon, "b", num_units=2)) == [2]
-    assert units(ledger)["waiting"] == 0 and units(ledger)["committed"] == 4
+    assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
+    assert run(nodes.make(soon, "b", num_groups=2)) == [2]
+    assert work_items(ledger)["waiting"] == 0 and work_items(ledger)["committed"] == 4
 
 
 def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes) -> None:
@@ -295,7 +297,7 @@ def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes
             return await running
 
     assert asyncio.run(main()) == 0
-    assert units(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
+    assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
 
 
 def test_an_engine_that_fails_ends_the_node_and_its_leases_go_back(
@@ -309,22 +311,22 @@ def test_an_engine_that_fails_ends_the_node_and_its_leases_go_back(
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
     assert caught.group_contains(EngineError, match="died twice")
-    left = units(ledger)
+    left = work_items(ledger)
     assert left["leased"] == 0 and left["waiting"] >= 1
 
 
 def test_a_rollout_with_a_bug_costs_its_unit_alone(
     ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The unit goes back, and counts as failed once it has gone back `max_attempts` times."""
+    """The work item goes back, and counts as failed once it has gone back `max_attempts` times."""
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         if task.id == TASKS[3].id:
             raise KeyError("a bug of ours")
         return await soon(task, seed)
 
-    run(nodes.make(rollout, num_units=9))
-    assert units(ledger)["failed"] == 1 and units(ledger)["committed"] == 9
+    run(nodes.make(rollout, num_groups=9))
+    assert work_items(ledger)["failed"] == 1 and work_items(ledger)["committed"] == 9
     assert (
         sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 3
     )
@@ -336,21 +338,21 @@ def test_a_node_that_can_do_nothing_ends(ledger: Ledger, nodes: Nodes) -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
-    assert "units in a row could not be done; the last: KeyError" in str(
+    assert "work items in a row could not be done; the last: KeyError" in str(
         next(user_errors(caught.value))
     )
-    assert units(ledger)["leased"] == 0
+    assert work_items(ledger)["leased"] == 0
 
 
 @dataclass
 class Picky:
-    """A dataflow that refuses the groups of some units, or loses leases."""
+    """A dataflow that refuses the groups of some work items, or loses leases."""
 
     inner: Ledger
     refused: tuple[int, ...] = ()
 
     def push(self, request: Push) -> Pushed:
-        if request.unit in self.refused:
+        if request.work_item in self.refused:
             raise Refused("malformed group: it is too long")
         return self.inner.push(request)
 
@@ -362,14 +364,14 @@ def test_a_group_that_is_refused_goes_back_and_the_node_goes_on(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = Nodes(Picky(ledger, (2,)))  # type: ignore[arg-type]
-    assert run(nodes.make(soon, num_units=6)) == [6]
-    assert units(ledger)["committed"] == 6
-    assert units(ledger)["failed"] == 1, "after three attempts"
+    assert run(nodes.make(soon, num_groups=6)) == [6]
+    assert work_items(ledger)["committed"] == 6
+    assert work_items(ledger)["failed"] == 1, "after three attempts"
     assert "it is too long" in caplog.text
 
 
 def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
-    """The ledger's clock goes beyond the lease before the node renews: another one gets the units."""
+    """The ledger's clock goes beyond the lease before the node renews: another one gets the work items."""
     cancelled = 0
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -385,16 +387,16 @@ def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: C
     async def main() -> None:
         async with asyncio.timeout(30):
             running = asyncio.create_task(slow.run())
-            await until(lambda: units(ledger)["leased"] == 1)
+            await until(lambda: work_items(ledger)["leased"] == 1)
             clock.now += 1.0
-            assert await nodes.make(soon, "b", num_units=2).run() == 2
+            assert await nodes.make(soon, "b", num_groups=2).run() == 2
             await until(lambda: cancelled == G)
             assert not running.done()
             slow.stop()
             await running
 
     asyncio.run(main())
-    assert units(ledger)["committed"] == 2
+    assert work_items(ledger)["committed"] == 2
 
 
 def test_leases_are_renewed_while_the_work_goes_on(
@@ -407,14 +409,14 @@ def test_leases_are_renewed_while_the_work_goes_on(
         await go_on.wait()
         return trajectory(task, seed)
 
-    node = nodes.make(rollout, max_in_flight=G, num_units=1)
+    node = nodes.make(rollout, max_in_flight=G, num_groups=1)
     renewals = []
     renew = ledger.renew
 
     def counted(request: Any) -> Any:
         answer = renew(request)
         clock.now += 0.2  # of 0.3
-        renewals.append(request.units)
+        renewals.append(request.work_items)
         if len(renewals) > 10:
             node._loop_of_the_test.call_soon_threadsafe(go_on.set)  # type: ignore[attr-defined]
         return answer
@@ -430,7 +432,7 @@ def test_leases_are_renewed_while_the_work_goes_on(
     assert set(renewals) == {((1, 1),)}
     other = nodes.join("b")
     (lease,) = ledger.lease(LeaseRequest("b", other.life, 1)).leases
-    assert (lease.unit, lease.attempt) == (2, 1), "nobody else had to do unit 1"
+    assert (lease.work_item, lease.attempt) == (2, 1), "nobody else had to do work item 1"
 
 
 def test_another_process_of_its_name_takes_over(ledger: Ledger, nodes: Nodes) -> None:
@@ -613,7 +615,7 @@ def test_what_it_says_of_its_time(ledger: Ledger, nodes: Nodes) -> None:
         await asyncio.sleep(0.2)
         return trajectory(task, seed)
 
-    run(nodes.make(rollout, max_in_flight=G, num_units=2))
+    run(nodes.make(rollout, max_in_flight=G, num_groups=2))
     assert len({request.key for request in asked}) == len(asked) == 2
     assert asked[1].busy_s == pytest.approx(0.2, abs=0.15) and asked[1].busy_s >= 0.19
     assert asked[1].waited_s < 0.15

@@ -91,13 +91,21 @@ def start(
     ours: Server | None = request.getfixturevalue("server") if request.param == "ours" else None
     started: list[Process] = []
 
-    def begin(num_units: int) -> Process:
+    def begin(num_groups: int) -> Process:
         if ours is not None:
-            words = ("--dataflow", here.url, "--name", "n1", "--units", num_units)
-            started.append(once(ours.start("rollout", *words, env={"FLOWTRAIN_TOKEN": TOKEN})))
+            words = ("--dataflow", here.url, "--name", "n1", "--num_groups", num_groups)
+            started.append(once(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN})))
             return started[-1]
         out, err = tmp_path / "out", tmp_path / "err"
-        words = (sys.executable, str(PLAIN), here.url, "--name", "n1", "--units", str(num_units))
+        words = (
+            sys.executable,
+            str(PLAIN),
+            here.url,
+            "--name",
+            "n1",
+            "--num_groups",
+            str(num_groups),
+        )
         process = subprocess.Popen(
             words,
             stdout=out.open("w"),
@@ -114,8 +122,8 @@ def start(
             process.wait()
 
 
-def units(here: Site) -> dict[str, int]:
-    return dict(here.ledger.status()["units"])
+def work_items(here: Site) -> dict[str, int]:
+    return dict(here.ledger.status()["work_items"])
 
 
 def test_it_joins_leases_and_pushes_groups_that_can_be_trained(
@@ -124,7 +132,7 @@ def test_it_joins_leases_and_pushes_groups_that_can_be_trained(
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
     ordeal: Ordeal = here.answers
-    assert units(here) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    assert work_items(here) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     names = [name for name, _ in ordeal.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(
@@ -152,21 +160,21 @@ def test_a_push_whose_answer_was_lost_is_made_again(
 
     def lose(push: Push) -> None:
         if len(lost) < 2:
-            lost.append(push.unit)
+            lost.append(push.work_item)
             raise Unavailable("the answer is lost")
 
     here.answers.after_push = lose
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    again = [push.unit for push in here.answers.asked("push")]
-    assert all(again.count(unit) == lost.count(unit) + 1 for unit in set(lost))
-    assert units(here)["leased"] == 0 and 8 <= units(here)["committed"] <= 10
+    again = [push.work_item for push in here.answers.asked("push")]
+    assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
+    assert work_items(here)["leased"] == 0 and 8 <= work_items(here)["committed"] <= 10
 
 
 def test_a_lease_that_ran_out_costs_nothing_but_the_work(
     here: Site, clock: list[float], start: Callable[[int], Process]
 ) -> None:
-    """Before its first push another node has got its units and was faster with one of them."""
+    """Before its first push another node has got its work items and was faster with one of them."""
     ledger = here.ledger
 
     def overtake(push: Push) -> None:
@@ -180,15 +188,17 @@ def test_a_lease_that_ran_out_costs_nothing_but_the_work(
         mine = next(lease for lease in leases)
         task = [type(t)(**{**_fields(t), "task": mine.task}) for t in group.trajectories]
         assert (
-            ledger.push(Push("fast", mine.unit, 2, pack_group(type(group)(0, tuple(task))))).status
+            ledger.push(
+                Push("fast", mine.work_item, 2, pack_group(type(group)(0, tuple(task))))
+            ).status
             == "committed"
         )
 
     here.answers.before_push = overtake
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    assert units(here)["failed"] == 0
-    assert units(here)["committed"] >= 8
+    assert work_items(here)["failed"] == 0
+    assert work_items(here)["committed"] >= 8
     assert here.ledger.status()["nodes"]["fast"]["num_groups"] == 1
 
 
@@ -210,7 +220,7 @@ def test_it_gives_its_leases_back_when_it_is_told_to_end(
     here.answers.before_push = tell
     process.append(start(1000))
     assert process[0].wait() == 0, process[0].err.read_text()
-    left = units(here)
+    left = work_items(here)
     assert left["leased"] == 0, "nobody has to wait until they run out"
     assert (
         left["committed"] >= 1 and left["waiting"] >= 1 and len(here.answers.asked("release")) == 1

@@ -52,7 +52,7 @@ def start(server: Server, here: Site) -> Iterator[Start]:
 
     def begin(name: str, *words: object) -> Process:
         command = ("--dataflow", here.url, "--name", name, *words)
-        started.append(once(server.start("rollout", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
+        started.append(once(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
         return started[-1]
 
     yield begin
@@ -110,7 +110,7 @@ def test_groups_follow_the_weights_and_a_node_that_dies_costs_only_time(
         assert all(step - 1 - 8 <= version <= step - 1 for each in batch for version in each)
     wait_for(lambda: here.ledger.status()["nodes"]["one"]["num_leased"] == 0)
     end(nodes["two"])
-    left = here.ledger.status()["units"]
+    left = here.ledger.status()["work_items"]
     assert left["leased"] == left["failed"] == 0
     assert here.ledger.status()["lost_leases"].get("ran out", 0) >= 1
 
@@ -158,12 +158,12 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     trainer.step(1)
     wait_for(
         lambda: (
-            here.ledger.status()["units"]["leased"] > 0
-            or here.ledger.status()["units"]["committed"] > 8
+            here.ledger.status()["work_items"]["leased"] > 0
+            or here.ledger.status()["work_items"]["committed"] > 8
         )
     )
     here.stop()
-    before = here.ledger.status()["units"]
+    before = here.ledger.status()["work_items"]
     wait_for(lambda: "is asked again" in node.err.read_text())
     here.start()
     for step in (2, 3, 4, 5, 6):
@@ -171,8 +171,11 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     assert node.poll() is None
     end(node)
     after = here.ledger.status()
-    assert after["units"]["committed"] >= before["committed"] and after["units"]["failed"] == 0
-    assert after["units"]["leased"] == 0
+    assert (
+        after["work_items"]["committed"] >= before["committed"]
+        and after["work_items"]["failed"] == 0
+    )
+    assert after["work_items"]["leased"] == 0
 
 
 def test_the_end_of_training_ends_nodes(here: Site, trainer: Trainer, start: Start) -> None:
@@ -194,7 +197,7 @@ def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
         planner.register()
         node = once(
             server.start(
-                "rollout", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
+                "node", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
             )
         )
         try:
@@ -244,7 +247,7 @@ def test_what_a_node_may_not_say(
 
 
 def test_the_wrong_token_is_refused(server: Server, here: Site) -> None:
-    node = once(server.start("rollout", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
+    node = once(server.start("node", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
     assert node.wait() == 1
     assert "set FLOWTRAIN_TOKEN to that of the service" in node.err.read_text()
 
@@ -257,7 +260,7 @@ def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> 
         rollout={"group_size": 2, "num_questions": 2},
     )
     with site(config, tmp_path) as made:
-        node = once(server.start("rollout", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
+        node = once(server.start("node", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
         assert node.wait() == 2
         assert (
             "algorithm.name='appo' branches where the trainer's scores say" in node.err.read_text()

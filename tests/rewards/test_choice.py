@@ -108,7 +108,7 @@ def test_options_may_contain_each_other_and_look_like_labels() -> None:
 
 
 def test_options_may_be_letters() -> None:
-    """The accepted answer is a text where it can be one, an answer is a letter where it can be one."""
+    """An accepted answer is a text where possible, a given answer a letter where possible."""
     blood = Task("t", "q", ("A",), choices=("O", "A", "B", "AB"))
     assert [choice(blood, answer) for answer in ("B", "B. A", "A", "C", "AB")] == [
         1.0,

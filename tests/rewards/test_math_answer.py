@@ -179,11 +179,13 @@ def test_fractions_are_compared_exactly(one: Fraction, other: Fraction) -> None:
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 3) -> str:
-    """In a form that Python and the reader both know."""
+    """Generate expressions that both Python and the reader parse."""
     if depth == 0 or draw(st.booleans()):
         return draw(st.sampled_from(["1", "2", "7", "0.5", "13"]))
     left, right = draw(expressions(depth - 1)), draw(expressions(depth - 1))
-    return f"{draw(st.sampled_from(['', '-']))}({left}{draw(st.sampled_from(['+', '-', '*', '/', '**2-', '**3/']))}{right})"
+    sign = draw(st.sampled_from(["", "-"]))
+    operator = draw(st.sampled_from(["+", "-", "*", "/", "**2-", "**3/"]))
+    return f"{sign}({left}{operator}{right})"
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

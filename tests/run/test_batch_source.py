@@ -19,7 +19,7 @@ from http_servers import running
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Batch, Progress, Refused, Served, Unavailable
+from flowtrain.dataflow.contract import AssignedGroup, Batch, Progress, Refused, Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.run import batch_source as feeds
@@ -27,7 +27,7 @@ from flowtrain.run.batch_source import BatchSource, connect, versions
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
-from tests.dataflow.groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
+from tests.dataflow.fake_groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -66,7 +66,7 @@ class Place:
         joined(self.ledger)
         leases = lease(self.ledger, num)
         assert [push(self.ledger, each, version) for each in leases] == ["committed"] * num
-        return [each.unit for each in leases]
+        return [each.work_item for each in leases]
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_rank_gets_its_share(place: Place) -> None:
         batch_source._world = replace(ALONE, rank=rank, size=2)
     place.fill(4)
     assert [
-        [served.place for served in batch_source._full(1).groups] for batch_source in feeds
+        [assigned.position for assigned in batch_source._full(1).groups] for batch_source in feeds
     ] == [[0, 2], [1, 3]]
 
 
@@ -252,7 +252,7 @@ def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> Non
 class Serving:
     """Answers with one batch, whatever is asked."""
 
-    def __init__(self, *groups: Served) -> None:
+    def __init__(self, *groups: AssignedGroup) -> None:
         self._batch = Batch(groups, 0)
 
     def batch(self, request: Any) -> Batch:
@@ -271,9 +271,9 @@ def spans(*versions: int) -> Group:
     )
 
 
-def served(*groups: Group, first: int = 0) -> list[Served]:
+def served(*groups: Group, first: int = 0) -> list[AssignedGroup]:
     return [
-        Served(first + index, 10 + index, pack_group(each), False)
+        AssignedGroup(first + index, 10 + index, pack_group(each), False)
         for index, each in enumerate(groups)
     ]
 
@@ -294,7 +294,7 @@ def test_a_token_that_is_too_old_is_an_error_that_names_it(place: Place, step: i
         return
     with pytest.raises(
         RuntimeError,
-        match=r"unit 11 came for step 7 with tokens of version 4, 2 versions behind; "
+        match=r"work item 11 came for step 7 with tokens of version 4, 2 versions behind; "
         r".*max_staleness=1",
     ):
         batch_source.next_batch(step)
@@ -304,7 +304,9 @@ def test_a_group_at_another_place_is_an_error(place: Place) -> None:
     batch_source = place.batch_source(
         client=Serving(*served(spans(0), spans(0), spans(0), spans(0), first=1))
     )
-    with pytest.raises(RuntimeError, match="unit 10 came for place 1 of its batch instead of 0"):
+    with pytest.raises(
+        RuntimeError, match="work item 10 came for position 1 of its batch instead of 0"
+    ):
         batch_source.next_batch(1)
 
 

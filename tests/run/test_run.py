@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from flowtrain.config import Config
+from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.run import Run
+from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.world import World
 
 
 class Engine:
@@ -28,22 +31,26 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         self.lr = lr
 
-    def step(self, minibatches: Any, number: int) -> dict[str, float]:
+    def step(self, minibatches: Any, number: int, scores: TokenScores) -> dict[str, float]:
         self.called.append("trainer steps")
         return {"num_minibatches": len(minibatches)}
-
-    def own_scores(self) -> dict[Any, Any]:
-        return {}
 
 
 def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
     """A run with those of its parts that training touches."""
-    components: Any = SimpleNamespace(config=config)
+    layers = torch.nn.ModuleList()
+    shape = SimpleNamespace(
+        head_dim=1, num_attention_heads=1, num_hidden_layers=1, vocab_size=1, hidden_size=1
+    )
+    model = SimpleNamespace(config=shape, get_decoder=lambda: SimpleNamespace(layers=layers))
+    components: Any = SimpleNamespace(config=config, model=model)
+    world = World(0, 1, torch.device("cpu"))
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
     fields |= {
         "config": config,
         "engines": {"planner": engine},
-        "placement": SimpleNamespace(gather_scores=lambda logprobs: logprobs),
+        "components": components,
+        "placement": Placement(world, world, world),
     }
     if trainer is not None:
         parts: list[Any] = [components, None, None, trainer, None]

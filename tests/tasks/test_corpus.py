@@ -1,4 +1,4 @@
-"""The shipped facts are sane, malformed files are refused by name, and passages can be read back."""
+"""Tests of the shipped facts, of errors about malformed files, and of passages."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ GOOD: dict[str, Any] = {"name": "A", "kind": "town", "facts": {"size": 1}}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "is not JSON"),
+        ("[", "cannot be read as JSON"),
         ("{}", "must be a list"),
         ("[]", "must be a list of at least one entity"),
         (["A"], "entry 1: must be an object with exactly the keys name, kind and facts"),

@@ -25,7 +25,7 @@ EVALUATE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 TASKS = {split: facts_tasks(CORPUS, split, 800, seed=3) for split in SPLITS}
 
 STATED = {text[len("The ") :].rpartition(" is ")[0]: passage_value(text) for text in PASSAGES}
-"""What a perfect search finds: sub-goal to value."""
+"""Map each sub-goal to the value that a perfect search finds."""
 
 
 def hashed(text: str) -> int:

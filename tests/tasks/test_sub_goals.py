@@ -1,4 +1,4 @@
-"""Which sub-goals count as reached, by hand and on plans that are followed perfectly."""
+"""Tests of reached sub-goals, by hand and on plans that are followed perfectly."""
 
 from __future__ import annotations
 

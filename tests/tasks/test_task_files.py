@@ -71,9 +71,9 @@ def test_any_texts_round_trip(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: is not JSON"),
-        ("[" * 100_000, "line 2: is not JSON that can be read"),
-        ('{"question": "q", "answer": ' + "9" * 5000 + "}", "line 2: is not JSON that can be read"),
+        ("{", "line 2: cannot be read as JSON"),
+        ("[" * 100_000, "line 2: cannot be read as JSON"),
+        ('{"question": "q", "answer": ' + "9" * 5000 + "}", "line 2: cannot be read as JSON"),
         ("3", "line 2: must be an object, not a number"),
         ("null", "line 2: must be an object, not null"),
         ('["q"]', "line 2: must be an object, not a list"),
@@ -145,7 +145,7 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         ("set.jsonl", "", "holds no tasks"),
         ("set.jsonl", "\n \n", "holds no tasks"),
         ("set.json", "[]", "holds no tasks"),
-        ("set.json", "", "is not JSON"),
+        ("set.json", "", "cannot be read as JSON"),
         ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
         (
             "set.json",
@@ -170,11 +170,13 @@ def test_a_given_id_may_not_equal_a_default_id(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent\.json: cannot be read \(No such file"):
+    with pytest.raises(
+        UserError, match=r"absent\.json: cannot be read as UTF-8 text: No such file"
+    ):
         load_tasks(tmp_path / "absent.json")
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(UserError, match=r"folder\.json: cannot be read"):
         load_tasks(tmp_path / "folder.json")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(UserError, match=r"bytes\.jsonl: is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"bytes\.jsonl, line 1: is not UTF-8 text"):
         load_tasks(tmp_path / "bytes.jsonl")

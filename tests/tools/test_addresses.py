@@ -144,7 +144,7 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 
 @given(st.ip_addresses())
 @settings(max_examples=300, deadline=None)
-def test_nothing_that_the_standard_library_calls_special_is_public(address: object) -> None:
+def test_special_addresses_of_ipaddress_are_not_public(address: object) -> None:
     special = (
         address.is_private
         or address.is_loopback
@@ -194,7 +194,7 @@ def test_a_name_is_resolved_once_and_its_address_connected_to() -> None:
     "addresses",
     [["127.0.0.1"], [PUBLIC, "10.0.0.1"], ["::1", PUBLIC], ["::ffff:10.0.0.1"], ["fe80::1%2"]],
 )
-def test_a_name_with_any_address_that_is_not_public_is_not_connected_to(
+def test_name_with_any_private_address_is_refused(
     addresses: list[str],
 ) -> None:
     internet = Internet({"evil.example": [addresses]}, {})
@@ -217,7 +217,7 @@ def test_a_name_without_addresses_is_a_connection_that_failed() -> None:
         connect(Internet({"no.example": [[]]}, {}), "no.example")
 
 
-def test_the_systems_resolver_knows_this_machine_and_ends_its_threads() -> None:
+def test_system_resolver_resolves_localhost_and_closes() -> None:
     resolver = Resolver()
     found = asyncio.run(resolver("localhost", 80))
     assert "127.0.0.1" in found and len(found) == len(set(found))

@@ -45,7 +45,7 @@ async def until_started(tool: Blocking, number: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_the_loop_runs_on_and_no_more_than_so_many_calls_run_at_once() -> None:
+def test_pool_bounds_concurrent_calls_without_blocking_loop() -> None:
     async def main() -> None:
         tool = Blocking(2)
         calls = [asyncio.create_task(call(tool, str(n))) for n in range(5)]
@@ -62,9 +62,7 @@ def test_the_loop_runs_on_and_no_more_than_so_many_calls_run_at_once() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_hangs_is_given_up_at_its_deadline_and_one_that_waits_behind_it_never_starts() -> (
-    None
-):
+def test_deadline_abandons_running_call_and_drops_waiting_call() -> None:
     async def main() -> None:
         tool = Blocking(1)
         hung = asyncio.create_task(call(tool, "hung", 1.0))
@@ -79,7 +77,7 @@ def test_a_call_that_hangs_is_given_up_at_its_deadline_and_one_that_waits_behind
     asyncio.run(main())
 
 
-def test_what_the_call_raises_is_the_caller_s_and_the_thread_lives_on() -> None:
+def test_exception_reaches_caller_and_thread_survives() -> None:
     async def main() -> None:
         pool = BlockingPool(1)
 
@@ -108,7 +106,7 @@ def test_it_works_on_one_loop_after_another_until_it_is_closed() -> None:
         assert not thread.is_alive()
 
 
-def test_a_call_that_never_returns_does_not_hold_up_the_end_of_the_process() -> None:
+def test_hung_call_does_not_block_process_exit() -> None:
     program = """
 import asyncio, threading
 from flowtrain.tools import BlockingPool

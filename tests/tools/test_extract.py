@@ -115,7 +115,7 @@ MANY_ATTRIBUTES = (
 """A megabyte that keeps libxml2 busy for ten seconds and more."""
 
 
-def test_a_page_that_keeps_the_parser_busy_ends_and_the_next_one_is_read() -> None:
+def test_slow_page_is_killed_and_next_page_is_read() -> None:
     extractor = Extractor(timeout_s=1.5)
     start = time.perf_counter()
     with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):

@@ -60,7 +60,7 @@ def test_a_model_that_fails_is_an_error_of_the_tool() -> None:
     )
 
 
-def test_without_a_model_the_base_generator_guesses_the_same_each_time() -> None:
+def test_base_generator_guesses_deterministically() -> None:
     tool = base_generator.make(ToolContext(CONFIG, guesses=("red", "green", "blue")))
     answers = [run(tool, f"What colour is item {i}? \ud800").output for i in range(40)]
     assert answers == [run(tool, f"What colour is item {i}? \ud800").output for i in range(40)]
@@ -137,7 +137,7 @@ def test_without_a_model_the_query_is_the_program(
     assert (result.output, result.error) == (output, error)
 
 
-def test_with_a_model_the_query_is_the_task_and_the_reply_the_program(coder: PythonCoder) -> None:
+def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:
     tool, chat = model_coder(
         coder, "Sure!\n```python\nprint('sum', sum(range(5)))\n```\nThat adds {them} up."
     )
@@ -174,7 +174,7 @@ def test_what_goes_wrong_with_a_written_program_is_said(
     assert (run(tool, query).error or "").startswith(error)
 
 
-def test_make_gives_the_model_to_the_coder_and_the_sandbox_the_shorter_time() -> None:
+def test_make_passes_model_and_shorter_timeout() -> None:
     tool = python_coder.make(ToolContext(CONFIG, chat=Script("```python\nwhile True: pass\n```")))
     assert isinstance(tool, ModelCoder)
     assert run(tool, "loop").error == "time limit of 3 s exceeded"

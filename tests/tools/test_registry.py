@@ -144,12 +144,12 @@ def test_the_tools_made_before_one_that_fails_are_closed(site: Path) -> None:
     assert len(sys.modules["shouting"].closed) == 1
 
 
-def test_a_broken_package_is_no_matter_to_those_who_do_not_ask_for_it(site: Path) -> None:
+def test_broken_package_affects_only_runs_that_use_it(site: Path) -> None:
     install(site, "shouting", {"Shout": "shouting:Shout"}, "import no_such_module")
     assert list(make_tools(config("Base_Generator"), TASKS)) == ["Base_Generator"]
 
 
-def test_a_name_on_the_card_that_is_not_the_entry_point_s_is_refused(site: Path) -> None:
+def test_card_name_must_equal_entry_point_name(site: Path) -> None:
     install(site, "shouting", {"Shouting": "shouting:Shout"}, SHOUT)
     with pytest.raises(
         UserError,

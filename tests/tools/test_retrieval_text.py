@@ -53,9 +53,7 @@ def test_agentflows_chunks() -> None:
 
 @given(st.lists(st.text(alphabet="ab \n", max_size=40), max_size=8), st.integers(5, 120))
 @settings(max_examples=300)
-def test_what_fits_is_a_beginning_and_not_longer_than_the_limit(
-    items: list[str], max_chars: int
-) -> None:
+def test_fit_returns_prefix_within_limit(items: list[str], max_chars: int) -> None:
     text = fit(items, max_chars)
     whole = fit(items, 10_000)
     assert len(text) <= max_chars

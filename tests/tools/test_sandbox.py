@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hostile import HOSTILE, NATIVE
+from attacks import ATTACKS, NATIVE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +72,7 @@ def computing(sandbox: ProcessSandbox) -> ProcessSandbox:
 
 
 def outcome(box: ProcessSandbox, code: str) -> str:
-    """What one run printed, or its error."""
+    """Return the output of one run, or its error."""
     try:
         return asyncio.run(box.run(code))
     except ToolError as error:
@@ -85,11 +85,9 @@ def server_pid(box: ProcessSandbox) -> int:
     return server._process.pid
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_code_fails_in_time_and_the_next_run_is_right(
-    sandbox: ProcessSandbox, name: str
-) -> None:
-    program = HOSTILE[name]
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_fails_in_time_and_next_run_works(sandbox: ProcessSandbox, name: str) -> None:
+    program = ATTACKS[name]
     expected = getattr(program, sandbox.backend.name)
     if not expected:
         pytest.skip("not stopped by limits alone, as docs/tools.md says")
@@ -381,7 +379,7 @@ def test_filter_decides_as_its_table_says(machine: str) -> None:
 
 
 def decision(program: bytes, arch: int, number: int, third_argument: int) -> int:
-    """What the kernel's BPF machine would return."""
+    """Return the verdict of the kernel's BPF machine."""
     data = {0: number, 4: arch, 32: third_argument}
     instructions = list(struct.iter_unpack("HBBI", program))
     position = accumulator = 0

@@ -87,7 +87,7 @@ def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:
     )
 
 
-def test_a_run_without_files_keeps_its_server_and_one_with_files_does_not(
+def test_run_that_writes_files_replaces_its_server(
     numpy_box: ProcessSandbox,
 ) -> None:
     def server() -> object:
@@ -203,7 +203,7 @@ def test_a_package_that_is_not_there_is_named(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_package_that_cannot_be_imported_is_found_out_at_the_start(
+def test_unimportable_package_is_refused_at_start(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_package.py").write_text("import no_such_module")

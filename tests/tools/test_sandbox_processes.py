@@ -59,7 +59,7 @@ def servers() -> set[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether no such process runs."""
+    """Return whether no such process runs."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -30,21 +30,25 @@ from flowtrain.types import Action, Call, FinishReason, Task
 
 class Planner:
     async def plan(self, task, memory, turn, seed, deadline_s):
-        sub_goal = ("3 miles into km", "3 mile to km")[turn]  # the first one the tool does not understand
-        return Plan(Call((), (), (), (), FinishReason.STOP), Action("", "", sub_goal, "Length_Converter"))
+        # The tool does not understand the first one.
+        sub_goal = ("3 miles into km", "3 mile to km")[turn]
+        call = Call((), (), (), (), FinishReason.STOP)
+        return Plan(call, Action("", "", sub_goal, "Length_Converter"))
 
 config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
 tools = make_tools(config, TaskSet((), {}, ()))
 executor = RuleExecutor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
-flow = Flow(Planner(), executor, RuleVerifier(any_result_enough), RuleGenerator(last_result), FlowLimits(3, 60.0))
+verifier = RuleVerifier(any_result_enough)
+flow = Flow(Planner(), executor, verifier, RuleGenerator(last_result), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
-print(json.dumps([[turn.result.text for turn in done.turns], done.answer, tools["Length_Converter"].card.description]))
+description = tools["Length_Converter"].card.description
+print(json.dumps([[turn.result.text for turn in done.turns], done.answer, description]))
 """
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pip has installed the package."""
+    """The folder into which pip has installed the package."""
     pytest.importorskip("setuptools", "77", "the package is built with what is installed")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(
@@ -67,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_an_installed_tool_runs_in_the_flow_with_the_options_of_its_table(site: Path) -> None:
+def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", FLOW],

@@ -44,7 +44,7 @@ def ask(server: Server, deadline_s: float = 10.0, **request: Any) -> Any:
 
 
 def problem(*answers: Answer, deadline_s: float = 10.0) -> tuple[str, int]:
-    """What the planner reads, and how often the service was asked."""
+    """Return the planner's text, and the number of requests to the service."""
     with serving(*answers) as server, pytest.raises(ToolError) as caught:
         ask(server, deadline_s)
     return str(caught.value), len(server.seen)
@@ -131,7 +131,7 @@ def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_service_that_asks_for_a_pause_gets_it_or_is_left_alone() -> None:
+def test_retry_after_is_respected() -> None:
     with serving(status(429, Retry_After="1"), GOOD) as server:
         start = time.perf_counter()
         assert ask(server) == {"ok": True}

@@ -241,7 +241,7 @@ def test_a_page_of_a_million_words_does_not_block_the_loop() -> None:
     assert len(pauses) > 5 and max(pauses) < 1.0
 
 
-def test_a_cancelled_read_leaves_no_task_no_connection_and_no_thread() -> None:
+def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
     async def main(reader: WebReader, server: Server) -> None:
         task = asyncio.create_task(run_tool(reader, {"url": URL, "query": "q"}, 60.0, 100))
         while not server.seen:
@@ -273,7 +273,7 @@ def test_a_cancelled_read_leaves_no_task_no_connection_and_no_thread() -> None:
     assert not [thread.name for thread in ours if thread.is_alive()]
 
 
-def test_the_tool_of_the_config_refuses_this_machine_unless_it_is_allowed(
+def test_reader_refuses_localhost_unless_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def made(ports: tuple[int, ...], **options: Any) -> Any:

@@ -86,7 +86,7 @@ def entry(title: str) -> str:
     )
 
 
-def test_the_first_pages_come_with_their_text_and_the_others_by_title() -> None:
+def test_first_pages_have_text_and_others_title_only() -> None:
     with serving(json_answer(FOUND)) as server:
         text = search(server).text
     assert text == "\n\n".join([*map(entry, TITLES[:3]), "Other pages: Niger River; Chad"])

@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
         """Set when the server ends, for answers that wait."""
         self.keeps_alive = False
         self.hung_up = False
-        """Whether a client left while an answer was under way."""
+        """Return whether a client left while an answer was under way."""
 
     @property
     def url(self) -> str:
@@ -186,7 +186,7 @@ async def tasks_left() -> list[asyncio.Task[Any]]:
 
 
 class ScriptedChat:
-    """A stand-in for the model inside tools: says what the test says, and notes what it was asked."""
+    """Stands in for the model inside tools: replies as scripted and records the prompts."""
 
     name = "scripted"
 

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.training.token_scores import with_training_stats
+from flowtrain.training.token_scores import TokenScores, with_training_stats
 from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack, pack_rows
+from flowtrain.training.tree import PackedRow, pack, pack_rows
 from flowtrain.types import (
     Call,
     FinishReason,
@@ -50,13 +50,19 @@ def with_ids(samples: list[Sample]) -> list[Sample]:
     ]
 
 
+def step(trainer: Trainer, *minibatches: list[PackedRow]) -> dict[SampleId, tuple[float, ...]]:
+    """Train, and return the log-probs of the trained tokens by sample."""
+    scores = TokenScores()
+    trainer.step(minibatches, scores=scores)
+    return scores.by_sample()
+
+
 @pytest.mark.parametrize("token_budget", [1000, 12])
 def test_scores_are_the_models_whatever_the_packing(
     tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, token_budget: int
 ) -> None:
     samples, trainer = with_ids(random_samples(9)), make_trainer()
-    trainer.step([pack_rows(samples[::-1], token_budget)])
-    found = trainer.own_scores()
+    found = step(trainer, pack_rows(samples[::-1], token_budget))
     ids = [s.sample_id for s in samples]
     assert list(found) != ids and set(found) == set(ids)
     for sample in samples:
@@ -69,23 +75,14 @@ def test_a_token_that_does_not_count_has_none(
     samples = [
         replace(s, loss_weights=(0.0, *s.loss_weights[1:])) for s in with_ids(random_samples(4))
     ]
-    trainer = make_trainer()
-    trainer.step([pack_rows(samples, 1000)])
-    for logprobs in trainer.own_scores().values():
+    for logprobs in step(make_trainer(), pack_rows(samples, 1000)).values():
         assert math.isnan(logprobs[0]) and all(map(math.isfinite, logprobs[1:]))
 
 
-def test_a_step_forgets_the_one_before(
+def test_samples_without_an_id_have_none(
     make_trainer: MakeTrainer, random_samples: MakeSamples
 ) -> None:
-    first, second = with_ids(random_samples(2)), with_ids(random_samples(1, seed=1))
-    trainer = make_trainer()
-    assert trainer.own_scores() == {}
-    trainer.step([pack_rows(first, 1000)])
-    trainer.step([pack_rows(second, 1000)])
-    assert set(trainer.own_scores()) == {second[0].sample_id}
-    trainer.step([pack_rows(random_samples(2), 1000)])
-    assert trainer.own_scores() == {}, "samples that nobody asks about"
+    assert step(make_trainer(), pack_rows(random_samples(2), 1000)) == {}
 
 
 def make_group(index: int, samples: list[Sample], rewards: tuple[float, float]) -> Group:
@@ -116,9 +113,8 @@ def test_every_trained_turn_gets_its_own(
         for index, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)])
     ]
     batch = flow_grpo(groups, "paper", num_minibatches=2)
-    trainer = make_trainer(lr=1e-2)
-    trainer.step(pack(batch.samples, 2, 1000))
-    annotated = with_training_stats(groups, batch.samples, trainer.own_scores())
+    scores = step(make_trainer(lr=1e-2), *pack(batch.samples, 2, 1000))
+    annotated = with_training_stats(groups, batch.samples, scores)
     assert [[len(t.turns) for t in group.trajectories] for group in annotated] == [[3, 3]] * 3
     for group, before in zip(annotated, groups, strict=True):
         for trajectory, old in zip(group.trajectories, before.trajectories, strict=True):

@@ -1,5 +1,5 @@
-"""Two ranks train what one rank trains. Run as a script (under torchrun) this file is the training;
-the tests compare what it wrote.
+"""Two ranks train what one rank trains, also where another rank samples. Run as a script (under
+torchrun) this file is the training; the tests compare what it wrote.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.step_metrics import StepMetrics
+from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample, UserError
+from flowtrain.types import Sample, SampleId, UserError
 
 pytestmark = pytest.mark.dist
 
@@ -45,13 +49,16 @@ HOW = {
     "by_layer_recompute": {"recompute": True},
     "by_layer_kept_offloaded": {"reshard": False, "offload": True},
 }
+SPLIT_CASES = ("by_layer", "by_layer_kl")
+LAYOUTS = ((1, 0), (2, 0), (2, 1), (3, 1))
+"""(ranks, those of them that only sample): one and two ranks that train, colocated and split."""
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
     [3, 0, 2, 0],  # and here none at all
     [0, 0, 0, 0],  # nobody has
     [2, 3, 2, 2],
 ]
-"""Samples of each group, step by step; group i falls to rank i mod size."""
+"""Samples of each group, step by step; group i falls to sampling rank i mod size."""
 
 
 def group_samples(step: int, index: int) -> list[Sample]:
@@ -79,7 +86,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
                 advantages,
                 weights,
                 index // 2,
-                (index, 0, len(samples)),
+                SampleId(index, 0, len(samples)),
             )
         )
     return samples
@@ -117,77 +124,112 @@ def make_trainer(
     return trainer
 
 
-def run(path: str, out: Path) -> None:
+@dataclass(frozen=True)
+class Ranks:
+    world: World
+    trainers: World
+    samplers: World
+    cost: Callable[[PackedRow], float]
+
+    @classmethod
+    def join(cls, path: str, num_samplers: int) -> Ranks:
+        world = World.join("cpu", timeout_s=60)
+        cost = ForwardCost.of(models.load_model(path, torch.float32)).flops
+        if not num_samplers:
+            return cls(world, world, world, cost)
+        ranks = range(world.size)
+        trainers = world.part(ranks[:-num_samplers])
+        return cls(world, trainers, world.part(ranks[-num_samplers:]), cost)
+
+    def rows_of(self, step: int) -> list[list[PackedRow]]:
+        """The rows that this rank sampled."""
+        samplers = self.samplers
+        return rows_of(step, samplers.rank, samplers.size) if samplers.is_member else [[], []]
+
+    def train(
+        self, trainer: Trainer | None, rows: list[list[PackedRow]]
+    ) -> tuple[dict[str, float], dict[SampleId, tuple[float, ...]]]:
+        """A step of all ranks: the statistics, and the log-probs of what this rank sampled."""
+        balanced = balance(rows, self.cost, self.world, num_takers=self.trainers.size)
+        scores = TokenScores()
+        stats = {} if trainer is None else trainer.step(balanced, scores=scores)
+        sample_ids = [each for part in rows for row in part for each in row.sample_ids]
+        return stats, return_logprobs(scores.by_sample(), sample_ids, self.world)
+
+
+def run(path: str, out: Path, num_samplers: int) -> None:
     """What every rank does."""
     torch.set_num_threads(1)
-    world = World.join("cpu", timeout_s=60)
-    tokenizer = models.load_tokenizer(path)
-    for name, (loss, options) in CASES.items():
-        models._SMALL = 50_000_000 if name == "whole" else 0
-        trainer = make_trainer(path, world, loss, options, **HOW.get(name, {}))
-        stats: list[dict[str, float]] = []
-        passes, scores = [0] * len(GROUPS), []
-        trainer.model.register_forward_hook(
-            lambda *_, passes=passes, stats=stats: passes.__setitem__(
-                len(stats), passes[len(stats)] + 1
-            )
-        )
-        for step in range(len(GROUPS)):
-            if step == len(GROUPS) - 1:
-                state = {"cursor": 7}
-                checkpoint.save(
-                    out / f"{name}.checkpoints",
-                    step,
-                    trainer.model,
-                    tokenizer,
-                    trainer.optimizer,
-                    state,
-                    world,
-                    keep=1,
-                )
-            stats.append(trainer.step(rows_of(step, world.rank, world.size)))
-            scores.append(sorted(trainer.own_scores().items()))
-        write(out / f"{name}.safetensors", trainer, world)
-        (out / f"{name}.{world.rank}.json").write_text(json.dumps(stats))
-        (out / f"{name}.{world.rank}.passes").write_text(json.dumps(passes))
-        (out / f"{name}.{world.rank}.scores").write_text(json.dumps(scores))
-    models._SMALL = 0
-    trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
-    stats = [trainer.step(rows_of(0, world.rank, world.size))]
-    write(out / "bf16.safetensors", trainer, world)
-    (out / f"bf16.{world.rank}.json").write_text(json.dumps(stats))
-    (out / f"skipped.{world.rank}.json").write_text(
-        json.dumps(skip(make_trainer(path, world, LossSpec(), {}), world))
-    )
+    ranks = Ranks.join(path, num_samplers)
+    for name in SPLIT_CASES if num_samplers else CASES:
+        run_case(path, out, name, ranks)
+    if not num_samplers:
+        world = ranks.world
+        models._SMALL = 0
+        trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
+        stats, _ = ranks.train(trainer, ranks.rows_of(0))
+        write(out / "bf16.safetensors", trainer, world)
+        (out / f"bf16.{world.rank}.json").write_text(json.dumps([stats]))
+        skipped = skip(make_trainer(path, world, LossSpec(), {}), ranks)
+        (out / f"skipped.{world.rank}.json").write_text(json.dumps(skipped))
     end_process(0)
 
 
-def skip(trainer: Trainer, world: World) -> list[bool | float]:
+def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
+    loss, options = CASES[name]
+    models._SMALL = 50_000_000 if name == "whole" else 0
+    trainer, tokenizer = None, models.load_tokenizer(path)
+    stats: list[dict[str, float]] = []
+    passes, scores = [0] * len(GROUPS), []
+    if ranks.trainers.is_member:
+        trainer = make_trainer(path, ranks.trainers, loss, options, **HOW.get(name, {}))
+        trainer.model.register_forward_hook(
+            lambda *_: passes.__setitem__(len(stats), passes[len(stats)] + 1)
+        )
+    for step in range(len(GROUPS)):
+        if trainer is not None and step == len(GROUPS) - 1:
+            checkpoint.save(
+                out / f"{name}.checkpoints",
+                step,
+                trainer.model,
+                tokenizer,
+                trainer.optimizer,
+                {"cursor": 7},
+                ranks.trainers,
+                keep=1,
+            )
+        told, found = ranks.train(trainer, ranks.rows_of(step))
+        stats.append(told)
+        scores.append(sorted(found.items()))
+    if trainer is not None:
+        write(out / f"{name}.safetensors", trainer, ranks.trainers)
+    rank = ranks.world.rank
+    (out / f"{name}.{rank}.json").write_text(json.dumps(stats))
+    (out / f"{name}.{rank}.passes").write_text(json.dumps(passes))
+    (out / f"{name}.{rank}.scores").write_text(json.dumps(scores))
+
+
+def skip(trainer: Trainer, ranks: Ranks) -> list[bool | float]:
     """A step that goes wrong on the last rank's account alone, then three times an infinite loss
     there with a gradient that is sound.
     """
-    is_last = world.rank == world.size - 1
-    trainer.step(rows_of(1, world.rank, world.size))
+    is_last = ranks.world.rank == ranks.world.size - 1
+    ranks.train(trainer, ranks.rows_of(1))
     before = state_of(trainer)
-    first, _ = rows_of(0, world.rank, world.size)
-    stats = trainer.step(
-        [
-            [
-                replace(row, advantage_T=row.advantage_T * (math.nan if is_last else 1.0))
-                for row in first
-            ]
-        ]
-    )
+    first, _ = ranks.rows_of(0)
+    factor = math.nan if is_last else 1.0
+    spoiled = [replace(row, advantage_T=row.advantage_T * factor) for row in first]
+    stats, _ = ranks.train(trainer, [spoiled])
     told: list[bool | float] = [
         stats["num_steps_skipped"],
         stats["num_optim_steps"],
         same(state_of(trainer), before),
     ]
-    trainer.step(rows_of(0, world.rank, world.size))
+    ranks.train(trainer, ranks.rows_of(0))
     before = state_of(trainer)
     for _ in range(3):
         try:
-            trainer.forward_backward(first, 1.0, StepMetrics(), 5)
+            trainer.forward_backward(first, 1.0, StepMetrics(), num_rows=5)
             told.append(trainer.optim_step(torch.tensor(math.inf if is_last else 0.0), 9) is None)
         except UserError as error:
             told.append(str(error).startswith("step 9: 3 optimizer steps in a row"))
@@ -214,12 +256,13 @@ def write(path: Path, trainer: Trainer, world: World) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The folder that one rank and that two ranks filled."""
+def places(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
+    """The folder that the ranks of each layout filled."""
     places, launched = {}, {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for size in (1, 2):
-        places[size] = tmp_path_factory.mktemp(f"ranks{size}")
+    for layout in LAYOUTS:
+        size, num_samplers = layout
+        places[layout] = tmp_path_factory.mktemp(f"ranks{size}.{num_samplers}")
         torchrun = [
             sys.executable,
             "-m",
@@ -228,17 +271,23 @@ def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[in
             "--nproc_per_node",
             str(size),
         ]
-        command = [*torchrun, __file__, tiny_path, str(places[size])]
-        launched[size] = subprocess.Popen(
+        command = [*torchrun, __file__, tiny_path, str(places[layout]), str(num_samplers)]
+        launched[layout] = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
     for process in launched.values():
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=240)
         finally:
             process.kill()
         assert process.returncode == 0, output[-4000:]
     return places
+
+
+@pytest.fixture(scope="module")
+def results(places: dict[tuple[int, int], Path]) -> dict[int, Path]:
+    """The folder that one rank and that two ranks filled, each of which trains what it samples."""
+    return {size: places[size, 0] for size in (1, 2)}
 
 
 def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -265,6 +314,41 @@ def test_two_ranks_get_the_weights_of_one(
     assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), (
         "every weight was trained"
     )
+
+
+@pytest.mark.parametrize("name", SPLIT_CASES)
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1)])
+def test_ranks_that_only_train_get_the_weights_of_one(
+    places: dict[tuple[int, int], Path], name: str, layout: tuple[int, int]
+) -> None:
+    ours, truth = (load_file(places[each] / f"{name}.safetensors") for each in (layout, (1, 0)))
+    close(ours, truth)
+    num_ranks = layout[0]
+    stats = [
+        json.loads((places[layout] / f"{name}.{rank}.json").read_text())
+        for rank in range(num_ranks)
+    ]
+    assert stats[-1] == [{}] * len(GROUPS) and [step["num_optim_steps"] for step in stats[0]] == [
+        2,
+        2,
+        0,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1)])
+def test_the_rank_that_samples_gets_the_log_probs(
+    places: dict[tuple[int, int], Path], layout: tuple[int, int]
+) -> None:
+    def scores_of(layout: tuple[int, int], rank: int) -> Any:
+        return json.loads((places[layout] / f"by_layer.{rank}.scores").read_text())
+
+    *training_ranks, sampling_rank = range(layout[0])
+    assert all(scores_of(layout, rank) == [[]] * len(GROUPS) for rank in training_ranks)
+    for ours, truth in zip(scores_of(layout, sampling_rank), scores_of((1, 0), 0), strict=True):
+        assert [sample_id for sample_id, _ in ours] == [sample_id for sample_id, _ in truth]
+        for (_, found), (_, expected) in zip(ours, truth, strict=True):
+            assert found == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -379,4 +463,4 @@ def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    run(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

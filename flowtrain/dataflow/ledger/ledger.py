@@ -1,26 +1,164 @@
-"""The ledger: all answers, out of one database."""
+"""The ledger: `contract.Dataflow` from one database."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.ledger.history import Histories
-from flowtrain.dataflow.ledger.nodes import NodeRequests
-from flowtrain.dataflow.ledger.pushes import PushRequests
-from flowtrain.dataflow.ledger.report import Reports
-from flowtrain.dataflow.ledger.trainers import TrainerRequests
+from flowtrain.dataflow.contract import (
+    Batch,
+    BatchRequest,
+    Done,
+    Join,
+    Joined,
+    LeaseRequest,
+    Leases,
+    Progress,
+    Push,
+    Pushed,
+    Register,
+    Registered,
+    Release,
+    Renewal,
+    Renewed,
+)
+from flowtrain.dataflow.ledger.audit import Audit, audit
+from flowtrain.dataflow.ledger.batches import Batches
+from flowtrain.dataflow.ledger.leases import LeaseBook
+from flowtrain.dataflow.ledger.nodes import Nodes
+from flowtrain.dataflow.ledger.prompts import (
+    Cursor,
+    Decision,
+    Event,
+    Prompts,
+    TaskOrder,
+    read_decisions,
+    read_events,
+)
+from flowtrain.dataflow.ledger.pushes import Arrivals, Pushes
+from flowtrain.dataflow.ledger.replay import History, read_history
+from flowtrain.dataflow.ledger.report import report
+from flowtrain.dataflow.ledger.schema import prepare
+from flowtrain.dataflow.ledger.sql import connect
+from flowtrain.dataflow.ledger.trainers import Trainers
+from flowtrain.dataflow.rules import Rules, load
 from flowtrain.tasks.sets import task_set
 
 
-class Ledger(NodeRequests, PushRequests, TrainerRequests, Reports, Histories):
-    """`contract.Dataflow` out of a database: the path of an SQLite file, or the URL of a PostgreSQL
-    server.
+class Ledger:
+    """Answers from a database, the path of an SQLite file or the URL of a PostgreSQL server. Many
+    threads may use it at once, and many processes the same database.
     """
+
+    def __init__(
+        self,
+        database: str | Path,
+        config: Config,
+        tasks: Cursor,
+        make_rules: Callable[[], Rules] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Make the tables in an empty database. UserError when it cannot be used or belongs to
+        another run.
+
+        `make_rules` returns rules that have observed nothing; by default those that the config
+        names.
+        """
+        self.config = config
+        self._make_rules = make_rules or (lambda: load(config.dataflow))
+        rules = self._make_rules()
+        order = TaskOrder(tasks, config.rollout.num_questions)
+        self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
+        self.database = connect(database)
+        arrivals = Arrivals()
+        common = (self.database, config, clock)
+        self._clock = clock
+        self._nodes = Nodes(*common)
+        self._leases = LeaseBook(*common, prompts=self._prompts)
+        self._pushes = Pushes(*common, group_filter=rules.group_filter, arrivals=arrivals)
+        self._trainers = Trainers(*common)
+        self._batches = Batches(*common, selector=rules.selector, arrivals=arrivals)
+        self.run: str = prepare(self.database, _fixed(config))
+        """Identity of the run."""
+
+    def join(self, request: Join) -> Joined:
+        return self._nodes.join(request)
+
+    def lease(self, request: LeaseRequest) -> Leases:
+        return self._leases.lease(request)
+
+    def renew(self, request: Renewal) -> Renewed:
+        return self._leases.renew(request)
+
+    def push(self, request: Push) -> Pushed:
+        return self._pushes.push(request)
+
+    def release(self, request: Release) -> Done:
+        return self._leases.release(request)
+
+    def register(self, request: Register) -> Registered:
+        return self._trainers.register(request)
+
+    def batch(self, request: BatchRequest) -> Batch:
+        return self._batches.batch(request)
+
+    def progress(self, request: Progress) -> Done:
+        return self._trainers.progress(request)
+
+    def status(self) -> dict[str, Any]:
+        with self.database.read() as transaction:
+            return report(transaction, self.run, self._clock(), self.config.dataflow)
+
+    def audit(self) -> Audit:
+        with self.database.read() as transaction:
+            return audit(transaction)
+
+    def events(self, after: int = 0) -> list[Event]:
+        """Everything that the prompt filter observes, in order: groups and new versions with
+        numbers above `after`.
+        """
+        with self.database.read() as transaction:
+            return read_events(transaction, after)
+
+    def decisions(self) -> list[Decision]:
+        """The decisions of the prompt filter, in order."""
+        with self.database.read() as transaction:
+            return read_decisions(transaction)
+
+    def history(self) -> History:
+        """Everything that the rules have decided until this moment."""
+        with self.database.read() as transaction:
+            return read_history(transaction, self.config, self._make_rules(), self._prompts)
+
+    def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        self.database.close()
 
 
 def open_ledger(config: Config, database: str | Path) -> Ledger:
-    """With the tasks and the rules that the config names. UserError when the database cannot be
-    used or belongs to another run.
+    """Open a ledger with the tasks and the rules that the config names. UserError when the database
+    cannot be used or belongs to another run.
     """
     return Ledger(database, config, task_set(config).cursor(config.run.seed, 0))
+
+
+def _fixed(config: Config) -> str:
+    """The options that define the work items, a line each; the others may change during a run."""
+    whole = config.model_dump(mode="json")
+    keys = [
+        "run.seed",
+        *(f"tasks.{key}" for key in whole["tasks"]),
+        "rollout.group_size",
+        "rollout.num_questions",
+        "dataflow.prompt_filter",
+        "dataflow.prompt_filter_options",
+    ]
+    lines = []
+    for key in keys:
+        section, name = key.split(".")
+        lines.append(f"{key} = {json.dumps(whole[section][name], sort_keys=True)}")
+    return "\n".join(lines)

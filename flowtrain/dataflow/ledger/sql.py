@@ -1,8 +1,8 @@
-"""SQL on SQLite or PostgreSQL through one door: transactions, `?` for values, rows as named tuples.
+"""SQL on SQLite or PostgreSQL by one interface: transactions, `?` for values, rows as named tuples.
 
-SQLite lets one writer in at a time; on PostgreSQL many write at once, and statements say which rows
-they lock (`Transaction.lock`). What a person can mend (a full disk, a folder that is read-only) is
-a UserError that names the database, what passes is Unavailable.
+SQLite lets one writer in at a time. On PostgreSQL many write at once, and statements say which rows
+they lock (`Transaction.lock`). A problem that a person can mend (a full disk, a read-only folder)
+raises a UserError that names the database; a temporary one raises Unavailable.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.types import UserError
 
 WAIT_S = 30.0
-"""For a lock or a connection; then Unavailable."""
+"""Longest wait for a lock or a connection; then Unavailable."""
 _MAX_CONNECTIONS = 8
 
 
 class Transaction:
-    """Statements that come to pass together, or not at all."""
+    """Statements that are committed together, or not at all."""
 
     def __init__(self, cursor: Any, has_row_locks: bool) -> None:
         self._cursor = cursor
         self._has_row_locks = has_row_locks
 
     def lock(self, table: str, *, skip: bool = False) -> str:
-        """The end of a SELECT that locks its rows of `table` until the transaction ends; `skip`:
-        without those that others have locked.
+        """The end of a SELECT that locks its rows of `table` until the transaction ends; with
+        `skip` it leaves out rows that others have locked. Empty on SQLite.
         """
-        return (
-            f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}" if self._has_row_locks else ""
-        )
+        if not self._has_row_locks:
+            return ""
+        return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
     def all(self, statement: str, *values: object) -> list[Any]:
         self.run(statement, *values)
@@ -52,12 +52,12 @@ class Transaction:
         return self._cursor.fetchone()
 
     def run(self, statement: str, *values: object) -> int:
-        """Rows that it changed."""
+        """Execute a statement and return the number of rows that it changed."""
         self._cursor.execute(self._dialect(statement), values)
         return self._cursor.rowcount
 
     def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
-        """Once per row of values."""
+        """Execute a statement once per row of values."""
         self._cursor.executemany(self._dialect(statement), list(rows))
 
     def _dialect(self, statement: str) -> str:
@@ -71,19 +71,19 @@ def marks(values: Iterable[object]) -> str:
 
 class Database(Protocol):
     name: str
-    """For people, without a password."""
+    """Path or URL for messages, without a password."""
 
     def write(self) -> Any:
-        """A context that is a `Transaction`: done when it is left, undone by an exception."""
+        """A context that is a `Transaction`: committed on exit, rolled back by an exception."""
 
     def read(self) -> Any:
-        """One that sees a single state of the database, and changes nothing."""
+        """A context that is a read-only `Transaction` on one state of the database."""
 
     def close(self) -> None: ...
 
 
 def connect(database: str | Path) -> Database:
-    """`database` is a path or a `postgresql://` URL."""
+    """Open a database, a path or a `postgresql://` URL."""
     text = str(database)
     if text.startswith(("postgresql://", "postgres://")):
         return PostgresDatabase(text)
@@ -93,7 +93,7 @@ def connect(database: str | Path) -> Database:
 
 
 class _Pool:
-    """Connections that are used by one transaction at a time and kept for the next."""
+    """Connections, each used by one transaction at a time and kept for the next."""
 
     def __init__(self) -> None:
         self._idle: SimpleQueue[Any] = SimpleQueue()
@@ -101,8 +101,8 @@ class _Pool:
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
-        """A transaction that an exception left is undone; after other errors than a refusal by
-        closing the connection.
+        """Roll back when an exception leaves the block; after any other error than a refusal the
+        connection is closed.
         """
         if not self._slots.acquire(timeout=WAIT_S):
             raise Unavailable(
@@ -134,16 +134,14 @@ class _Pool:
         connection.close()
 
     def close(self) -> None:
-        """Those that nobody uses at the moment."""
+        """Close the connections that are idle."""
         with suppress(Empty):
             while True:
                 self._idle.get_nowait().close()
 
 
 class SqliteDatabase(_Pool):
-    """A file with a write-ahead log; what was committed survives the machine's end (synchronous =
-    FULL).
-    """
+    """A file with a write-ahead log. Commits survive a machine crash (synchronous = FULL)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -190,8 +188,7 @@ class SqliteDatabase(_Pool):
         return connection
 
     def _abandon(self, connection: sqlite3.Connection) -> None:
-        # closing alone does not end a transaction whose statement somebody still holds, as a
-        # traceback does
+        # Closing alone does not end a transaction while a traceback still holds its statement.
         connection.rollback()
         connection.close()
 
@@ -212,8 +209,8 @@ class SqliteDatabase(_Pool):
 
 
 def _use_log(connection: sqlite3.Connection) -> None:
-    """Where two processes begin with a new file at once, SQLite tells one of them that it is
-    locked, without waiting as it else does.
+    """Turn on the write-ahead log. When two processes begin with a new file at once, SQLite tells
+    one of them that it is locked, without its usual waiting.
     """
     end = time.monotonic() + WAIT_S
     while True:
@@ -236,7 +233,7 @@ def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
 
 
 class PostgresDatabase(_Pool):
-    """A server that several services may use at once; what was committed is on its disk unless
+    """A server that several services may use at once; commits are on its disk unless
     synchronous_commit says otherwise.
     """
 
@@ -256,7 +253,7 @@ class PostgresDatabase(_Pool):
         self.name = _without_password(url)
         self._url = url
         self._psycopg, self._rows = psycopg, rows
-        self._for_people = (
+        self._mendable = (
             errors.DiskFull,
             errors.ReadOnlySqlTransaction,
             errors.InsufficientPrivilege,
@@ -283,7 +280,7 @@ class PostgresDatabase(_Pool):
                 cursor.execute("COMMIT")
         except self._psycopg.DataError as error:
             raise Refused(f"the database takes no such value: {error}") from error
-        except self._for_people as error:
+        except self._mendable as error:
             raise UserError(f"cannot use the database {self.name}: {_line(error)}") from error
         except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
             raise Unavailable(f"the database {self.name} did not answer: {_line(error)}") from error
@@ -312,6 +309,4 @@ def _line(error: Exception) -> str:
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    return parts._replace(
-        netloc=parts.netloc.replace(f":{parts.password}@", "@") if parts.password else parts.netloc
-    ).geturl()
+    return parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", "@")).geturl()

@@ -1,263 +1,123 @@
-"""What trainers ask: to begin or resume, the batch of a step, and to hear how far they are."""
+"""The requests of trainers besides batches: to begin or resume, and to report progress."""
 
 from __future__ import annotations
 
-import json
-import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.dataflow.contract import (
-    Batch,
-    BatchRequest,
-    Done,
-    Progress,
-    Refused,
-    Register,
-    Registered,
-    Served,
-    check_protocol,
-)
-from flowtrain.dataflow.ledger.base import LedgerBase, seconds
-from flowtrain.dataflow.ledger.candidates import batch_stats, consumed, forget_payloads, waiting
-from flowtrain.dataflow.ledger.curation import number_groups
-from flowtrain.dataflow.ledger.sql import Transaction, marks
-from flowtrain.dataflow.rules import reused
-from flowtrain.utils.seeds import derive_seed
-
-MAX_WAIT_S = 30.0
-_POLL_S = 0.25
-"""Groups that were pushed through another process are found so late at most."""
+from flowtrain.config import Config, Dataflow
+from flowtrain.dataflow.contract import Done, PolicyState, Progress, Refused, Register, Registered
+from flowtrain.dataflow.ledger.prompts import number_groups
+from flowtrain.dataflow.ledger.schema import locked
+from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 
 
-class TrainerRequests(LedgerBase):
+@dataclass(frozen=True, slots=True)
+class Trainers:
+    database: Database
+    config: Config
+    clock: Callable[[], float]
+
     def register(self, request: Register) -> Registered:
         self._check(request)
-        with self._alone() as (transaction, meta):
+        with locked(self.database) as (transaction, meta):
             if not self._is_known(transaction, request):
-                self._begin_training(transaction, request)
-            newest = transaction.one(
-                "SELECT newest FROM policies WHERE name = ?", request.policy
-            ).newest
-        return Registered(meta.run, newest)
-
-    def _is_known(self, transaction: Transaction, request: Register) -> bool:
-        """This life has been registered before. A trainer that has no name for its life begins anew
-        each time.
-        """
-        old = transaction.one(
-            "SELECT life FROM trainers WHERE policy = ? AND life = ?", request.policy, request.life
-        )
-        if not old:
-            transaction.run(
-                "INSERT INTO trainers VALUES (?, ?, ?, ?)",
-                request.policy,
-                request.life,
-                self._clock(),
-                request.step,
-            )
-        return bool(old and request.life)
-
-    def _begin_training(self, transaction: Transaction, request: Register) -> None:
-        now = self._clock()
-        old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
-        described = (request.layout, request.store, request.num_groups, request.max_staleness)
-        if old is None:
-            number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-            row = (
-                request.policy,
-                number,
-                *described,
-                request.step,
-                request.step,
-                request.step,
-                request.step,
-                0,
-                now,
-                0.0,
-                0.0,
-            )
-            transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
-            return
-        if old.newest:
-            _check_resumed(transaction, request, old)
-        transaction.run(
-            "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?, version "
-            "= ?, newest = ?, checkpoint = ?,"
-            " is_done = 0, seen_s = ? WHERE name = ?",
-            *described,
-            request.step,
-            max(old.newest, request.step),
-            request.step,
-            now,
-            request.policy,
-        )
+                self._begin(transaction, request)
+            policy = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy)
+        return Registered(meta.run, policy.newest)
 
     def _check(self, request: Register) -> None:
-        check_protocol("trainer", request.protocol)
-        if request.policy not in self._config.policy_names:
+        if request.policy not in self.config.policy_names:
             raise Refused(
                 f"policy {request.policy!r}: this run's flow has "
-                f"{' and '.join(self._config.policy_names)}"
+                f"{' and '.join(self.config.policy_names)}"
             )
         if request.num_groups < 1 or request.max_staleness < 0 or request.step < 0:
             raise Refused(
                 f"{request}: num_groups is at least 1, max_staleness and step are at least 0"
             )
-        if 0 < self._options.max_waiting < request.num_groups:
+        max_waiting = self.config.dataflow.max_waiting
+        if 0 < max_waiting < request.num_groups:
             raise Refused(
-                f"dataflow.max_waiting={self._options.max_waiting} must be at least the "
+                f"dataflow.max_waiting={max_waiting} must be at least the "
                 f"{request.num_groups} groups of a batch"
             )
 
-    def batch(self, request: BatchRequest) -> Batch:
-        if not 0 <= request.rank < request.num_ranks:
-            raise Refused(
-                f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}"
-            )
-        end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        while True:
-            num_before = self._num_pushed
-            answer = self._batch(request)
-            left = end - time.monotonic()
-            if not answer.num_missing or left <= 0:
-                return answer
-            num_enough = num_before + answer.num_missing
-            with self._pushed:
-                self._pushed.wait_for(lambda: self._num_pushed >= num_enough, min(_POLL_S, left))  # noqa: B023
+    def _is_known(self, transaction: Transaction, request: Register) -> bool:
+        """Return whether this process has registered before, and note it if not. A trainer that
+        sends no `life` counts as a new process each time.
+        """
+        own = (request.policy, request.life)
+        if not transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", *own):
+            row = (*own, self.clock(), request.step)
+            transaction.run(f"INSERT INTO trainers VALUES {marks(row)}", *row)
+            return False
+        return bool(request.life)
 
-    def _batch(self, request: BatchRequest) -> Batch:
-        with self._alone() as (transaction, meta):
-            policy = self._trainer(transaction, request.policy)
-            if request.step <= policy.checkpoint or request.step > policy.newest + 1:
-                raise Refused(
-                    f"step {request.step} of {policy.name}: its checkpoint is of step "
-                    f"{policy.checkpoint},"
-                    f" so a batch of steps {policy.checkpoint + 1} to {policy.newest + 1} can be "
-                    "had"
-                )
-            if request.step == policy.newest + 1 and (
-                num_missing := self._put_together(transaction, meta, policy, request.step)
-            ):
-                return Batch((), num_missing)
-            return _answer(transaction, request)
-
-    def _trainer(self, transaction: Transaction, name: str) -> Any:
-        """The policy's row; notes the sign of life."""
-        now = self._clock()
-        policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
-        if policy is None:
-            raise Refused(f"policy {name!r} has not been registered")
-        if now - policy.seen_s > self._options.trainer_timeout_s / 8:
-            transaction.run("UPDATE policies SET seen_s = ? WHERE name = ?", now, name)
-        return policy
-
-    def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
-        """Makes the batch, or returns how many groups it lacks."""
+    def _begin(self, transaction: Transaction, request: Register) -> None:
+        old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
+        described = (request.layout, request.store, request.num_groups, request.max_staleness)
+        step = request.step
+        if old is None:
+            number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
+            state = (step, step, step, step, 0, self.clock(), 0.0, 0.0)
+            row = (request.policy, number, *described, *state)
+            transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
+            return
+        if old.newest:
+            _check_resumed(transaction, request, old)
         transaction.run(
-            "UPDATE shares SET state = 'stale', step = ? WHERE policy = ? AND state = 'fresh' AND "
-            "min_version < ?",
+            "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?,"
+            " version = ?, newest = ?, checkpoint = ?, is_done = 0, seen_s = ? WHERE name = ?",
+            *described,
             step,
-            policy.name,
-            step - 1 - policy.max_staleness,
-        )
-        num_events = number_groups(transaction, meta.num_events)
-        fresh = waiting(transaction, policy)
-        share = self._options.replay_share
-        again = (
-            reused(consumed(transaction, policy, step), policy.num_groups, share, step - 1)
-            if share
-            else []
-        )
-        num = policy.num_groups - len(again)
-        if len(fresh) < num:
-            return num - len(fresh)
-        chosen = self._selector.select(
-            fresh, num, derive_seed(self._config.run.seed, "select", policy.name, step)
-        )
-        assert len(chosen) == len(set(chosen)) <= num and set(chosen) <= {
-            each.outcome.unit for each in fresh
-        }, "the selector's units"
-        if len(chosen) < num:
-            return num - len(chosen)
-        self._write(transaction, policy, step, num_events, chosen, again)
-        return 0
-
-    def _write(
-        self,
-        transaction: Transaction,
-        policy: Any,
-        step: int,
-        num_events: int,
-        chosen: list[int],
-        again: list[int],
-    ) -> None:
-        places = [
-            (policy.name, step, place, unit, int(place >= len(chosen)))
-            for place, unit in enumerate([*chosen, *again])
-        ]
-        transaction.many(f"INSERT INTO places VALUES {marks(range(5))}", places)
-        transaction.many(
-            "UPDATE shares SET state = 'served', step = ? WHERE policy = ? AND unit = ?",
-            [(step, policy.name, unit) for unit in chosen],
-        )
-        transaction.run(
-            "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?",
+            max(old.newest, step),
             step,
-            self._clock(),
-            policy.name,
+            self.clock(),
+            request.policy,
         )
-        stats = json.dumps(batch_stats(transaction, policy.name, step))
-        row = (
-            policy.name,
-            step,
-            self._clock(),
-            policy.num_groups,
-            policy.max_staleness,
-            num_events,
-            stats,
-        )
-        transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
 
     def progress(self, request: Progress) -> Done:
-        """Seconds count once, with the first report of a version or that the trainer is done."""
-        with self._alone() as (transaction, meta):
-            policy = self._trainer(transaction, request.policy)
+        """Note the progress. Seconds count once, with the first report of a version or of the
+        trainer's end.
+        """
+        with locked(self.database) as (transaction, meta):
+            policy = heard_policy(
+                transaction, request.policy, self.clock(), self.config.dataflow.trainer_timeout_s
+            )
             if not 0 <= request.checkpoint <= request.version <= policy.newest:
                 raise Refused(
                     f"{policy.name} cannot have version {request.version} and a checkpoint of step "
-                    f"{request.checkpoint}:"
-                    f" {policy.newest} batches have been put together"
+                    f"{request.checkpoint}: {policy.newest} batches have been put together"
                 )
-            busy_s, waited_s = seconds(request.busy_s), seconds(request.waited_s)
+            busy_s = check_seconds(request.busy_s)
+            waited_s = check_seconds(request.waited_s)
             is_news = request.version > policy.version or (request.is_done and not policy.is_done)
             transaction.run(
-                "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?, "
-                "seen_s = ?, busy_s = busy_s + ?,"
-                " waited_s = waited_s + ? WHERE name = ?",
+                "UPDATE policies SET version = ?, top_version = ?, checkpoint = ?, is_done = ?,"
+                " seen_s = ?, busy_s = busy_s + ?, waited_s = waited_s + ? WHERE name = ?",
                 max(request.version, policy.version),
                 max(request.version, policy.top_version),
                 max(request.checkpoint, policy.checkpoint),
                 int(request.is_done or policy.is_done),
-                self._clock(),
+                self.clock(),
                 busy_s if is_news else 0.0,
                 waited_s if is_news else 0.0,
                 policy.name,
             )
             if request.version > policy.top_version and policy.number == 1:
                 event = number_groups(transaction, meta.num_events) + 1
-                transaction.run(
-                    "INSERT INTO bumps VALUES (?, ?, ?)", event, policy.name, request.version
-                )
+                row = (event, policy.name, request.version)
+                transaction.run(f"INSERT INTO bumps VALUES {marks(row)}", *row)
                 transaction.run("UPDATE meta SET num_events = ?", event)
             if request.checkpoint > policy.checkpoint:
-                forget_payloads(transaction, keep_for_replay=self._options.replay_share > 0)
+                _forget_payloads(transaction, has_replays=self.config.dataflow.replay_share > 0)
         return Done()
 
 
 def _check_resumed(transaction: Transaction, request: Register, old: Any) -> None:
-    """Raises Refused unless training can go on from that checkpoint with the batches that are
-    there.
-    """
+    """Raises Refused unless the stored batches let training go on from that checkpoint."""
     if request.layout != old.layout:
         raise Refused(
             f"{old.name} has layout {request.layout}, this run has trained one of {old.layout}: "
@@ -268,37 +128,74 @@ def _check_resumed(transaction: Transaction, request: Register, old: Any) -> Non
             f"a checkpoint of step {request.step} is of another run: this one has put together "
             f"{old.newest} batches"
         )
-    num_made = transaction.one(
-        "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", old.name, request.step
+    later = (old.name, request.step)
+    num_batches = transaction.one(
+        "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", *later
     ).num
-    lost = transaction.one(
-        "SELECT count(*) AS num FROM places l LEFT JOIN payloads d ON d.unit = l.unit WHERE "
-        "l.policy = ? AND l.step > ? AND d.unit IS NULL",
-        old.name,
-        request.step,
+    num_lost = transaction.one(
+        "SELECT count(*) AS num FROM assignments a"
+        " LEFT JOIN payloads d ON d.work_item = a.work_item"
+        " WHERE a.policy = ? AND a.step > ? AND d.work_item IS NULL",
+        *later,
     ).num
-    if lost or num_made < old.newest - request.step:
+    if num_lost or num_batches < old.newest - request.step:
         raise Refused(
             f"the batches after step {request.step} are gone; {old.name} had a checkpoint of step "
             f"{old.checkpoint}, resume from it"
         )
 
 
-def _answer(transaction: Transaction, request: BatchRequest) -> Batch:
-    """A batch that has been put together."""
-    stats = transaction.one(
-        "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
-    ).stats
-    rows = transaction.all(
-        "SELECT l.place, l.unit, l.is_replay, d.payload FROM places l JOIN payloads d ON d.unit = "
-        "l.unit"
-        " WHERE l.policy = ? AND l.step = ? AND l.place % ? = ? ORDER BY l.place",
-        request.policy,
-        request.step,
-        request.num_ranks,
-        request.rank,
+def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
+    """Delete the groups that no batch can need any more: neither fresh, nor in a batch after a
+    checkpoint, nor possible replays.
+    """
+    replays = (
+        " OR (s.state = 'assigned' AND s.min_version >= p.checkpoint - p.max_staleness)"
+        if has_replays
+        else ""
     )
-    groups = tuple(
-        Served(row.place, row.unit, bytes(row.payload), bool(row.is_replay)) for row in rows
+    transaction.run(
+        "DELETE FROM payloads WHERE NOT EXISTS"
+        " (SELECT 1 FROM shares s JOIN policies p ON p.name = s.policy"
+        f" WHERE s.work_item = payloads.work_item AND (s.state = 'fresh'{replays}))"
+        " AND NOT EXISTS (SELECT 1 FROM assignments a JOIN policies p ON p.name = a.policy"
+        " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint)"
     )
-    return Batch(groups, 0, json.loads(stats))
+
+
+# ---- rows of policies
+
+
+def heard_policy(transaction: Transaction, name: str, now: float, timeout_s: float) -> Any:
+    """The policy's row; notes that its trainer is alive."""
+    policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
+    if policy is None:
+        raise Refused(f"policy {name!r} has not been registered")
+    if now - policy.seen_s > timeout_s / 8:
+        transaction.run("UPDATE policies SET seen_s = ? WHERE name = ?", now, name)
+    return policy
+
+
+def policy_rows(transaction: Transaction) -> list[Any]:
+    """The policies in the order of their registration, with num_fresh: the number of their waiting
+    groups.
+    """
+    return transaction.all(
+        "SELECT p.*, (SELECT count(*) FROM shares s WHERE s.policy = p.name AND s.state = 'fresh')"
+        " AS num_fresh FROM policies p ORDER BY p.number"
+    )
+
+
+def policy_states(policies: Sequence[Any]) -> Mapping[str, PolicyState]:
+    return {row.name: PolicyState(row.version, row.store, row.layout) for row in policies}
+
+
+def is_live(policy: Any, now: float, options: Dataflow) -> bool:
+    return not policy.is_done and now - policy.seen_s <= options.trainer_timeout_s
+
+
+def check_seconds(value: float) -> float:
+    """Raises Refused for a duration that no clock shows."""
+    if not 0 <= value <= 1e9:
+        raise Refused(f"{value} is no number of seconds")
+    return value

@@ -1,9 +1,9 @@
-"""What decides which prompts are rolled out, which groups are kept, and which of them a batch is
-made of.
+"""The protocols of the three rules: a prompt filter decides which prompts are rolled out, a group
+filter which groups are kept, and a selector which groups make a batch.
 
-All three are folds over the ledger: they see `Outcome`s and versions in the order in which these
-were committed, and draw with random numbers that the ledger gives them. So a restarted service
-comes to the same state, and every decision can be made again.
+All three depend on nothing but the ledger: they see `Outcome`s and versions in the order in which
+these were committed, and take their random numbers from it. So a restarted service comes to the
+same state, and every decision can be made again.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from typing import Protocol
 class Outcome:
     """A group as the rules see it."""
 
-    unit: int
+    work_item: int
     task_id: str
     kind: str
     rewards: tuple[float, ...]
-    """Of the rollouts that finished."""
+    """Rewards of the rollouts that finished."""
     num_tokens: int
-    """Sampled ones."""
+    """Number of sampled tokens."""
 
     @property
     def is_mixed(self) -> bool:
-        """Rewards differ by more than rounding: there is something to learn from the group."""
+        """Rewards differ by more than rounding, so the group has something to teach."""
         return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > 1e-6
 
 
-class Curator(Protocol):
-    """Before rollout: is this prompt worth it now?"""
+class PromptFilter(Protocol):
+    """Decides before rollout: is this prompt worth it now?"""
 
     def admits(self, task_id: str, kind: str, draw: float) -> bool:
-        """`draw` is uniform in [0, 1)."""
+        """Return whether to roll the prompt out; `draw` is uniform in [0, 1)."""
 
     def observe(self, outcome: Outcome) -> None:
-        """A group was committed."""
+        """Take note of a group that was committed."""
 
     def on_version(self, version: int) -> None:
-        """The policy has a new version."""
+        """Take note of a new version of the policy."""
 
 
-class Filter(Protocol):
-    """After rollout: does this group teach anything?"""
+class GroupFilter(Protocol):
+    """Decides after rollout: does this group teach anything?"""
 
     def keeps(self, outcome: Outcome) -> bool: ...
 
@@ -58,11 +58,11 @@ class Candidate:
     deadline: int
     """The last version that may still train it."""
     position: int
-    """In the order of commits."""
+    """Position in the order of commits."""
 
 
 class Selector(Protocol):
-    """At serving: which of the groups that wait."""
+    """Decides when a batch is made: which of the waiting groups go into it?"""
 
     def select(self, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
-        """Units of at most `num` candidates, in the order of the batch."""
+        """Return the work items of at most `num` candidates, in the order of the batch."""

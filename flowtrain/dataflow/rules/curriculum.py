@@ -1,11 +1,12 @@
-"""Curriculum by success rate: a prompt is rolled out the more often the nearer its success rate is
+"""Curriculum by success rate: a prompt is rolled out the more often, the nearer its success rate is
 to one half.
 
-The success rate s of a prompt is the mean reward of its first group, and with each later one s <-
-memory * s + (1 - memory) * mean reward. It is rolled out with probability e + (1 - e) * 4 s (1 -
-s). Here 4 s (1 - s) is the variance of a reward that is 1 with probability s and else 0, as a share
-of the highest there is, and e the share of exploration. What was never tried is always rolled out;
-what always or never succeeds with probability e, so that it comes back when the policy has changed.
+The success rate s of a prompt is the mean reward of its first group; each later group updates it to
+memory * s + (1 - memory) * mean reward. The prompt is rolled out with probability
+e + (1 - e) * 4 s (1 - s). Here 4 s (1 - s) is the variance of a reward that is 1 with probability s
+and 0 otherwise, relative to its maximum, and e is the share of exploration. A prompt that was never
+tried is always rolled out. A prompt that always or never succeeds is rolled out with probability e,
+so that it comes back when the policy has changed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Curriculum:
         return draw < self._exploration + (1 - self._exploration) * 4 * success * (1 - success)
 
     def observe(self, outcome: Outcome) -> None:
-        """Rewards count as 1 where they are more; a group without any says nothing."""
+        """Update the success rate. Mean rewards are clamped to [0, 1]; a group without rewards says
+        nothing.
+        """
         if not outcome.rewards:
             return
         mean = min(max(fmean(outcome.rewards), 0.0), 1.0)

@@ -1,16 +1,17 @@
-"""GRESO (arXiv 2506.02177): prompts whose last groups were all alike are mostly left out, for the
-next one will be alike too.
+"""GRESO (arXiv 2506.02177): prompts whose last groups had equal rewards are mostly left out,
+because the next group will probably have equal rewards too.
 
-For every prompt z counts its latest consecutive groups in which all rewards were the same, all high
-("easy") or all low ("hard"); a group with differing rewards makes it 0, one of the other kind 1.
-The prompt is rolled out with probability max(p^z, floor), where p and floor are those of the kind;
-with z = 0 always, and never with less than the floor, so every prompt comes again. At each new
-version p goes down by `step` where the share of such groups since the last version reached its
-target, else up: as much is explored as the target allows. In the first epoch, which is over when
-some prompt has its second group, p stays as it is: no prompt could be left out yet.
+For every prompt, z counts its latest consecutive groups in which all rewards were the same, all
+high ("easy") or all low ("hard"). A group with differing rewards sets z to 0, a group of the other
+side sets it to 1. The prompt is rolled out with probability max(p^z, floor), where p and floor are
+those of its side: always when z is 0, and never with less than the floor, so every prompt comes
+again. At each new version, p of a side falls by `step` if the share of its groups since the last
+version reached its target, and else rises by `step`: the rule explores as much as the target
+allows. In the first epoch, which ends when some prompt has its second group, p does not change: no
+prompt could be left out yet.
 
-The paper has floors of 0.01, and counts groups that are nearly alike; the floors here are
-AstraFlow's, for a policy that gets better makes hard prompts worth another look.
+The paper has floors of 0.01 and also counts groups that are nearly alike. The floors here are
+AstraFlow's, because an improving policy makes hard prompts worth another look.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from flowtrain.dataflow.rules.base import Outcome
 Share = Annotated[float, Field(gt=0, le=1)]
 
 LEAST, MOST = 0.05, 0.95
-"""Of p."""
+"""Bounds of p."""
 
 
 @dataclass(slots=True)
-class Kind:
-    """Of prompts: easy or hard."""
+class Side:
+    """The state of one side, easy or hard."""
 
     chance: float
-    """p: of a prompt whose last group was of this kind."""
+    """p, for prompts whose last group was on this side."""
     target: float
     floor: float
     num_new: int = 0
-    """Groups of this kind since the last version."""
+    """Groups on this side since the last version."""
 
     def probability(self, streak: int) -> float:
         return max(self.chance**streak, self.floor)
 
     def adapt(self, num_groups: int, step: float) -> None:
-        """Explore less where `num_groups` held enough of this kind, more where they did not."""
+        """Explore less if `num_groups` groups held enough of this side, else more."""
         change = -step if self.num_new >= self.target * num_groups else step
         self.chance = min(max(self.chance + change, LEAST), MOST)
 
@@ -59,13 +60,17 @@ class Greso:
         floor_easy: Share = 0.1,
         floor_hard: Share = 0.4,
     ) -> None:
-        """`start` is p before the first version; targets are shares of all groups, floors
-        probabilities.
         """
-        self.easy = Kind(start, target_easy, floor_easy)
-        self.hard = Kind(start, target_hard, floor_hard)
+        Args:
+            start: p before the first version.
+            step: change of p per version.
+            target_easy, target_hard: shares of all groups.
+            floor_easy, floor_hard: least probability of a rollout.
+        """
+        self.easy = Side(start, target_easy, floor_easy)
+        self.hard = Side(start, target_hard, floor_hard)
         self._step = step
-        self._streaks: dict[str, tuple[Kind, int]] = {}
+        self._streaks: dict[str, tuple[Side, int]] = {}
         self._num_new = 0
         self._is_first_epoch = True
 
@@ -74,7 +79,7 @@ class Greso:
         return draw < side.probability(streak)
 
     def observe(self, outcome: Outcome) -> None:
-        """A group of fewer than two rollouts says nothing."""
+        """Update z; a group of fewer than two finished rollouts says nothing."""
         if len(outcome.rewards) < 2:
             return
         side, streak = self._streaks.get(outcome.task_id, (self.easy, 0))
@@ -88,7 +93,7 @@ class Greso:
         self._streaks[outcome.task_id] = (now, streak + 1 if now is side else 1)
 
     def on_version(self, version: int) -> None:
-        """Versions without a group between them change nothing."""
+        """Adapt p; a version without a group since the last one changes nothing."""
         for side in (self.easy, self.hard):
             if self._num_new and not self._is_first_epoch:
                 side.adapt(self._num_new, self._step)

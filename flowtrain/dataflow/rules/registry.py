@@ -1,5 +1,4 @@
-"""The rules by name: those of this package, and those that other packages bring through entry
-points.
+"""The rules by name: built-in ones, and those of other packages, found by entry points.
 
 An entry point names a callable that takes the rule's options as keyword arguments and returns the
 rule.
@@ -16,122 +15,123 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowtrain.config.dataflow import Dataflow
-from flowtrain.dataflow.rules.base import Curator, Filter, Selector
+from flowtrain.dataflow.rules.base import GroupFilter, PromptFilter, Selector
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Those of one run. The curator has a state: what it observed."""
+    """The rules of one run. The prompt filter has a state: its observations."""
 
-    curator: Curator
-    filter: Filter
+    prompt_filter: PromptFilter
+    group_filter: GroupFilter
     selector: Selector
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One of the three places where a rule decides."""
-
+class RuleKind:
     key: str
-    """In [dataflow]; the options' key is this one with "_options" behind it."""
-    group: str
-    """Of entry points."""
+    """Key in [dataflow]; the key of the rule's options is this one with "_options" behind it."""
     built_in: Mapping[str, str]
+    """By name: module of this package, ":", class."""
     methods: tuple[str, ...]
-    """What a rule has."""
+    """Methods that a rule must have."""
+
+    @property
+    def text(self) -> str:
+        return self.key.replace("_", " ")
+
+    @property
+    def entry_points(self) -> str:
+        """Group of entry points."""
+        return f"flowtrain.{self.key}s"
 
 
-_CURATORS = Point(
-    "curator",
-    "flowtrain.curators",
-    {"all": "all:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
+_PROMPT_FILTERS = RuleKind(
+    "prompt_filter",
+    {"all": "builtin:AllPrompts", "greso": "greso:Greso", "curriculum": "curriculum:Curriculum"},
     ("admits", "observe", "on_version"),
 )
-_FILTERS = Point(
-    "filter", "flowtrain.filters", {"all": "all:AllGroups", "mixed": "mixed:Mixed"}, ("keeps",)
+_GROUP_FILTERS = RuleKind(
+    "group_filter", {"all": "builtin:AllGroups", "mixed": "builtin:Mixed"}, ("keeps",)
 )
-_SELECTORS = Point(
+_SELECTORS = RuleKind(
     "selector",
-    "flowtrain.selectors",
     {
-        "deadline": "deadline:EarliestDeadline",
-        "arrival": "arrival:Arrival",
+        "deadline": "builtin:EarliestDeadline",
+        "arrival": "builtin:Arrival",
         "weighted": "weighted:Weighted",
     },
     ("select",),
 )
-
-POINTS = (_CURATORS, _FILTERS, _SELECTORS)
+KINDS = (_PROMPT_FILTERS, _GROUP_FILTERS, _SELECTORS)
 
 
 def load(options: Dataflow) -> Rules:
-    """The rules that the options name, new: with nothing observed. UserError for a name that nobody
-    offers and for a bad option.
+    """Make the rules that the options name, with nothing observed yet. UserError for an unknown
+    name and for a bad option.
     """
     return Rules(
-        curator=_make(_CURATORS, options.curator, options.curator_options),
-        filter=_make(_FILTERS, options.filter, options.filter_options),
+        prompt_filter=_make(_PROMPT_FILTERS, options.prompt_filter, options.prompt_filter_options),
+        group_filter=_make(_GROUP_FILTERS, options.group_filter, options.group_filter_options),
         selector=_make(_SELECTORS, options.selector, options.selector_options),
     )
 
 
-def _make(point: Point, name: str, options: Mapping[str, Any]) -> Any:
-    offered = _offered(point)
+def _make(kind: RuleKind, name: str, options: Mapping[str, Any]) -> Any:
+    offered = _offered(kind)
     if name not in offered:
         raise UserError(
-            f"dataflow.{point.key}: no {point.key} {name!r}; there are {', '.join(offered)}"
+            f"dataflow.{kind.key}: no {kind.text} {name!r}; there are {', '.join(offered)}"
         )
     entry = offered[name]
     if entry.dist is None:
-        return _called(point, name, entry.load(), options)
+        return _call(kind, name, entry.load(), options)
+    rule_of_package = f"{kind.text} {name!r} of package {plugins.package(entry)}"
     try:
-        rule = _called(point, name, entry.load(), options)
+        rule = _call(kind, name, entry.load(), options)
     except UserError:
         raise
     # Foreign code may fail in any way, and the traceback would show our lines before its own.
     except Exception as error:
         raise UserError(
-            f"{point.key} {name!r} of package {plugins.package(entry)} cannot be made: "
-            f"{type(error).__name__}: {error}"
+            f"{rule_of_package} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if missing := [method for method in point.methods if not callable(getattr(rule, method, None))]:
-        needs = ", ".join(point.methods)
-        raise UserError(
-            f"{point.key} {name!r} of package {plugins.package(entry)} has no method {missing[0]}; "
-            f"it needs {needs}"
-        )
+    for method in kind.methods:
+        if not callable(getattr(rule, method, None)):
+            needs = ", ".join(kind.methods)
+            raise UserError(f"{rule_of_package} has no method {method}; it needs {needs}")
     return rule
 
 
-def _called(point: Point, name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    takes = signature(make)
+def _call(kind: RuleKind, name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    parameters = signature(make)
     try:
-        takes.bind(**options)
+        parameters.bind(**options)
     except TypeError as error:
-        known = ", ".join(takes.parameters) or "no options"
-        raise UserError(
-            f"dataflow.{point.key}_options: {name}: {error}; it takes {known}"
-        ) from None
+        known = ", ".join(parameters.parameters) or "no options"
+        raise UserError(f"dataflow.{kind.key}_options: {name}: {error}; it takes {known}") from None
     try:
         return make(**options)
     except ValidationError as error:
-        raise UserError(_explained(point, name, error)) from None
+        raise UserError(_explain(kind, name, error)) from None
 
 
-def _explained(point: Point, name: str, error: ValidationError) -> str:
-    """Example: dataflow.curator_options.floor_easy=0: Input should be greater than 0 (greso)."""
+def _explain(kind: RuleKind, name: str, error: ValidationError) -> str:
+    """Example: dataflow.prompt_filter_options.floor_easy=0: Input should be greater than 0
+    (greso).
+    """
     first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, (f"dataflow.{point.key}_options", *first["loc"])))
+    key = ".".join(map(str, (f"dataflow.{kind.key}_options", *first["loc"])))
     message = first["msg"].removeprefix("Value error, ")
     return f"{key}={first['input']!r}: {message} ({name})"
 
 
-def _offered(point: Point) -> dict[str, EntryPoint]:
-    """By name."""
+def _offered(kind: RuleKind) -> dict[str, EntryPoint]:
+    """Every rule of this kind, by name."""
     built_in = {
-        name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", point.group)
-        for name, value in point.built_in.items()
+        name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", kind.entry_points)
+        for name, value in kind.built_in.items()
     }
-    return plugins.offered(point.key, point.group, built_in)
+    return plugins.offered(kind.text, kind.entry_points, built_in)

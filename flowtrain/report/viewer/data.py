@@ -49,7 +49,7 @@ class Run:
         self._note_what_is_missing()
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
-        """Of a page with about so many rollouts."""
+        """Bytes of a page with about so many rollouts."""
         chosen = choose(self.places, num_rollouts)
         rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
@@ -73,7 +73,7 @@ class Run:
         return cleaned
 
     def _try(self, default: T, read: Callable[..., T], *arguments: Any) -> T:
-        """What cannot be read is named on the page instead of being the end of it."""
+        """Read a file of the run; a file that cannot be read is named on the page."""
         try:
             return read(*arguments)
         except UserError as error:
@@ -91,12 +91,14 @@ class Run:
         missing = {
             f"{', '.join(torn)}: the last line is incomplete and was left out; the run is writing "
             "it, or was killed.": torn,
-            "The run has not finished, or was interrupted: there is no summary.json yet.": is_training
-            and not (path / "summary.json").is_file(),
+            "The run has not finished, or was interrupted: there is no summary.json yet.": (
+                is_training and not (path / "summary.json").is_file()
+            ),
             "No step has been logged, so there are no curves.": not self._series,
             "No rollouts have been logged: curves and results are all there is.": not self.places,
-            "The tokenizer of the run is gone: tokens are shown as ids, and prompts not at all.": self.places
-            and self._tokenizer is None,
+            "The tokenizer of the run is gone: tokens are shown as ids, and prompts not at all.": (
+                self.places and self._tokenizer is None
+            ),
         }
         self.notes += [note for note, holds in missing.items() if holds]
 

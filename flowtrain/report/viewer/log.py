@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the line of a rollout lies, and what the choice goes by."""
+    """Position of a rollout's line in its log, and the fields by which rollouts are chosen."""
 
     path: Path
     start: int
@@ -120,7 +120,7 @@ def _groups(places: Iterable[Place]) -> list[list[Place]]:
 
 
 def _rotated(items: Sequence[T], number: int) -> list[T]:
-    """Begun elsewhere for every number: the place of a group in its batch decides its mini-batch."""
+    """Rotate the items by `number`, for a group's index decides its mini-batch."""
     start = number * 5 % len(items)
     return [*items[start:], *items[:start]]
 

@@ -19,7 +19,7 @@ from typing import Any
 from flowtrain.report.viewer.data import Run
 
 MAX_BYTES = 18_000_000
-"""Of a page: what browsers, mail and phones still take."""
+"""Size of a page that browsers, mail and phones still take."""
 
 
 def build_page(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> str:

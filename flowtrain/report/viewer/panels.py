@@ -10,7 +10,7 @@ from flowtrain.report.curves import Series
 from flowtrain.report.viewer.log import spread
 
 MOST_POINTS = 1000
-"""Of a curve; a longer one is thinned out evenly."""
+"""Points of a curve; a longer one is thinned out evenly."""
 
 
 @dataclass(frozen=True, slots=True)

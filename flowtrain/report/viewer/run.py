@@ -1,4 +1,4 @@
-"""What a run folder says about the run as a whole."""
+"""Facts about a run as a whole, from its folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """What the file says; "" where there is none."""
+    """Read a text file; "" where there is none."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -1,1 +1,1 @@
-"""Passages and how they are found: chunks of a page or a corpus on disk, by BM25 or by embeddings."""
+"""Search among passages, chunks of a page or a corpus on disk, by BM25 or by embeddings."""

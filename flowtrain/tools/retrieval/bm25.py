@@ -1,6 +1,4 @@
-"""BM25 over a list of texts, by words: no stemmer, no stop words, so that it serves any language
-that puts spaces between words.
-"""
+"""BM25 over a list of texts, for any language with spaces: no stemmer and no stop words."""
 
 from __future__ import annotations
 
@@ -18,22 +16,22 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in order, without case."""
+    """Return the words of a text, in order, without case."""
     return _WORD.findall(text.casefold())
 
 
 class Bm25:
-    """Ranks the texts it was built of. Reads only after construction, so it is safe to share
-    between threads.
-    """
+    """Ranks the texts that it was built from. It never changes, so threads may share it."""
 
     def __init__(self, index: bm25s.BM25, vocabulary: Mapping[str, int]) -> None:
-        self._index, self._vocabulary = index, vocabulary
+        self._index = index
+        self._vocabulary = vocabulary
 
     @classmethod
     def build(cls, texts: Iterable[str], progress: str = "") -> Bm25:
-        """`progress` is what its bar says; "": there is none. Raises ValueError when no text has a
-        word.
+        """Index the texts; raises ValueError when no text has a word.
+
+        `progress` is the text of the progress bar; "": no bar.
         """
         vocabulary: dict[str, int] = {}
         shown = tqdm(texts, desc=progress, unit="text", disable=not progress)
@@ -53,36 +51,27 @@ class Bm25:
 
     @classmethod
     def load(cls, folder: Path) -> Bm25:
-        """The scores stay on disk and are mapped into memory; only the vocabulary is read."""
+        """Map the scores on disk into memory and read the vocabulary."""
         index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         return cls(index, index.vocab_dict)
 
     def rank(self, query: str, k: int) -> list[int]:
-        """At most `k` texts that share a word with the query, best first; of equals the earlier
-        one.
+        """Return at most `k` texts that share a word with the query, best first.
 
-        A word counts once however often the query repeats it, which bounds the time by the
-        vocabulary.
+        Of equal texts the earlier comes first. A word that the query repeats counts once, which
+        bounds the time by the vocabulary.
         """
-        ids = list(
-            dict.fromkeys(
-                self._vocabulary[word] for word in words(query) if word in self._vocabulary
-            )
-        )
-        if not ids:
+        known = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
+        if not known:
             return []
-        scores = self._index.get_scores_from_ids(ids)
+        scores = self._index.get_scores_from_ids(list(dict.fromkeys(known)))
         hits = scores.nonzero()[0]
         return hits[best(scores[hits], k)].tolist()
 
 
 def best(scores: np.ndarray, k: int) -> np.ndarray:
-    """The places of the `k` highest scores, or of all if there are fewer, highest first; of equals
-    the earlier one.
-    """
-    places = (
-        np.arange(len(scores))
-        if len(scores) <= k
-        else (scores >= np.partition(scores, -k)[-k]).nonzero()[0]
-    )
-    return places[(-scores[places]).argsort(kind="stable")[:k]]
+    """Return the indices of the `k` highest scores, highest first; of equals the earlier one."""
+    found = np.arange(len(scores))
+    if len(scores) > k:
+        found = (scores >= np.partition(scores, -k)[-k]).nonzero()[0]
+    return found[(-scores[found]).argsort(kind="stable")[:k]]

@@ -1,6 +1,4 @@
-"""A corpus to search offline: the passages of a file under an index on disk, which is built once
-and shared by all tools.
-"""
+"""A corpus to search offline: passages of a file, with an index on disk that all tools share."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,31 +21,29 @@ from flowtrain.tools.retrieval.passages import Passage, Passages
 from flowtrain.types import UserError
 
 SCHEME = "corpus:"
-"""A passage without a URL has this with its place in the file, so that every passage can be asked
-for."""
+"""A passage without a URL gets this and its number in the file, so that all can be read."""
 
 T = TypeVar("T")
 
 
 class Corpus:
-    """Passages and the ways to find them. Safe to share between tasks, event loops and threads;
-    what it holds goes with its last user.
-    """
+    """Passages and their indexes. Safe to share between tasks, event loops and threads."""
 
     def __init__(self, folder: Path, embedder: Embedder | None) -> None:
-        """`folder` as `ensure_index` leaves it, for that embedder."""
-        self._passages, self._embedder = Passages(folder), embedder
+        """Open the index that `ensure_index` built with that embedder."""
+        self._passages = Passages(folder)
+        self._embedder = embedder
         if embedder:
             self._vectors = np.load(folder / "vectors.npy", mmap_mode="r")
         else:
             self._bm25 = Bm25.load(folder / "bm25")
-        self._pages, self._places = (
-            np.load(folder / name, mmap_mode="r") for name in ("pages.npy", "places.npy")
-        )
+        self._pages = np.load(folder / "pages.npy", mmap_mode="r")
+        self._places = np.load(folder / "places.npy", mmap_mode="r")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="corpus")
 
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
-        """At most `k` passages, best first; by BM25 only such as share a word with the query.
+        """Return at most `k` passages, best first; BM25 finds only those that share a word.
+
         Raises ToolError when the embedder fails.
         """
         if self._embedder is None:
@@ -55,17 +52,13 @@ class Corpus:
         return await self._in_thread(lambda: self._take(rank(self._vectors, vectors_1D[0], k)))
 
     async def read(self, url: str) -> list[Passage]:
-        """The passages of a page, in the order of the file; none when the corpus does not have it."""
+        """Return the passages of a page, in the order of the file; none for an unknown page."""
         return await self._in_thread(lambda: self._page(url))
 
     def _page(self, url: str) -> list[Passage]:
         number = url.removeprefix(SCHEME)
-        if (
-            url.startswith(SCHEME)
-            and number.isdecimal()
-            and len(number) < 12
-            and int(number) < len(self._passages)
-        ):
+        is_number = url.startswith(SCHEME) and number.isdecimal() and len(number) < 12
+        if is_number and int(number) < len(self._passages):
             return self._take([int(number)])
         start, end = (
             int(np.searchsorted(self._pages, page_hash(url), side)) for side in ("left", "right")
@@ -73,11 +66,9 @@ class Corpus:
         same_hash = self._take(self._places[start:end].tolist())
         return [passage for passage in same_hash if page_url(passage.url) == page_url(url)]
 
-    def _take(self, places: list[int]) -> list[Passage]:
-        passages = [(place, self._passages[place]) for place in places]
-        return [
-            p if p.url else Passage(p.text, p.title, f"{SCHEME}{place}") for place, p in passages
-        ]
+    def _take(self, numbers: list[int]) -> list[Passage]:
+        passages = [(number, self._passages[number]) for number in numbers]
+        return [p if p.url else replace(p, url=f"{SCHEME}{number}") for number, p in passages]
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -88,11 +79,10 @@ _opening = threading.Lock()
 
 
 def open_corpus(config: Config, key: str) -> Corpus:
-    """The corpus of `[corpus]`, the same one for all who have it open; `key` is who asks, such as
-    "web_search.provider".
+    """Return the corpus of `[corpus]`, the same object for all users; raises UserError.
 
-    Builds the index when there is none, or none of this file; then it shows how far it is. Raises
-    UserError.
+    Builds the index, with a progress bar, unless there is one of this file. `key` names the option
+    that asks for the corpus, such as "web_search.provider".
     """
     if not config.corpus.path:
         raise UserError(

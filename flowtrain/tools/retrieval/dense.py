@@ -1,6 +1,4 @@
-"""Texts as vectors, from an endpoint that speaks OpenAI's /embeddings, and search among them by
-cosine.
-"""
+"""Embeddings of texts from an endpoint with OpenAI's /embeddings, and search by cosine."""
 
 from __future__ import annotations
 
@@ -19,24 +17,23 @@ from flowtrain.tools.base import ToolError
 from flowtrain.tools.retrieval.bm25 import best
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 BATCH = 64
 """Texts per request."""
 MAX_CHARS = 8000
-"""Of a text that is sent; some 2,000 tokens, which every embedding model takes."""
+"""Characters of a text that are sent; some 2,000 tokens, which every embedding model takes."""
 _BUILD_S = 600.0
-"""For a batch while an index is built, pauses of a busy endpoint included."""
+"""Seconds for a batch while an index is built, pauses of a busy endpoint included."""
 _ROWS = 1 << 16
-"""Of the matrix that are read from disk and multiplied at a time."""
+"""Rows of the matrix that are read from disk and multiplied at a time."""
 
 
 class Embedder:
     """Turns texts into vectors of length 1. Safe to share between tasks and event loops."""
 
     def __init__(self, name: str, options: Chat) -> None:
-        """`name`: its table in [engines]. Raises UserError for a table that cannot embed, and when
-        its key is missing.
-        """
+        """Take the options of table `name` in [engines]; raises UserError when it cannot embed."""
         if options.kind != "openai":
             raise UserError(
                 f"engines.{name}.kind={options.kind!r}: embeddings come from an endpoint, which "
@@ -53,17 +50,18 @@ class Embedder:
             else ""
         )
         self.name = f"{options.model} at {options.base_url}"
-        self._model, self._url = options.model, options.base_url.rstrip("/") + "/embeddings"
+        self._model = options.model
+        self._url = options.base_url.rstrip("/") + "/embeddings"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._api = Api(options.max_concurrency)
 
     async def embed(self, texts: Sequence[str], deadline_s: float) -> np.ndarray:
-        """[len(texts), D] float32; ToolError when they do not come by the deadline."""
+        """Return [len(texts), D] float32; raises ToolError when they do not come in time."""
         batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
         tasks = [asyncio.ensure_future(self._batch(batch, deadline_s)) for batch in batches]
         try:
             return np.concatenate(await asyncio.gather(*tasks))
-        finally:  # when one fails, the others are of no use
+        finally:  # when one fails, the others are useless
             for task in tasks:
                 task.cancel()
 
@@ -77,7 +75,7 @@ class Embedder:
 
 
 def embedder(config: Config, key: str, name: str) -> Embedder | None:
-    """The one that a config key names in [engines]; None when it names none."""
+    """Return the embedder of the table in [engines] that a config key names; None for ""."""
     if name and name not in config.engines:
         raise UserError(
             f"{key}={name!r} is no table of [engines]; there are: "
@@ -87,18 +85,14 @@ def embedder(config: Config, key: str, name: str) -> Embedder | None:
 
 
 def write_vectors(path: Path, texts: Iterable[str], num_texts: int, embedder: Embedder) -> None:
-    """A matrix of one row per text, as a .npy file; shows how far it is. Raises UserError when the
-    endpoint fails.
-    """
-    with ThreadPoolExecutor(
-        1, thread_name_prefix="embed"
-    ) as thread:  # for a loop of its own: this thread may have one that runs
-        try:
-            thread.submit(
-                asyncio.run, _write_vectors(path, iter(texts), num_texts, embedder)
-            ).result()
-        except ToolError as error:
-            raise UserError(f"corpus.embedder: {error}") from error
+    """Write a .npy file of one row per text, with a progress bar; raises UserError on failure."""
+    work = _write_vectors(path, iter(texts), num_texts, embedder)
+    # On a thread with a loop of its own, because this thread may have one that runs.
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
+        user_error("corpus.embedder", ToolError),
+    ):
+        thread.submit(asyncio.run, work).result()
 
 
 async def _write_vectors(
@@ -121,7 +115,7 @@ async def _write_vectors(
 
 
 def rank(matrix: np.ndarray, query_D: np.ndarray, k: int) -> list[int]:
-    """The `k` rows most like the query, best first; the matrix may lie on disk."""
+    """Return the `k` rows most like the query, best first; the matrix may be on disk."""
     scores = np.concatenate(
         [matrix[start : start + _ROWS] @ query_D for start in range(0, len(matrix), _ROWS)]
     )
@@ -129,7 +123,7 @@ def rank(matrix: np.ndarray, query_D: np.ndarray, k: int) -> list[int]:
 
 
 def _vectors(answer: Any, num_texts: int, name: str) -> np.ndarray:
-    """Raises ToolError unless there is one vector of finite numbers per text, all of one length."""
+    """Return one unit vector per text; raises ToolError unless all are finite and of one length."""
     try:
         rows = sorted(answer["data"], key=lambda row: row["index"])
         vectors = np.array([row["embedding"] for row in rows], dtype=np.float32)

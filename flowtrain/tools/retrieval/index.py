@@ -1,10 +1,10 @@
-"""The index of a corpus on disk. A folder that is there is whole: it is built under another name
-and then renamed.
+"""The index of a corpus on disk. A folder is complete: it is built under another name and renamed.
 
-stamp.json       what it was built from; when that differs from what is asked for, the index is
-built anew passages.jsonl   the passages, and offsets.npy, where each begins pages.npy        hashes
-of the URLs of pages, sorted, and places.npy, the passages with them bm25/            the scores of
-bm25s, or, with an embedder vectors.npy      one row per passage
+stamp.json       the source of the index, which is built again when the stamp does not match
+passages.jsonl   the passages, and offsets.npy, the byte at which each begins
+pages.npy        hashes of the URLs of pages, sorted, and places.npy, the numbers of their passages
+bm25/            the scores of bm25s, or, with an embedder,
+vectors.npy      one row per passage
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.dense import Embedder, write_vectors
 from flowtrain.tools.retrieval.passages import Passages, read_passages
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 _FORMAT = 1
 _PAGE = np.dtype([("hash", np.uint64), ("place", np.int64)])
@@ -33,60 +34,46 @@ Stamp = dict[str, str | int]
 
 
 def ensure_index(corpus: Corpus, embedder: Embedder | None) -> tuple[Path, Stamp]:
-    """The folder of the index and what it was built from; of several processes that want it, one
-    builds it and the others wait.
+    """Return the folder of the index and its stamp; build the index unless it is up to date.
 
-    Raises UserError naming the key that is wrong: the file, its columns, or the folder.
+    Of several processes one builds it and the others wait. Raises UserError, which names the key of
+    the wrong file, column or folder.
     """
     folder = Path(corpus.index or f"{corpus.path}.index").resolve()
     stamp = _stamp(corpus, embedder)
     if _read_stamp(folder) != stamp:
-        try:
+        with user_error(f"corpus.index={str(folder)!r} cannot be written", OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the system gives it back when its holder dies
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when its holder dies
                 if _read_stamp(folder) != stamp:
                     _build(folder, corpus, embedder, stamp)
-        except OSError as error:
-            raise UserError(
-                f"corpus.index={str(folder)!r}: cannot be written ({error.strerror}); name another "
-                "folder"
-            ) from error
     return folder, stamp
 
 
 def page_url(url: str) -> str:
-    """What tells pages apart: the URL without the part of the page it points at."""
+    """Strip the fragment, so that all parts of a page have one URL."""
     return url.partition("#")[0]
 
 
 def page_hash(url: str) -> np.uint64:
-    return np.uint64(
-        int.from_bytes(
-            hashlib.blake2b(page_url(url).encode(errors="replace"), digest_size=8).digest(), "big"
-        )
-    )
+    digest = hashlib.blake2b(page_url(url).encode(errors="replace"), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "big"))
 
 
 def _stamp(corpus: Corpus, embedder: Embedder | None) -> Stamp:
-    try:
+    with user_error(f"corpus.path={corpus.path!r} cannot be read", OSError):
         file = Path(corpus.path).stat()
-    except OSError as error:
-        raise UserError(
-            f"corpus.path={corpus.path!r}: cannot be read ({error.strerror})"
-        ) from error
-    source: Stamp = {
+    return {
         "format": _FORMAT,
         "path": str(Path(corpus.path).resolve()),
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
-    }
-    keys: Stamp = {
         "text_key": corpus.text_key,
         "title_key": corpus.title_key,
         "url_key": corpus.url_key,
+        "embedder": embedder.name if embedder else "",
     }
-    return source | keys | {"embedder": embedder.name if embedder else ""}
 
 
 def _read_stamp(folder: Path) -> Stamp | None:
@@ -97,15 +84,14 @@ def _read_stamp(folder: Path) -> Stamp | None:
 def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp) -> None:
     if folder.exists() and _read_stamp(folder) is None:
         raise UserError(
-            f"corpus.index={str(folder)!r} is there and no index of ours; name another folder"
+            f"corpus.index={str(folder)!r} exists and is no index of ours; name another folder"
         )
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f"{folder.name}.part-", ignore_cleanup_errors=True
     ) as part:
         new = Path(part)
-        Passages.write(
-            new, tqdm(read_passages(corpus), desc=f"passages of {corpus.path}", unit="passage")
-        )
+        found = tqdm(read_passages(corpus), desc=f"passages of {corpus.path}", unit="passage")
+        Passages.write(new, found)
         passages = Passages(new)
         _write_pages(new, passages)
         if embedder:
@@ -120,23 +106,20 @@ def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp
 
 
 def _write_bm25(folder: Path, passages: Passages, corpus: Corpus) -> None:
-    try:
+    with user_error(
+        f"corpus.path={corpus.path!r}, corpus.text_key={corpus.text_key!r}", ValueError
+    ):
         Bm25.build(_texts(passages), progress="BM25").save(folder)
-    except ValueError as error:
-        raise UserError(
-            f"corpus.path={corpus.path!r}: {error}; is {corpus.text_key!r} the right "
-            "corpus.text_key?"
-        ) from error
 
 
 def _write_pages(folder: Path, passages: Passages) -> None:
-    urls = ((passage.url, place) for place, passage in enumerate(passages))
-    pages = np.fromiter(((page_hash(url), place) for url, place in urls if url), dtype=_PAGE)
+    urls = ((passage.url, number) for number, passage in enumerate(passages))
+    pages = np.fromiter(((page_hash(url), number) for url, number in urls if url), dtype=_PAGE)
     pages.sort(order=("hash", "place"))
     np.save(folder / "pages.npy", pages["hash"])
     np.save(folder / "places.npy", pages["place"])
 
 
 def _texts(passages: Passages) -> Iterator[str]:
-    """What a search looks through."""
+    """Return the texts that a search reads."""
     return (f"{passage.title}\n{passage.text}" for passage in passages)

@@ -1,4 +1,4 @@
-"""Passages: what a file of them says, and how they lie on disk beside their index."""
+"""Passages in a file of the user's, and in the folder of an index."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ class Passage:
 
 
 def read_passages(corpus: Corpus) -> Iterator[Passage]:
-    """The passages of a .jsonl, .json or .parquet file, in file order.
+    """Yield the passages of a .jsonl, .json or .parquet file, in file order.
 
-    Raises UserError naming the file, the line or row, the key and what it may be.
+    Raises UserError, which names the file, the line or row, the key and what it may be.
     """
-    path, keys = (
-        Path(corpus.path),
-        {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")},
-    )
+    path = Path(corpus.path)
+    keys = {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")}
     for _, where, row in read_rows(path, tuple(keys.values())):
         if row.get(corpus.text_key) is None:
             there = ", ".join(map(repr, column_names(path)))
@@ -51,8 +49,9 @@ def read_passages(corpus: Corpus) -> Iterator[Passage]:
 
 
 class Passages:
-    """Passages on disk: `passages.jsonl` has one [text, title, url] per line, `offsets.npy` where
-    each begins. Both are memory-mapped.
+    """Passages on disk, memory-mapped: [text, title, url] per line of `passages.jsonl`.
+
+    `offsets.npy` has the byte at which each line begins.
     """
 
     def __init__(self, folder: Path) -> None:

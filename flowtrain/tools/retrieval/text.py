@@ -1,6 +1,4 @@
-"""Queries as models write them, long texts in pieces that overlap, and as much of a list as a
-memory holds.
-"""
+"""Check queries, cut texts into chunks, and fit lists of texts into a number of characters."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from flowtrain.tools.base import ToolError
 MAX_QUERY = 2000
 """Characters; search services take no more."""
 _WORD = re.compile(r"\S{1,64}")
-"""What has no spaces, such as Chinese, or an endless line, is cut into words of this length."""
+"""A text without spaces, such as Chinese or an endless line, is cut into words of this length."""
 
 
 def check_query(query: str) -> str:
-    """The query on one line; raises ToolError when it is empty or too long."""
+    """Return the query on one line; raises ToolError when it is empty or too long."""
     query = " ".join(query.encode(errors="replace").decode().split())
     if not query:
         raise ToolError("empty query")
@@ -32,8 +30,7 @@ def split_words(text: str) -> list[str]:
 
 
 def chunks(words: Sequence[str], size: int, overlap: int) -> list[list[str]]:
-    """Pieces of `size` words, each beginning with the last `overlap` words of the one before; the
-    last may be shorter.
+    """Cut into pieces of `size` words that overlap by `overlap`; the last may be shorter.
 
     >>> chunks("a b c d e".split(), 3, 1)
     [['a', 'b', 'c'], ['c', 'd', 'e']]
@@ -44,11 +41,9 @@ def chunks(words: Sequence[str], size: int, overlap: int) -> list[list[str]]:
 
 
 def fit(items: Sequence[str], max_chars: int) -> str:
-    """As many of the items, from the first on, as have at most `max_chars` characters with empty
-    lines between them.
+    """Join the first items with empty lines between them, up to `max_chars` characters.
 
-    The first that does not fit whole is cut where at least a fifth of the limit is left for it, or
-    where it is the first of all.
+    The first item that does not fit is cut if at least a fifth of the limit is left, else dropped.
     """
     text = ""
     for item in items:
@@ -61,9 +56,7 @@ def fit(items: Sequence[str], max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """The text or its beginning, which ends with an ellipsis."""
-    return (
-        text
-        if len(text) <= max_chars
-        else text[: max(0, max_chars - 3)].rstrip() + "..."[:max_chars]
-    )
+    """Return the text, or its beginning with an ellipsis."""
+    if len(text) <= max_chars:
+        return text
+    return text[: max(0, max_chars - 3)].rstrip() + "..."[:max_chars]

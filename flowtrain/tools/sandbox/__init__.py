@@ -1,6 +1,4 @@
-"""Where code runs that a model wrote: docs/tools.md has a table of what each kind of sandbox
-guarantees.
-"""
+"""Sandboxes for code that a model wrote; docs/tools.md has a table of their guarantees."""
 
 from __future__ import annotations
 
@@ -18,27 +16,27 @@ class Sandbox(Protocol):
 
     @property
     def offers(self) -> str:
-        """What the code can import, in words."""
+        """The modules that the code can import, in words."""
 
     async def run(self, code: str) -> str:
-        """What the code prints, or the value of an expression; raises ToolError with the reason
-        when it fails.
-        """
+        """Return what the code prints, or an expression's value; raises ToolError when it fails."""
 
     def close(self) -> None:
         """End all processes; may be called twice."""
 
 
 def make_sandbox(agent: Agent) -> Sandbox:
-    """The one that `agent.sandbox` names, with as many runs at once as there are cores, 32 at most."""
-    timeout_s = min(agent.code_timeout_s, agent.tool_timeout_s)
+    """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most."""
     return ProcessSandbox(
-        _backend(agent), min(32, os.cpu_count() or 1), timeout_s, agent.code_memory_mb
+        _backend(agent),
+        num_workers=min(32, os.cpu_count() or 1),
+        timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
+        memory_mb=agent.code_memory_mb,
     )
 
 
 def _backend(agent: Agent) -> Backend:
-    """auto: the strictest that can do what is asked for and works here."""
+    """Choose the backend; "auto" is the strictest that serves the config and works here."""
     packages = agent.python_packages
     if agent.sandbox == "seccomp" or (
         agent.sandbox == "auto" and not packages and seccomp.is_offered()

@@ -1,9 +1,9 @@
-"""Code that wants files and installed packages: namespaces of its own, made by bubblewrap.
+"""Sandbox for code that needs files and installed packages: own namespaces, made by bubblewrap.
 
 The code sees a read-only root with the interpreter, its standard library, the system's shared
-libraries and the folders of the packages that it was granted, and an empty /scratch in memory that
-ends with the run. No network device but a dead loopback, no process but its own, no shell, no host
-name, no environment.
+libraries and the folders of the granted packages, and an empty /scratch in memory that ends with
+the run. It sees no network device but a dead loopback, no process but its own, no shell, no host
+name and no environment.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ NOBODY = 65534
 
 
 def backend(packages: Sequence[str]) -> Backend:
-    """As root the code becomes another user; as anybody else, bubblewrap makes a user namespace."""
-    is_root, path = os.geteuid() == 0, folders(packages)
+    """Make the backend: root turns the code into another user, others get a user namespace."""
+    is_root = os.geteuid() == 0
+    path = folders(packages)
     return Backend(
         "bubblewrap",
         argv=tuple(_argv(path, is_root)),
@@ -40,7 +41,7 @@ def backend(packages: Sequence[str]) -> Backend:
 
 
 def why_not(backend: Backend) -> str:
-    """Why bubblewrap does not work here; "" when it does."""
+    """Return why bubblewrap does not work here, or ""."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (the program bwrap) is not installed"
     reason = probe(backend)
@@ -49,57 +50,24 @@ def why_not(backend: Backend) -> str:
 
 def _argv(path: Sequence[str], is_root: bool) -> list[str]:
     argv = [shutil.which("bwrap") or "bwrap", "--die-with-parent"]
-    argv += [
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--hostname",
-        "sandbox",
-    ]
+    for namespace in ("pid", "net", "ipc", "uts", "cgroup-try"):
+        argv.append(f"--unshare-{namespace}")
+    argv += ["--hostname", "sandbox"]
     if is_root:
-        # To make the code another user, and to end it all the same.
-        argv += [
-            "--cap-drop",
-            "ALL",
-            "--cap-add",
-            "CAP_SETUID",
-            "--cap-add",
-            "CAP_SETGID",
-            "--cap-add",
-            "CAP_KILL",
-        ]
-    libraries = [
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        f"{sys.base_prefix}/lib",
-        sysconfig.get_path("stdlib"),
-    ]
-    places = [*libraries, "/etc/ld.so.cache", *path, PYTHON, str(CHILD)]
-    for folder in sorted(
-        {str(folder) for place in places for folder in Path(place).parents} - {"/"}
-    ):
-        argv += [
-            "--perms",
-            "0755",
-            "--dir",
-            folder,
-        ]  # bubblewrap's own would be closed to other users
-    for place in places:
-        argv += ["--ro-bind-try", place, place]
+        # The capabilities that it takes to make the code another user, and to kill it then.
+        argv += ["--cap-drop", "ALL"]
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
+            argv += ["--cap-add", capability]
+    libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", f"{sys.base_prefix}/lib"]
+    libraries.append(sysconfig.get_path("stdlib"))
+    visible = [*libraries, "/etc/ld.so.cache", *path, PYTHON, str(CHILD)]
+    parents = {str(folder) for name in visible for folder in Path(name).parents} - {"/"}
+    for folder in sorted(parents):
+        # Folders that bubblewrap makes by itself would be closed to other users.
+        argv += ["--perms", "0755", "--dir", folder]
+    for name in visible:
+        argv += ["--ro-bind-try", name, name]
     for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
         argv += ["--dev-bind", device, device]
-    argv += [
-        "--perms",
-        "1777",
-        "--size",
-        str(SCRATCH_BYTES),
-        "--tmpfs",
-        "/scratch",
-        "--remount-ro",
-        "/",
-    ]
-    return [*argv, "--chdir", "/scratch", "--"]
+    argv += ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/scratch"]
+    return [*argv, "--remount-ro", "/", "--chdir", "/scratch", "--"]

@@ -1,22 +1,21 @@
 """The fork server behind `host.py`: runs each piece of untrusted Python in a fresh process.
 
-It is a script for an interpreter of its own, with an environment and open files of its own; nothing
-imports it. Its argument is a `Setup` as JSON. Requests come in on stdin and answers go out on
-stdout, each a 4-byte big-endian length and a JSON object:
+It is a script for an interpreter with an environment and open files of its own. Its argument is a
+`Setup` as JSON. Requests come in on stdin and answers go out on stdout, each a 4-byte big-endian
+length and a JSON object (the first answer is empty and says that the server is ready):
 
     ->  {"code": str, "timeout_s": float, "memory_mb": int, "max_chars": int}
-    <-  {"output": str, "error": str | null, "is_clean": bool}        (an empty one first, when the server is ready)
+    <-  {"output": str, "error": str | null, "is_clean": bool}
 
-What confines the code is the kernel, not Python: before the first line of it runs, the process has
-no file open but an empty stdin and one pipe, may not gain privileges, has caps on memory, time and
-files, and a seccomp filter refuses every system call that is not listed below. So Python's own
-tricks to reach hidden objects reach nothing. Without a scratch folder the list is what it takes to
-compute, to allocate and to write to that pipe; with one, files are added. Never on it: other
-processes, threads, sockets, signals, executing a file. Which files there are is up to who starts
-this script.
+The kernel confines the code, not Python: before its first line runs, the process has no file open
+but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
+seccomp filter refuses every system call that is not listed below. So Python's own tricks to reach
+hidden objects reach nothing. Without a scratch folder the list has the calls to compute, to
+allocate and to write to that pipe; with one, those for files too. It never has other processes,
+threads, sockets, signals or executing a file. The host decides which files there are.
 
-The server alone decides what the status of a run is; the code can only choose its output, its exit
-status and the wording of its own exception.
+The server alone decides the status of a run; the code can only choose its output, its exit status
+and the wording of its own exception.
 """
 
 from __future__ import annotations
@@ -56,39 +55,37 @@ SYSCALLS = {
 }
 """The allow-list."""
 NO_EXEC_SYSCALLS = {"mmap": (9, 222), "mprotect": (10, 226)}
-"""Allowed as long as their third argument does not ask for executable memory."""
+"""Allowed unless their third argument asks for executable memory."""
 FILE_SYSCALLS = """
-open 2 - close 3 57 stat 4 - fstat 5 80 lstat 6 - lseek 8 62 newfstatat 262 79 statx 332 291 statfs 137 43 fstatfs 138 44 openat 257 56
-access 21 - faccessat 269 48 faccessat2 439 439 getdents64 217 61 getdents 78 - readlink 89 - readlinkat 267 78 getcwd 79 17 chdir 80 49
-fchdir 81 50 mkdir 83 - mkdirat 258 34 rmdir 84 - unlink 87 - unlinkat 263 35 rename 82 - renameat 264 38 renameat2 316 276 link 86 -
-linkat 265 37 symlink 88 - symlinkat 266 36 truncate 76 45 ftruncate 77 46 fallocate 285 47 fsync 74 82 fdatasync 75 83 flock 73 32
-chmod 90 - fchmod 91 52 fchmodat 268 53 umask 95 166 utimensat 280 88 ioctl 16 29 dup 32 23 dup2 33 - dup3 292 24 pread64 17 67
-pwrite64 18 68 readv 19 65 writev 20 66 copy_file_range 326 285 sendfile 40 71 poll 7 - ppoll 271 73 select 23 - pselect6 270 72
-msync 26 227 mincore 27 232 rt_sigaction 13 134 rt_sigprocmask 14 135 rt_sigreturn 15 139 sigaltstack 131 132 sched_yield 24 124
-sched_getaffinity 204 123 getcpu 309 168 getpid 39 172 getppid 110 173 gettid 186 178 getuid 102 174 geteuid 107 175 getgid 104 176
-getegid 108 177 getgroups 115 158 getrusage 98 165 times 100 153 sysinfo 99 179 uname 63 160 nanosleep 35 101 clock_getres 229 114
-gettimeofday 96 169 time 201 - rseq 334 293 set_robust_list 273 99
+open 2 - close 3 57 stat 4 - fstat 5 80 lstat 6 - lseek 8 62 newfstatat 262 79 statx 332 291
+statfs 137 43 fstatfs 138 44 openat 257 56 access 21 - faccessat 269 48 faccessat2 439 439
+getdents64 217 61 getdents 78 - readlink 89 - readlinkat 267 78 getcwd 79 17 chdir 80 49
+fchdir 81 50 mkdir 83 - mkdirat 258 34 rmdir 84 - unlink 87 - unlinkat 263 35 rename 82 -
+renameat 264 38 renameat2 316 276 link 86 - linkat 265 37 symlink 88 - symlinkat 266 36
+truncate 76 45 ftruncate 77 46 fallocate 285 47 fsync 74 82 fdatasync 75 83 flock 73 32 chmod 90 -
+fchmod 91 52 fchmodat 268 53 umask 95 166 utimensat 280 88 ioctl 16 29 dup 32 23 dup2 33 -
+dup3 292 24 pread64 17 67 pwrite64 18 68 readv 19 65 writev 20 66 copy_file_range 326 285
+sendfile 40 71 poll 7 - ppoll 271 73 select 23 - pselect6 270 72 msync 26 227 mincore 27 232
+rt_sigaction 13 134 rt_sigprocmask 14 135 rt_sigreturn 15 139 sigaltstack 131 132 sched_yield 24 124
+sched_getaffinity 204 123 getcpu 309 168 getpid 39 172 getppid 110 173 gettid 186 178 getuid 102 174
+geteuid 107 175 getgid 104 176 getegid 108 177 getgroups 115 158 getrusage 98 165 times 100 153
+sysinfo 99 179 uname 63 160 nanosleep 35 101 clock_getres 229 114 gettimeofday 96 169 time 201 -
+rseq 334 293 set_robust_list 273 99
 """
-"""Allowed with a scratch folder: name, number on x86_64, on aarch64 ("-": not there). Left out on
-purpose: `fcntl`, which can have a signal sent to another process, and `memfd_create`, which holds
-memory that no cap counts."""
+"""Allowed with a scratch folder: name, number on x86_64, on aarch64 ("-": none). Left out on
+purpose: `fcntl`, which can send a signal to another process, and `memfd_create`, which holds memory
+that no cap counts."""
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine: the kernel's audit number of its architecture, its column in the tables above."""
+"""The kernel's audit number of each machine, and its column in the tables above."""
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 LOAD, JUMP_EQ, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
-KILL_PROCESS, REFUSE, ALLOW = (
-    0x80000000,
-    0x00050000 | 1,
-    0x7FFF0000,
-)  # REFUSE: the call fails with EPERM
-NR_OFFSET, ARCH_OFFSET, THIRD_ARGUMENT_OFFSET = (
-    0,
-    4,
-    32,
-)  # in struct seccomp_data; of the argument the low half
+# REFUSE lets the call fail with EPERM.
+KILL_PROCESS, REFUSE, ALLOW = 0x80000000, 0x00050000 | 1, 0x7FFF0000
+# Offsets in struct seccomp_data; of the argument the low half.
+NR_OFFSET, ARCH_OFFSET, THIRD_ARGUMENT_OFFSET = 0, 4, 32
 PROT_EXEC = 4
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_UNLOCKED = 101, 102, 103
@@ -99,16 +96,14 @@ SOURCE = "<code>"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs of a server have in common."""
+    """The options of all runs of a server."""
 
     preload: list[str]
     """Modules that are imported before the first run."""
     path: list[str]
-    """Folders to import more from, besides the standard library; without a scratch folder nothing
-    more can be imported."""
+    """Folders to import from besides the standard library; they need a scratch folder."""
     scratch: str
-    """Folder that the code may write into and starts in; "": none, and no other system call than
-    computing needs."""
+    """Folder that the code starts in and may write into; "": none, and no file system calls."""
     uid: int
     """User and group that the code runs as; 0: those of this process."""
     must_filter: bool
@@ -117,7 +112,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run may use."""
+    """The limits of one run."""
 
     timeout_s: float
     """Wall time."""
@@ -128,17 +123,13 @@ class Limits:
 
 
 def filter_program(machine: str, has_files: bool = False) -> bytes:
-    """The BPF program that implements the allow-list; empty where the system call numbers are not
-    known.
-    """
+    """Return the BPF program of the allow-list; empty for an unknown machine."""
     if machine not in MACHINES:
         return b""
     arch, column = MACHINES[machine]
     allowed = [numbers[column] for numbers in SYSCALLS.values()]
     if has_files:
-        allowed += [
-            int(number) for number in FILE_SYSCALLS.split()[column + 1 :: 3] if number != "-"
-        ]
+        allowed += [int(n) for n in FILE_SYSCALLS.split()[column + 1 :: 3] if n != "-"]
     code = [
         (LOAD, 0, 0, ARCH_OFFSET),
         (JUMP_EQ, 1, 0, arch),
@@ -153,29 +144,26 @@ def filter_program(machine: str, has_files: bool = False) -> bytes:
             (JUMP_EQ, 0, 4, numbers[column]),
             (LOAD, 0, 0, THIRD_ARGUMENT_OFFSET),
             (JUMP_SET, 1, 0, prot_exec),
+            (RETURN, 0, 0, ALLOW),
+            (RETURN, 0, 0, REFUSE),
         ]
-        code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
     code.append((RETURN, 0, 0, REFUSE))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 @functools.cache
 def filter_argument(has_files: bool) -> ctypes.Array[ctypes.c_char]:
-    """A struct sock_fprog. Made once, in the server: what a forked process computes costs it far
-    more, in copied pages.
-    """
-    program = ctypes.create_string_buffer(
-        filter_program(os.uname().machine, has_files)
-    )  # the kernel refuses an empty one
-    argument = ctypes.create_string_buffer(
-        struct.pack("HP", len(program) // 8, ctypes.addressof(program))
-    )
+    """Make a struct sock_fprog, once in the server: a forked process would pay in copied pages."""
+    # The kernel refuses an empty program.
+    program = ctypes.create_string_buffer(filter_program(os.uname().machine, has_files))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
+    argument = ctypes.create_string_buffer(header)
     argument.program = program  # type: ignore[attr-defined]  # keeps it alive
     return argument
 
 
 def prctl(option: int, argument: int = 0, address: int = 0) -> bool:
-    """Linux's prctl; False when the kernel refuses it or is another one."""
+    """Call Linux's prctl; False when the kernel refuses it or is not Linux."""
     if sys.platform != "linux":
         return False
     arguments = [ctypes.c_ulong(number) for number in (argument, address, 0, 0)]
@@ -183,9 +171,7 @@ def prctl(option: int, argument: int = 0, address: int = 0) -> bool:
 
 
 def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
-    """Give up, for good, everything that the setup does not grant; False when that is not possible
-    here.
-    """
+    """Give up, for good, all that the setup does not grant; False when that is impossible here."""
     files = {"FSIZE": MAX_FILE_BYTES, "NOFILE": 64} if setup.scratch else {"FSIZE": 0, "NOFILE": 3}
     caps = {
         "CPU": math.ceil(limits.timeout_s) + 1,
@@ -197,9 +183,8 @@ def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
     for name, cap in caps.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        if (
-            hard == resource.RLIM_INFINITY or cap < hard
-        ):  # a stricter limit of the host stays: only root could raise it
+        # A stricter limit of the host stays: only root could raise it.
+        if hard == resource.RLIM_INFINITY or cap < hard:
             resource.setrlimit(kind, (cap, cap))
     if setup.scratch:
         os.chdir(setup.scratch)
@@ -240,9 +225,7 @@ def run_as_main(code: str) -> None:
 
 
 def execute(code: str) -> int:
-    """Run the code and return the exit status of the process; an exception becomes the last line of
-    the output.
-    """
+    """Run the code and return the exit status; an exception becomes the last line of the output."""
     stdout = sys.stdout
     try:
         try:
@@ -255,7 +238,7 @@ def execute(code: str) -> int:
     except BaseException as error:  # noqa: BLE001
         if isinstance(error, SystemExit) and not error.code:
             return 0
-        where = place(error, code)
+        where = location(error, code)
         line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[
             : MAX_ERROR_CHARS - len(where)
         ]
@@ -264,24 +247,22 @@ def execute(code: str) -> int:
     return 0
 
 
-def place(error: BaseException, code: str) -> str:
-    """Where in a program of several lines an exception comes from: the innermost of its lines; ""
-    where that goes without saying.
-    """
-    lines, number, trace = code.splitlines(), 0, error.__traceback__
+def location(error: BaseException, code: str) -> str:
+    """Return the innermost line of the program in the traceback; "" for a program of one line."""
+    lines = code.splitlines()
+    number = 0
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == SOURCE:
             number = trace.tb_lineno
         trace = trace.tb_next
-    return (
-        f" (line {number}: {lines[number - 1].strip()[:80]})"
-        if len(lines) > 1 and 0 < number <= len(lines)
-        else ""
-    )
+    if len(lines) < 2 or not 0 < number <= len(lines):
+        return ""
+    return f" (line {number}: {lines[number - 1].strip()[:80]})"
 
 
 def become_child(code: str, setup: Setup, limits: Limits, output_fd: int, server_pid: int) -> int:
-    """What the forked process does; returns its exit status."""
+    """Run the code in the forked process; return its exit status."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
@@ -294,9 +275,7 @@ def become_child(code: str, setup: Setup, limits: Limits, output_fd: int, server
 
 
 def watch(pid: int, output_fd: int, timeout_s: float, max_bytes: int) -> tuple[bytes, int, bool]:
-    """Read the child's output and wait for its end; returns (output, wait status, whether its time
-    ran out).
-    """
+    """Read the child's output and wait for its end; return (output, wait status, is expired)."""
     expired = False
 
     def on_alarm(_signum: int, _frame: FrameType | None) -> None:
@@ -311,15 +290,15 @@ def watch(pid: int, output_fd: int, timeout_s: float, max_bytes: int) -> tuple[b
         output += chunk
     if len(output) > max_bytes:
         os.kill(pid, signal.SIGKILL)
-    # The pipe may end before the process. The alarm goes off duty before the process is reaped, so
-    # that it can never kill another one that was given the same number.
+    # The pipe may end before the process. The alarm is off before the process is reaped, so
+    # that it can never kill another process with the same number.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return output, os.waitpid(pid, 0)[1], expired
 
 
 def explain(status: int, last_line: str, limits: Limits) -> str | None:
-    """What a wait status says in words; None for success."""
+    """Put a wait status into words; None for success."""
     if os.WIFSIGNALED(status):
         return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
     code = os.WEXITSTATUS(status)
@@ -335,7 +314,8 @@ def explain(status: int, last_line: str, limits: Limits) -> str | None:
 
 def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
     """Run one request in a process of its own."""
-    server_pid, changed = os.getpid(), change_time(setup.scratch)
+    server_pid = os.getpid()
+    changed = change_time(setup.scratch)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -362,9 +342,7 @@ def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
 
 
 def change_time(scratch: str) -> int:
-    """When something was made, removed or changed in the folder, or the folder itself; no program
-    can set this time.
-    """
+    """Return the time of the last change in the folder, which no program can set."""
     try:
         return os.stat(scratch).st_ctime_ns if scratch else 0  # noqa: PTH116
     except OSError:  # it was removed
@@ -372,7 +350,7 @@ def change_time(scratch: str) -> int:
 
 
 def read_exactly(num_bytes: int) -> bytes:
-    """Bytes from stdin; fewer only at its end."""
+    """Read bytes from stdin; fewer only at its end."""
     data = b""
     while len(data) < num_bytes and (chunk := os.read(0, num_bytes - len(data))):
         data += chunk
@@ -388,11 +366,10 @@ def send(message: dict[str, object]) -> None:
 
 
 def prepare(setup: Setup) -> None:
-    """Load what the code shall find loaded, then make the rest unreachable and runs repeatable."""
+    """Load the modules for the code, then make the rest unreachable and runs repeatable."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(
-        PR_SET_DUMPABLE, 0
-    )  # or code that runs as the same user could open this process's memory as a file
+    # Or else code that runs as the same user could open this process's memory as a file.
+    prctl(PR_SET_DUMPABLE, 0)
     filter_argument(bool(setup.scratch))
     sys.path += setup.path
     for name in setup.preload:

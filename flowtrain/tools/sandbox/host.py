@@ -1,5 +1,5 @@
-"""The host side of a sandbox: threads that hand code to fork servers (`child.py`) and wait, with a
-deadline, for the answer.
+"""The host side of a sandbox: threads that send code to fork servers (`child.py`) and wait, with a
+deadline, for the answers.
 """
 
 from __future__ import annotations
@@ -27,43 +27,41 @@ from flowtrain.types import UserError
 PYTHON = os.path.realpath(sys.executable)
 CHILD = Path(__file__).with_name("child.py")
 GRACE_S = 1.0
-"""How much longer than the code's own time limit a fork server may take to answer before it is
-killed."""
+"""Seconds beyond the code's own time limit after which a fork server is killed."""
 START_S = 30.0
-"""How long a fork server may take to start; 0.1 s is usual, a cold disk takes longer."""
+"""Seconds that a fork server may take to start; 0.1 s is usual, a cold disk takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to start fork servers: what stands between the code and the host."""
+    """A way to start fork servers, which decides what separates the code from the host."""
 
     name: str
     argv: tuple[str, ...] = ()
-    """Stands in front of the interpreter and its arguments."""
+    """Words of the command before the interpreter and its arguments."""
     preload: tuple[str, ...] = ()
     """Modules that are imported before the code runs."""
     path: tuple[str, ...] = ()
     """Folders of installed packages."""
     scratch: Literal["", "/scratch", "temporary"] = ""
-    """Where the code may write: nowhere, in a folder that `argv` provides, or in one that is made
-    here.
+    """The folder that the code may write: none, one that `argv` provides, or one that is made here.
 
-    A run that changes something there ends its server, and the folder with it; the next one is
+    A run that changes something there ends its server, and the folder with it; the next server is
     started at once.
     """
     uids: Iterator[int] = field(default_factory=lambda: itertools.repeat(0))
-    """Which user the code of a server becomes; 0: it stays the one that we are."""
+    """The user that the code of each server becomes; 0: no change."""
     must_filter: bool = True
-    """Whether to refuse to run without a seccomp filter."""
+    """Refuse to run without a seccomp filter."""
     offers: str = ""
-    """What the code can import, in words."""
+    """The modules that the code can import, in words."""
 
 
 class ProcessSandbox:
-    """Runs untrusted Python. Safe to share between tasks, event loops and threads, but not with a
-    forked copy of this process.
+    """Runs untrusted Python in processes, which a forked copy of this process must not use.
 
-    Runs repeat: `random` starts from the same seed and strings hash alike each time.
+    Safe to share between tasks, event loops and threads. Runs repeat: `random` starts from the same
+    seed and strings hash alike each time.
     """
 
     def __init__(
@@ -74,11 +72,12 @@ class ProcessSandbox:
         memory_mb: int = 512,
         max_output_chars: int = 4000,
     ) -> None:
-        """`num_workers` runs at once, each with `timeout_s` seconds of wall time and `memory_mb`
-        MiB of address space.
+        """Allow `num_workers` runs at once; the processes start with the first run.
 
-        Processes start with the first run. A run that prints more than `max_output_chars`
-        characters is an error.
+        Args:
+            timeout_s: wall time of a run.
+            memory_mb: MiB of address space of a run.
+            max_output_chars: a run that prints more is an error.
         """
         for name, value, least in (
             ("num_workers", num_workers, 1),
@@ -96,21 +95,20 @@ class ProcessSandbox:
 
     @property
     def offers(self) -> str:
-        """What the code can import, in words."""
+        """The modules that the code can import, in words."""
         return self.backend.offers
 
     async def run(self, code: str) -> str:
-        """What the code prints, or the value of an expression; raises ToolError with the reason
-        when it fails.
+        """Return what the code prints, or an expression's value; raises ToolError when it fails.
 
-        A run whose awaiting task is cancelled ends on its own at its time limit and holds one
-        worker until then.
+        A run whose awaiting task is cancelled holds one worker until its time limit.
         """
         return await asyncio.wrap_future(self._workers.submit(code))
 
     def close(self) -> None:
-        """Kill all processes; runs under way fail. Later runs raise ToolError. Also happens at
-        garbage collection and at exit.
+        """Kill all processes; runs under way and later ones raise ToolError.
+
+        Also happens at garbage collection and at exit.
         """
         self._workers.close()
 
@@ -138,15 +136,13 @@ class _Workers:
             return self._executor.submit(self._run, code)
 
     def close(self) -> None:
-        """Kill the servers and let the threads end; not in a forked copy of the process, whose
-        servers they are not.
-        """
+        """Kill the servers and let the threads end, but not in a forked copy of the process."""
         if os.getpid() != self._owner_pid:
             return
         with self._lock:
             self._closed = True
-            # Not waited for, as this may be one of the threads, and not cancelled: runs that wait
-            # fail at once with a ToolError.
+            # Not waited for, because this may be one of the threads, and not cancelled: runs that
+            # wait fail at once with a ToolError.
             self._executor.shutdown(wait=False)
             servers = list(self._servers.values())
         for server in servers:
@@ -171,7 +167,7 @@ class _Workers:
         return str(reply["output"])
 
     def _server(self) -> _Server:
-        """The fork server of this thread, a new one when it has died."""
+        """Return the fork server of this thread, a new one when it has died."""
         thread = threading.get_ident()
         with self._lock:
             self._check_open()
@@ -181,7 +177,7 @@ class _Workers:
         return server
 
     def _replace(self, server: _Server) -> None:
-        """End the server of this thread, and have the next one start while nobody waits for it."""
+        """Kill the server of this thread and start the next one before it is needed."""
         server.kill()
         with self._lock:
             if not self._closed:
@@ -202,7 +198,8 @@ class _Server:
         self._reader = self._socket.makefile("rb")
         self._is_ready = False
         self._kill_lock = threading.RLock()
-        uid, scratch = next(backend.uids), str(backend.scratch)
+        uid = next(backend.uids)
+        scratch = str(backend.scratch)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if backend.scratch == "temporary":
             self._folder = tempfile.TemporaryDirectory(
@@ -218,43 +215,29 @@ class _Server:
             "uid": uid,
             "must_filter": backend.must_filter,
         }
+        command = [PYTHON, "-P", "-s", "-S", "-B", "-X", "utf8", "-W", "ignore"]
+        # The filter allows no threads.
+        environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 # Nothing of the host's environment, folder and site-packages gets in. Not -I, which
                 # would ignore the hash seed too.
-                [
-                    *backend.argv,
-                    PYTHON,
-                    "-P",
-                    "-s",
-                    "-S",
-                    "-B",
-                    "-X",
-                    "utf8",
-                    "-W",
-                    "ignore",
-                    str(CHILD),
-                    json.dumps(setup),
-                ],
+                [*backend.argv, *command, str(CHILD), json.dumps(setup)],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={
-                    "PYTHONHASHSEED": "0",
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },  # there will be no threads
+                env=environment,
                 start_new_session=True,
             )
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     def exchange(self, message: bytes, timeout_s: float) -> bytes:
-        """Send a request and return its answer; raises TimeoutError or, when the process is gone,
-        ConnectionError.
+        """Send a request and return its answer.
+
+        Raises TimeoutError or, when the process has ended, ConnectionError.
         """
         if not self._is_ready:
             self._socket.settimeout(START_S)
@@ -265,7 +248,7 @@ class _Server:
         return self._receive()
 
     def kill(self) -> None:
-        """Kill the process and all it has started, at once and for good."""
+        """Kill the process and all processes that it started."""
         with self._kill_lock:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)

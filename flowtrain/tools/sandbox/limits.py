@@ -1,5 +1,5 @@
-"""What is left where files are wanted and there is no bubblewrap: a process with caps on the host's
-own file system. It says so.
+"""Fallback when code needs files and bubblewrap is missing: resource limits only, on the host's
+file system, with a warning.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from flowtrain.types import UserError
 
 
 def backend(packages: Sequence[str]) -> Backend:
-    """Warns. As root, each server's code runs as a user of its own, one that owns nothing; as
-    anybody else, as that user.
+    """Warn and make the backend.
+
+    Root gives each server's code a user of its own that owns nothing; others run it as themselves.
     """
     is_root = os.geteuid() == 0
     warnings.warn(warning(is_root, is_offered()), RuntimeWarning, stacklevel=4)
-    # Loaded beforehand, as that user may not be able to read the interpreter's folder.
+    # Loaded beforehand, because that user may be unable to read the interpreter's folder.
     preload = (*MODULES.split(), "pathlib", "tempfile", *packages)
     nobodies = itertools.islice(itertools.cycle(range(35_534, 65_534)), os.getpid() % 30_000, None)
     uids = nobodies if is_root else itertools.repeat(0)
-    offers = ", ".join(["the standard library", *packages])
     made = Backend(
         "limits",
         preload=preload,
@@ -33,7 +33,7 @@ def backend(packages: Sequence[str]) -> Backend:
         scratch="temporary",
         uids=uids,
         must_filter=is_offered(),
-        offers=offers,
+        offers=", ".join(["the standard library", *packages]),
     )
     if reason := probe(made):
         raise UserError(f"agent.sandbox='limits': {reason}")
@@ -41,7 +41,7 @@ def backend(packages: Sequence[str]) -> Backend:
 
 
 def warning(is_root: bool, has_seccomp: bool) -> str:
-    """What it cannot stop."""
+    """Return the warning that says what this sandbox cannot stop."""
     can = ["READ ALL FILES THAT ANY USER MAY READ" if is_root else "READ AND WRITE YOUR FILES"]
     if not has_seccomp:
         can += ["USE THE NETWORK"] if is_root else ["USE THE NETWORK", "KILL YOUR PROCESSES"]

@@ -12,9 +12,7 @@ from flowtrain.types import UserError
 
 
 def folders(packages: Sequence[str]) -> tuple[str, ...]:
-    """The folders that the packages are installed in; whatever else is installed there can be
-    imported too.
-    """
+    """Return the folders of the packages; everything else in them can be imported too."""
     found: dict[str, None] = {}
     for name in packages:
         spec = find_spec(name) if name.isidentifier() else None
@@ -23,16 +21,15 @@ def folders(packages: Sequence[str]) -> tuple[str, ...]:
                 f"agent.python_packages: no package {name!r} is installed that could be imported "
                 "by this name"
             )
-        place = Path(spec.origin).resolve()
-        found[str(place.parents[1] if spec.submodule_search_locations else place.parent)] = None
+        file = Path(spec.origin).resolve()
+        found[str(file.parents[1] if spec.submodule_search_locations else file.parent)] = None
     return tuple(found)
 
 
 def probe(backend: Backend) -> str:
-    """Start an interpreter as the backend does and import what it imports; why the interpreter does
-    not start, or "".
+    """Start an interpreter as the backend does; return why it does not start, or "".
 
-    Raises UserError when it does, but cannot import a package.
+    Raises UserError when it starts, but cannot import a package.
     """
     code = (
         f"import sys; print('started', flush=True); sys.path += {list(backend.path)}; import "

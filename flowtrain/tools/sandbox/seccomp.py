@@ -1,4 +1,4 @@
-"""The strictest sandbox and the fastest: the code can compute and print, and the kernel refuses it
+"""The strictest and fastest sandbox: the code can compute and print, and the kernel refuses it
 every other system call.
 """
 
@@ -13,11 +13,11 @@ from flowtrain.tools.sandbox.child import MACHINES, PR_SET_SECCOMP, SECCOMP_MODE
 from flowtrain.tools.sandbox.host import Backend
 
 MODULES = """
-array bisect calendar cmath collections collections.abc contextlib copy datetime decimal enum fractions functools heapq io itertools
-json math numbers operator random re statistics string textwrap time typing unicodedata
-_strptime encodings.ascii encodings.latin_1 encodings.utf_16
+array bisect calendar cmath collections collections.abc contextlib copy datetime decimal enum
+fractions functools heapq io itertools json math numbers operator random re statistics string
+textwrap time typing unicodedata _strptime encodings.ascii encodings.latin_1 encodings.utf_16
 """
-"""The code can open no file, so it can import what its server has imported and nothing else."""
+"""The modules that the server imports; the code can import no others, because it opens no file."""
 
 
 def backend() -> Backend:
@@ -29,12 +29,11 @@ def backend() -> Backend:
 
 
 def is_offered() -> bool:
-    """Whether the machine's system calls are known and its kernel takes filters: to one that does,
-    a null pointer is a bad address.
-    """
+    """Return whether the machine's system calls are known and its kernel takes filters."""
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
+    # To a kernel that takes filters a null pointer is a bad address.
     return bool(
         libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, 0, 0, 0) == -1
         and ctypes.get_errno() == errno.EFAULT

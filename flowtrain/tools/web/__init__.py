@@ -1,3 +1,1 @@
-"""The web as hostile ground: which addresses may be asked, bounded answers, and the main text of a
-page.
-"""
+"""Access to the hostile web: allowed addresses, bounded answers, and the main text of a page."""

@@ -1,8 +1,8 @@
-"""Which addresses a page may be read from: the public internet, by name or by plain IP address, and
-nothing that only looks like it.
+"""The addresses that a page may be read from: the public internet, by name or by plain IP address.
 
-A name is resolved once, every address it stands for is checked, and the connection goes to one of
-those very addresses: a name that means something else a moment later (DNS rebinding) gains nothing.
+A name is resolved once, every address of it is checked, and the connection goes to one of those
+very addresses, so that a name that changes its address a moment later (DNS rebinding) gains
+nothing.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ MAX_URL = 2000
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _NUMBER = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
 
-# Beside what `ipaddress` calls private, reserved or multicast, which differs between releases of
-# Python. IANA, special-purpose registries.
+# Refused besides the networks that `ipaddress` calls private, reserved or multicast, which differ
+# between releases of Python. Source: IANA, special-purpose registries.
 _V4_REFUSED = tuple(
-    map(
-        IPv4Network,
-        ("0.0.0.0/8", "100.64.0.0/10", "192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15"),
-    )
+    IPv4Network(network)
+    for network in ("0.0.0.0/8", "100.64.0.0/10", "192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15")
 )
 _V6_PUBLIC = IPv6Network("2000::/3")
 _V6_REFUSED = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-"""Teredo, 6to4 and documentation; IPv4-mapped addresses and NAT64 lie outside `_V6_PUBLIC`."""
+"""Teredo, 6to4 and documentation; IPv4-mapped addresses and NAT64 are outside `_V6_PUBLIC`."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""Host and port to the IP addresses in the order to try them; OSError when there are none."""
+"""A function of host and port that returns IP addresses in the order to try, or raises OSError."""
 
 
 class Refused(ToolError):
-    """The rules do not let this address be asked."""
+    """The rules forbid this address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What `[web_reader]` allows."""
+    """The rules of `[web_reader]`."""
 
     ports: tuple[int, ...] = (80, 443)
     allow_private: bool = False
-    """Addresses outside the public internet too; the forms of a URL are checked all the same."""
+    """Allow addresses outside the public internet too; the form of a URL is still checked."""
 
     def parse(self, url: str | httpx2.URL) -> httpx2.URL:
-        """The URL, if its form is allowed; raises Refused with the reason. What it resolves to is
-        checked when it is connected to.
+        """Return the URL if its form is allowed, else raise Refused with the reason.
+
+        Its addresses are checked at the time of the connection.
         """
         if len(str(url)) > MAX_URL:
             raise Refused(f"the URL has more than {MAX_URL} characters")
@@ -82,14 +81,12 @@ class Rules:
             return
         try:
             address = ip_address(host)
-        except (
-            ValueError
-        ):  # 127.1, 0x7f000001, 2130706433 and the like, which resolvers take for IPv4
+        except ValueError:  # such as 127.1, 0x7f000001, 2130706433, which resolvers take for IPv4
             raise Refused(f"{shown}: {host!r} is no IP address in its usual form") from None
         self.check_address(address)
 
     def check_address(self, address: IPv4Address | IPv6Address, host: str = "") -> None:
-        """Raises Refused when it is not on the public internet, unless that is allowed."""
+        """Raise Refused when the address is not on the public internet, unless that is allowed."""
         if not (self.allow_private or is_public(address)):
             raise Refused(
                 f"{host + ' is at ' if host else ''}{address}, which is not on the public "
@@ -98,7 +95,7 @@ class Rules:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether packets to the address leave for one host of the public internet."""
+    """Return whether packets to the address leave for one host of the public internet."""
     if isinstance(address, IPv4Address):
         is_special = (
             address.is_private
@@ -115,14 +112,14 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 
 
 class Checked(httpcore2.AsyncNetworkBackend):
-    """Connects to addresses that have passed the rules. TLS still names, and checks, the host of
-    the URL.
-    """
+    """Connects to addresses that pass the rules; TLS still names and checks the host of the URL."""
 
     def __init__(
         self, rules: Rules, resolve: Resolve, network: httpcore2.AsyncNetworkBackend
     ) -> None:
-        self._rules, self._resolve, self._network = rules, resolve, network
+        self._rules = rules
+        self._resolve = resolve
+        self._network = network
 
     async def connect_tcp(
         self,
@@ -150,9 +147,7 @@ class Checked(httpcore2.AsyncNetworkBackend):
 
 
 class Resolver:
-    """The system's resolver on a few threads of its own: a name server that hangs holds one of
-    them, and nobody else.
-    """
+    """The system's resolver on threads of its own; a name server that hangs holds only one."""
 
     def __init__(self, num_threads: int = 4) -> None:
         self._threads = BlockingPool(num_threads, "resolve")

@@ -1,6 +1,4 @@
-"""JSON over HTTP from the services that a tool leans on: their failures that may pass are tried
-again, as long as there is time.
-"""
+"""JSON over HTTP from the services of a tool, with retries of transient failures in time."""
 
 from __future__ import annotations
 
@@ -21,27 +19,26 @@ from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
 
 MAX_BYTES = 16 << 20
-"""Of an answer, after decompression."""
-_PASSING = (408, 425, 429, 500, 502, 503, 504)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+"""Bytes of an answer, after decompression."""
+_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a service. A key belongs into the headers, never into the URL, which clients
-    and proxies log.
-    """
+    """A request to a service. Keys go into the headers; clients and proxies log the URL."""
 
     url: str
     params: Mapping[str, str | int] = field(default_factory=dict)
-    """Of the query string."""
+    """Parameters of the query string."""
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, object] | None = None
     """Sent as JSON by POST; None: GET."""
 
 
-class _Passing(Exception):
-    """This attempt failed; another may not, after a pause of at least so many seconds."""
+class _TransientError(Exception):
+    """An attempt failed; another one after `pause_s` seconds may succeed."""
 
     def __init__(self, problem: str, pause_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -63,18 +60,21 @@ class Api:
         )
 
     async def ask(self, request: Request, deadline_s: float) -> Any:
-        """The JSON value of the answer; raises ToolError, which names the host and what it said, by
-        the deadline.
+        """Return the JSON value of the answer; raises ToolError by the deadline.
+
+        The error names the host and what it answered.
         """
-        host, problem = httpx2.URL(request.url).host, "it is silent"
+        host = httpx2.URL(request.url).host
+        problem = "it is silent"
         end = asyncio.get_running_loop().time() + deadline_s
         try:
             async with asyncio.timeout_at(end):
                 for attempt in itertools.count():
                     try:
                         return _value(host, await self._attempt(request))
-                    except _Passing as failed:
-                        problem, pause_s = str(failed), max(failed.pause_s, _pause(attempt))
+                    except _TransientError as failed:
+                        problem = str(failed)
+                        pause_s = max(failed.pause_s, _pause(attempt))
                     if asyncio.get_running_loop().time() + pause_s >= end:
                         raise ToolError(f"{host}: {problem}; no time is left to ask again")
                     await asyncio.sleep(pause_s)
@@ -83,35 +83,37 @@ class Api:
         raise AssertionError("the attempts end by themselves")
 
     async def _attempt(self, request: Request) -> bytes:
-        """The body of an answer that is no error."""
-        client, method = await self._client.get(), "GET" if request.body is None else "POST"
-        params, headers = dict(request.params), dict(request.headers)
+        """Return the body of an answer with status 200."""
+        client = await self._client.get()
         try:
             async with client.stream(
-                method, request.url, params=params, headers=headers, json=request.body
+                "GET" if request.body is None else "POST",
+                request.url,
+                params=dict(request.params),
+                headers=dict(request.headers),
+                json=request.body,
             ) as response:
                 content = await _read(response)
         except httpx2.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {str(error)[:200]}") from error
+            raise _TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
         except httpx2.DecodingError as error:
-            raise ToolError(
-                f"{response.url.host} sent a body that cannot be decompressed"
-            ) from error
-        if response.status_code in _PASSING:
-            raise _Passing(
-                f"HTTP {response.status_code}: {_shown(content)}",
-                _seconds(response.headers.get("retry-after", "")),
-            )
-        if response.status_code != 200:
-            raise ToolError(
-                f"{response.url.host} refused with HTTP {response.status_code}: {_shown(content)}"
-            )
+            host = response.url.host
+            raise ToolError(f"{host} sent a body that cannot be decompressed") from error
+        status = response.status_code
+        if status in _TRANSIENT:
+            pause_s = _seconds(response.headers.get("retry-after", ""))
+            raise _TransientError(f"HTTP {status}: {_shown(content)}", pause_s)
+        if status != 200:
+            raise ToolError(f"{response.url.host} refused with HTTP {status}: {_shown(content)}")
         return content
 
 
 def key_from_env(variable: str, key: str, provider: str) -> str:
-    """What an environment variable holds; UserError, which names config key, provider and variable,
-    when that is nothing.
+    """Read an API key from an environment variable; raises UserError when there is none.
+
+    Args:
+        key: the config key that names the variable, for the error.
+        provider: the service that the key is for, for the error.
     """
     value = os.environ.get(variable, "").strip()
     if not (value and value.isascii() and value.isprintable()):
@@ -139,19 +141,16 @@ def _value(host: str, content: bytes) -> Any:
 
 
 def _pause(attempt: int) -> float:
-    """Twice as long from attempt to attempt, give or take a half, so that calls that were refused
-    together do not come back together.
-    """
-    return float(
-        min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
-    )
+    """Return the seconds to wait, twice as many each time, with jitter of one half."""
+    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10))
+    return float(pause_s * random.uniform(0.5, 1.5))
 
 
 def _seconds(header: str) -> float:
-    """Of Retry-After; 0 for a date, which the services asked here do not send."""
+    """Parse Retry-After; 0 for a date, which the services asked here do not send."""
     return float(header) if header.isdecimal() and len(header) < 6 else 0.0
 
 
 def _shown(content: bytes) -> str:
-    """The beginning of a body on one line."""
+    """Return the beginning of a body on one line."""
     return repr(" ".join(content[:400].decode(errors="replace").split())[:200])

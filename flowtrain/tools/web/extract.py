@@ -1,9 +1,8 @@
-"""The main text of a page, taken by processes that may be killed: hostile HTML keeps a parser busy
-for as long as it likes.
+"""The main text of a page, extracted by processes that can be killed, because HTML may be hostile.
 
-The extractor is trafilatura, which among readability-lxml, jusText and resiliparse keeps most of a
-page's text and least of its menus (selectolax is a parser alone). Like all of them it needs minutes
-for some pages of a megabyte.
+The extractor is trafilatura: compared with readability-lxml, jusText and resiliparse it keeps most
+of a page's text and least of its menus (selectolax is only a parser). Like all of them it needs
+minutes for some pages of a megabyte.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ MEMORY_MB = 1024
 
 
 class Extractor:
-    """Blocking, for the threads of a pool: each call takes an idle process or starts one. Safe to
-    share between threads.
+    """Blocks, on the threads of a pool: each call takes an idle process or starts one.
+
+    Safe to share between threads.
     """
 
     def __init__(self, timeout_s: float = 5.0) -> None:
-        """`timeout_s` seconds per page; then its process is gone, and the next page gets another."""
+        """Kill a process that spends more than `timeout_s` seconds on a page."""
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._is_closed = False
 
     def text(self, page: Page) -> str:
-        """The text without what is around it; raises ToolError when there is none, or none in time."""
+        """Return the main text; raises ToolError when there is none, or none in time."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         process = process or _Process(self._timeout_s)
@@ -56,7 +56,7 @@ class Extractor:
         return text
 
     def close(self) -> None:
-        """End the processes; a page under way may still be finished."""
+        """End the idle processes; a page under way may still be finished."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -72,11 +72,11 @@ class Extractor:
 
 
 class _Process:
-    """One of them; it ends by itself when a page takes it too long, and when this process has gone."""
+    """One extractor; it ends by itself after its time limit, and when this process ends."""
 
     def __init__(self, timeout_s: float) -> None:
         self._process = subprocess.Popen(
-            # Nothing of the host's environment gets in but where the packages are: it holds keys.
+            # Only the path of the packages gets in, because the host's environment holds keys.
             [sys.executable, "-P", str(CHILD), str(timeout_s), str(MEMORY_MB)],
             env={"PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
@@ -91,7 +91,7 @@ class _Process:
             raise RuntimeError(f"{CHILD} does not start") from None
 
     def exchange(self, message: bytes) -> str:
-        """Raises EOFError or BrokenPipeError when the process ends before it has answered."""
+        """Return the text of a page; raises EOFError or BrokenPipeError if the process ends."""
         assert self._process.stdin is not None
         self._process.stdin.write(len(message).to_bytes(4, "big") + message)
         self._process.stdin.flush()
@@ -102,7 +102,7 @@ class _Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # of what was not sent yet
+            with contextlib.suppress(BrokenPipeError):  # by bytes that were not sent yet
                 pipe.close()
 
     def _receive(self) -> bytes:

@@ -1,15 +1,14 @@
-"""The process behind `extract.py`: main text of hostile HTML, page after page, until its input
-ends.
+"""The process behind `extract.py`: extracts the main text of page after page until its input ends.
 
-It is a script for an interpreter of its own; nothing imports it. Both ways go messages with 4 bytes
-of big-endian length before them:
+It is a script for an interpreter of its own; nothing imports it. Each message is 4 bytes of
+big-endian length and that many bytes:
 
     ->  content type, a space, charset of the HTTP header (may be empty), a line feed, the page
     <-  the text in UTF-8, empty when there is none (an empty one first, when the process is ready)
 
-Parsers have inputs that keep them busy for minutes, in C code that no exception reaches (a tag with
-100,000 attributes is one). So the alarm clock ends this process, by its default action, when a page
-takes too long, and memory is limited.
+Some inputs keep a parser busy for minutes in C code that no exception reaches, such as a tag with
+100,000 attributes. So the alarm clock ends this process by its default action when a page takes too
+long, and memory is limited.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import signal
 import sys
 
 START_S = 30
-"""A cold disk takes seconds to load what follows."""
+"""A cold disk takes seconds to load the imports below."""
 signal.alarm(START_S)
 
 import trafilatura  # noqa: E402
 
 MAX_CHARS = 1_000_000
-"""Of the text; AgentFlow reads as many."""
+"""Characters of the text, as many as AgentFlow reads."""
 
 
 def main(timeout_s: float, memory_mb: int) -> None:
@@ -45,19 +44,16 @@ def main(timeout_s: float, memory_mb: int) -> None:
 
 
 def main_text(page: bytes, content_type: str, charset: str) -> str:
-    """Of HTML without menus, comments and other things around it. A charset nobody knows is
-    guessed, as is a missing one.
-    """
+    """Return the text of a page without menus and comments; an unknown charset is guessed."""
     html: str | bytes = page
     with contextlib.suppress(LookupError, UnicodeError):
         html = page.decode(charset or "utf-8")
     if content_type == "text/plain":
         return html if isinstance(html, str) else html.decode(errors="replace")
-    if (
-        "html" not in str(html[:200]).lower()
-    ):  # whose tag may be left out, but is what the extractor goes by
+    # The tag may be left out of HTML, but the extractor needs it.
+    if "html" not in str(html[:200]).lower():
         html = "<html>" + html if isinstance(html, str) else b"<html>" + html
-    # The second takes what is left of a page without anything that looks like an article.
+    # The second function is for pages without anything that looks like an article.
     return trafilatura.extract(
         html, include_comments=False, include_tables=True
     ) or trafilatura.html2txt(html)

@@ -1,6 +1,4 @@
-"""Read one page: few redirects, each checked; bounded in bytes, also after decompression, and in
-time.
-"""
+"""Read one page with bounds on redirects, time, and bytes before and after decompression."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ MAX_CONNECTIONS = 32
 READABLE = ("text/html", "application/xhtml+xml", "text/plain")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CONNECT_S = 5.0
-"""Per address; a host that does not answer by then has others to try, or none."""
+"""Seconds per address; then the next address of the host is tried."""
 _HEADERS = (
     ("User-Agent", f"Mozilla/5.0 (compatible; flowtrain/{__version__})"),
     ("Accept", "text/html, application/xhtml+xml, text/plain;q=0.8"),
@@ -33,21 +31,19 @@ _HEADERS = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What came back, decompressed."""
+    """A page, decompressed."""
 
     url: str
-    """After redirects."""
+    """URL after redirects."""
     content_type: str
     """One of READABLE."""
     charset: str
-    """As the header says; "" where it does not."""
+    """Charset of the header, or ""."""
     body: bytes
 
 
 class Fetcher:
-    """Asks the web. It goes there directly, because behind a proxy nobody could check what is
-    connected to.
-    """
+    """Asks the web directly, because behind a proxy nobody could check the address."""
 
     def __init__(
         self,
@@ -56,10 +52,11 @@ class Fetcher:
         max_bytes: int,
         network: httpcore2.AsyncNetworkBackend | None = None,
     ) -> None:
-        """`network` makes the connections that the rules have let through."""
-        self._rules, self._max_bytes = rules, max_bytes
+        """Let `network` make the connections that pass the rules."""
+        self._rules = rules
+        self._max_bytes = max_bytes
         checked = Checked(rules, resolve, network or httpcore2.AnyIOBackend())
-        # Nothing is kept alive: the next page is on another host, as a rule.
+        # Nothing is kept alive: the next page is usually on another host.
         self._pool = PerLoop(
             lambda: httpcore2.AsyncConnectionPool(
                 httpcore2.default_ssl_context(),
@@ -70,9 +67,7 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, deadline_s: float) -> Page:
-        """The page at the URL; raises ToolError, whose text tells a planner why not, at the
-        deadline at the latest.
-        """
+        """Return the page at the URL; raises ToolError, with the reason, by the deadline."""
         target = self._rules.parse(url)
         try:
             async with asyncio.timeout(deadline_s):
@@ -96,10 +91,9 @@ class Fetcher:
         raise Refused(f"more than {MAX_REDIRECTS} redirects, the last to {str(target)[:200]!r}")
 
     async def _ask(self, url: httpx2.URL) -> Page | httpx2.URL:
-        """The page, or where it redirects to."""
+        """Return the page, or the URL that it redirects to."""
         pool = await self._pool.get()
-        # Made of the parts that have been checked, so that no second parser reads the URL in
-        # another way.
+        # Made of the checked parts, so that no second parser reads the URL in another way.
         asked = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
@@ -133,9 +127,7 @@ class Fetcher:
             raise Refused(f"{url.host} redirects to what is no URL: {error}") from None
 
     async def _body(self, url: httpx2.URL, stream: AsyncIterator[bytes], encoding: str) -> bytes:
-        """The body, decompressed a piece at a time, so that what a bomb unfolds to never is in
-        memory.
-        """
+        """Return the body, decompressed piece by piece, so that a bomb never fills the memory."""
         if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
             raise ToolError(
                 f"{url.host} sent the encoding {encoding[:40]!r}, which was not asked for"
@@ -161,9 +153,8 @@ class Fetcher:
 
 
 def _content_type(header: str) -> tuple[str, str]:
-    """(type, charset), in lower case; "" for what is not there."""
+    """Return (type, charset), in lower case; "" for a missing one."""
     message = Message()
     message["content-type"] = header[:200]
-    return (message.get_content_type() if "/" in header else ""), "".join(
-        (message.get_content_charset() or "").split()
-    )
+    kind = message.get_content_type() if "/" in header else ""
+    return kind, "".join((message.get_content_charset() or "").split())

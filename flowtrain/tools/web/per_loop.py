@@ -1,6 +1,4 @@
-"""What belongs to an event loop, such as connections, in objects that live through many: every
-`asyncio.run` brings a new loop.
-"""
+"""Connections and the like belong to one event loop; every `asyncio.run` makes a new loop."""
 
 from __future__ import annotations
 
@@ -17,10 +15,9 @@ T = TypeVar("T", bound=Closes)
 
 
 class PerLoop(Generic[T]):
-    """One T for each running loop, made when it is first asked for and closed as its loop ends.
+    """One T for each running loop, made on first use and closed as its loop ends.
 
-    The generator that holds it is what makes that so: asyncio closes the asynchronous generators
-    that are still open before a loop goes.
+    An asynchronous generator holds it, because asyncio closes open generators before a loop ends.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -28,14 +25,12 @@ class PerLoop(Generic[T]):
         self._held: dict[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[T, None]]] = {}
 
     async def get(self) -> T:
-        """The present loop's."""
+        """Return the T of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._held:
             holder = self._hold(loop)
-            self._held[loop] = (
-                await anext(holder),
-                holder,
-            )  # nothing is waited for, so nobody comes in between
+            value = await anext(holder)  # never suspends, so no other task comes in between
+            self._held[loop] = (value, holder)
         return self._held[loop][0]
 
     async def _hold(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:

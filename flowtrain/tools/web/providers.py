@@ -1,4 +1,4 @@
-"""Search engines behind one interface: a query in, hits out."""
+"""Search engines behind one interface."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Hit:
 
 
 Provider = Callable[[str, float], Awaitable[Sequence[Hit]]]
-"""Query and seconds to the hits, best first, none where there are none; ToolError when it fails."""
+"""A function of query and seconds that returns hits, best first, or raises ToolError."""
 
 
 def google(options: WebSearch) -> Provider:
-    """Google's Programmable Search;
-    developers.google.com/custom-search/v1/reference/rest/v1/cse/list.
+    """Google's Programmable Search.
+
+    developers.google.com/custom-search/v1/reference/rest/v1/cse/list
     """
     key = key_from_env(options.api_key_env or "GOOGLE_API_KEY", "web_search.api_key_env", "Google")
     cx = key_from_env(options.cx_env, "web_search.cx_env", "Google")
@@ -60,8 +61,9 @@ def serper(options: WebSearch) -> Provider:
 
 
 def searxng(options: WebSearch) -> Provider:
-    """An instance of SearXNG with `json` among `search.formats` of its settings;
-    docs.searxng.org/dev/search_api.html.
+    """An instance of SearXNG with `json` among `search.formats` of its settings.
+
+    docs.searxng.org/dev/search_api.html
     """
     if not options.base_url:
         raise UserError(
@@ -95,8 +97,9 @@ def _address(base_url: str) -> str:
 
 
 def _hits(answer: Any, key: str, names: tuple[str, str, str]) -> list[Hit]:
-    """`names`: what title, URL and snippet are called. Raises ToolError for an answer of another
-    shape; a hit without URL is left out.
+    """Read the hits with a URL from an answer; raises ToolError for another shape.
+
+    `names` are the service's names for title, URL and snippet.
     """
     items = answer.get(key, []) if isinstance(answer, dict) else None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -106,9 +109,7 @@ def _hits(answer: Any, key: str, names: tuple[str, str, str]) -> list[Hit]:
 
 
 def _line(value: object) -> str:
-    """A text on one line; "" where there is none. JSON can spell half a surrogate pair, which no
-    tokenizer takes.
-    """
-    return (
-        " ".join(value.encode(errors="replace").decode().split()) if isinstance(value, str) else ""
-    )
+    """Return a text on one line, "" for other values; halves of surrogate pairs are replaced."""
+    if not isinstance(value, str):
+        return ""
+    return " ".join(value.encode(errors="replace").decode().split())

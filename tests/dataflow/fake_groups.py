@@ -135,6 +135,9 @@ def lease(
 def push(flow: Any, lease: Lease, version: int = 0, node: str = "n1", **kind: Any) -> str:
     return flow.push(
         Push(
-            node, lease.unit, lease.attempt, pack_group(group(lease.task, version=version, **kind))
+            node,
+            lease.work_item,
+            lease.attempt,
+            pack_group(group(lease.task, version=version, **kind)),
         )
     ).status

@@ -1,8 +1,8 @@
 """Nodes and a trainer in processes of their own, which are killed at random places, also within
 transactions, and begin anew.
 
-`python crowd.py DATABASE...` forks them for one database after the other, prints a line for each
-that was killed, and one of JSON when the trainer has trained all steps.
+`python node_processes.py DATABASE...` forks them for one database after the other, prints a line
+for each process that was killed, and a JSON line when the trainer has trained all steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groups import group, ledger, planner
+from fake_groups import group, ledger, planner
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
@@ -36,8 +36,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Rules
-from flowtrain.dataflow.rules.all import AllGroups, AllPrompts
-from flowtrain.dataflow.rules.deadline import EarliestDeadline
+from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDeadline
 
 NUM_STEPS, NUM_GROUPS, CHECKPOINT_EVERY = 8, 3, 3
 NUM_LIVES = 6
@@ -70,9 +69,7 @@ def die_somewhere(rng: random.Random) -> None:
 
 
 def node(database: str, name: str, life: str, rng: random.Random) -> None:
-    """Leases, renews, pushes some groups twice, and gives some units back, until the trainer is
-    done.
-    """
+    """Lease, renew, push some groups twice, release some work items, until the trainer is done."""
     flow = opened(database)
     persistent(lambda: flow.join(Join(name, life)))
     for number in range(10**6):
@@ -80,7 +77,7 @@ def node(database: str, name: str, life: str, rng: random.Random) -> None:
         answer = persistent(lambda request=request: flow.lease(request))  # type: ignore[misc]
         if answer.reason == "done":
             return
-        held = tuple((lease.unit, lease.attempt) for lease in answer.leases)
+        held = tuple((lease.work_item, lease.attempt) for lease in answer.leases)
         if held and rng.random() < 0.3:
             persistent(lambda held=held: flow.renew(Renewal(name, life, held)))  # type: ignore[misc]
         for lease in answer.leases:
@@ -89,7 +86,7 @@ def node(database: str, name: str, life: str, rng: random.Random) -> None:
             for _ in range(rng.choice([1, 1, 2])):
                 if rng.random() < 0.1:
                     persistent(lambda held=held: flow.release(Release(name, held)))  # type: ignore[misc]
-                persistent(partial(flow.push, Push(name, lease.unit, lease.attempt, payload)))
+                persistent(partial(flow.push, Push(name, lease.work_item, lease.attempt, payload)))
         time.sleep(0.002 if answer.leases else 0.02)
 
 
@@ -105,7 +102,7 @@ def trainer(database: str, folder: Path) -> None:
             continue
         step += 1
         with (folder / "log").open("a") as log:
-            log.write(json.dumps([step, [served.unit for served in answer.groups]]) + "\n")
+            log.write(json.dumps([step, [served.work_item for served in answer.groups]]) + "\n")
         if step % CHECKPOINT_EVERY == 0:
             saved.with_suffix(".new").write_text(str(step))
             saved.with_suffix(".new").replace(saved)

@@ -39,7 +39,7 @@ def call(*arguments):
 
 TIME = "time limit of 0.5 s exceeded"
 
-HOSTILE = {
+ATTACKS = {
     "infinite loop": program("while True: pass", TIME),
     "sleep": program("import time; time.sleep(1000)", TIME),
     "dead lock": program(

@@ -1,5 +1,5 @@
-"""What may stand where a dataflow's service should: peers that are dead, silent, slow, broken or
-something else, on loopback.
+"""Fake servers on loopback in place of a dataflow's service: silent, slow, broken, or something
+else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import (
+    AssignedGroup,
     Batch,
     BatchRequest,
     Done,
@@ -31,7 +32,6 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
-    Served,
 )
 from flowtrain.dataflow.wire import Problem
 
@@ -53,9 +53,9 @@ ANSWERS: dict[str, Any] = {
     "push": Pushed("committed"),
     "release": Done(),
     "register": Registered("run-1", 8),
-    "batch": Batch((Served(0, 5, b"\x80\x00", True),), 0, {"staleness_mean": 0.5}),
+    "batch": Batch((AssignedGroup(0, 5, b"\x80\x00", True),), 0, {"staleness_mean": 0.5}),
     "progress": Done(),
-    "status": {"units": {"leased": 1}},
+    "status": {"work_items": {"leased": 1}},
 }
 
 Answer = Callable[[socket.socket, str], None]

@@ -1,6 +1,4 @@
-"""What a judge has said, on disk, so that nothing is asked twice: by several processes at once, and
-after a restart.
-"""
+"""Judgements on disk, shared by processes and restarts, so that nothing is asked twice."""
 
 from __future__ import annotations
 
@@ -10,28 +8,28 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply "
-    "TEXT NOT NULL)"
+    "CREATE TABLE IF NOT EXISTS verdicts "
+    "(key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply TEXT NOT NULL)"
 )
 _WAIT_S = 30.0
 """Seconds to wait for another process that writes."""
 
 
-class VerdictCache:
-    """One SQLite file in WAL mode (on a local disk), keyed by the hash of engine name and prompt."""
+class JudgeCache:
+    """A SQLite file in WAL mode, on a local disk, keyed by the hash of engine name and prompt."""
 
     def __init__(self, path: Path) -> None:
-        """UserError when there is no such file and none can be made."""
+        """Open or make the file; raises UserError."""
         self._path = path
         with self._writing() as connection:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(_SCHEMA)
 
     def get(self, engine: str, prompt: str) -> bool | None:
-        """The verdict, or None where there is none yet."""
+        """Return the judgement, or None where there is none yet."""
         with self._writing() as connection:
             row = connection.execute(
                 "SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)
@@ -39,7 +37,7 @@ class VerdictCache:
         return None if row is None else bool(row[0])
 
     def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
-        """Keep a verdict with the reply that it stands in; the first one stays."""
+        """Keep a judgement with its reply, unless there is one already."""
         with self._writing() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)",
@@ -48,16 +46,12 @@ class VerdictCache:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one statement: none is carried into a fork or another thread."""
-        try:
+        """Open a connection for one statement, so that no fork or other thread inherits it."""
+        problem = f"judge.cache={str(self._path)!r} cannot be used as a cache"
+        with user_error(problem, sqlite3.Error, OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as connection, connection:
                 yield connection
-        except (sqlite3.Error, OSError) as error:
-            raise UserError(
-                f"judge.cache={str(self._path)!r}: cannot be used as a cache ({error}); name "
-                "another file"
-            ) from error
 
 
 def _key(engine: str, prompt: str) -> str:

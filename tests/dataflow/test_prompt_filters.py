@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow.rules import Curator, Outcome
-from flowtrain.dataflow.rules.all import AllPrompts
+from flowtrain.dataflow.rules import Outcome, PromptFilter
+from flowtrain.dataflow.rules.builtin import AllPrompts
 from flowtrain.dataflow.rules.curriculum import Curriculum
 from flowtrain.dataflow.rules.greso import LEAST, MOST, Greso
 
@@ -20,17 +20,17 @@ def outcome(task: str, rewards: Sequence[float]) -> Outcome:
     return Outcome(1, task, "", tuple(rewards), 10)
 
 
-def probability(curator: Curator, task: str) -> float:
+def probability(prompt_filter: PromptFilter, task: str) -> float:
     """Of being admitted, to 2^-40, from the decisions alone."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if curator.admits(task, "", middle) else (low, middle)
+        low, high = (middle, high) if prompt_filter.admits(task, "", middle) else (low, middle)
     return high
 
 
-def probabilities(curator: Curator) -> list[float]:
-    return [pytest.approx(probability(curator, task), abs=1e-9) for task in "abcd"]
+def probabilities(prompt_filter: PromptFilter) -> list[float]:
+    return [pytest.approx(probability(prompt_filter, task), abs=1e-9) for task in "abcd"]
 
 
 def test_greso_by_hand() -> None:
@@ -123,7 +123,7 @@ def test_curriculum_takes_a_reward_above_one_as_one() -> None:
     assert probability(curriculum, "a") == pytest.approx(0.2)
 
 
-CURATORS: dict[str, tuple[Callable[[], Curator], float]] = {
+PROMPT_FILTERS: dict[str, tuple[Callable[[], PromptFilter], float]] = {
     "all": (AllPrompts, 1.0),
     "greso": (lambda: Greso(step=0.2, floor_easy=0.15, floor_hard=0.25), 0.15),
     "curriculum": (lambda: Curriculum(exploration=0.15), 0.15),
@@ -140,20 +140,20 @@ EVENTS = st.lists(
 )
 
 
-def tell(curator: Curator, event: Event) -> None:
+def tell(prompt_filter: PromptFilter, event: Event) -> None:
     if isinstance(event, int):
-        curator.on_version(event)
+        prompt_filter.on_version(event)
     else:
-        curator.observe(outcome(*event))
+        prompt_filter.observe(outcome(*event))
 
 
-@pytest.mark.parametrize("name", CURATORS)
+@pytest.mark.parametrize("name", PROMPT_FILTERS)
 @given(events=EVENTS)
 def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
-    """A service that starts again tells a new curator what the ledger holds: it then decides as the
-    one that was asked all along.
+    """A restarted service tells a new prompt filter what the ledger holds; it then decides like one
+    that was asked all along.
     """
-    make, _ = CURATORS[name]
+    make, _ = PROMPT_FILTERS[name]
     asked, told = make(), make()
     for event in events:
         for task in "abcd":
@@ -165,21 +165,21 @@ def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", CURATORS)
+@pytest.mark.parametrize("name", PROMPT_FILTERS)
 @given(events=EVENTS)
 def test_no_prompt_starves(name: str, events: list[Event]) -> None:
-    make, least = CURATORS[name]
-    curator = make()
+    make, least = PROMPT_FILTERS[name]
+    prompt_filter = make()
     for event in events:
-        tell(curator, event)
-    assert all(curator.admits(task, "", least - 1e-6) for task in "abcd")
+        tell(prompt_filter, event)
+    assert all(prompt_filter.admits(task, "", least - 1e-6) for task in "abcd")
 
 
-@pytest.mark.parametrize("name", CURATORS)
+@pytest.mark.parametrize("name", PROMPT_FILTERS)
 @given(events=EVENTS)
 def test_a_prompt_that_was_never_tried_is_always_rolled_out(name: str, events: list[Event]) -> None:
-    make, _ = CURATORS[name]
-    curator = make()
+    make, _ = PROMPT_FILTERS[name]
+    prompt_filter = make()
     for event in events:
-        tell(curator, event)
-    assert curator.admits("new", "", 1 - 2**-53)
+        tell(prompt_filter, event)
+    assert prompt_filter.admits("new", "", 1 - 2**-53)

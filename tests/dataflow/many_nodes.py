@@ -2,8 +2,8 @@
 served. All of them die and come back.
 
 Also a command, for tests that need processes to kill:
-python fleet.py node URL SEED NAME
-python fleet.py trainer URL SEED NOTES NUM_STEPS
+python many_nodes.py node URL SEED NAME
+python many_nodes.py trainer URL SEED NOTES NUM_STEPS
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from groups import LAYOUT, group
+from fake_groups import LAYOUT, group
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack_group, unpack_group
@@ -57,8 +57,8 @@ def run_node(
     is_over: Callable[[], bool] = lambda: False,
     death: float = 0.1,
 ) -> None:
-    """Lives of a node, until it is told that all is done, or `is_over`. `death`: share of units at
-    which it forgets all it knows.
+    """Run a node, restarted whenever it dies, until the dataflow says "done" or `is_over`. At a
+    share `death` of the work items it forgets everything.
     """
     while not is_over() and not _live(flow, name, rng, is_over, death):
         pass
@@ -80,14 +80,16 @@ def _live(
             if choice < death:
                 return False
             if choice < death + 0.1:
-                flow.release(Release(name, ((lease.unit, lease.attempt),), "tired"))
+                flow.release(Release(name, ((lease.work_item, lease.attempt),), "tired"))
             elif (
                 choice < death + 0.3
-                and lease.unit
-                in flow.renew(Renewal(name, life, ((lease.unit, lease.attempt),))).lost
+                and lease.work_item
+                in flow.renew(Renewal(name, life, ((lease.work_item, lease.attempt),))).lost
             ):
                 continue
-            push = Push(name, lease.unit, lease.attempt, fake_rollouts(lease.task, version, rng))
+            push = Push(
+                name, lease.work_item, lease.attempt, fake_rollouts(lease.task, version, rng)
+            )
             for _ in range(1 + (rng.random() < 0.1)):
                 flow.push(push)
         if answer.reason == "done":
@@ -105,7 +107,7 @@ class Notes:
     def __init__(self, path: Path | None = None) -> None:
         self._path, self.checkpoint = path, 0
         self.batches: dict[int, list[tuple[int, bytes]]] = {}
-        """By step, unit and payload of every place."""
+        """By step, work item and payload of every place."""
         for line in (
             path.read_text().splitlines(keepends=True) if path is not None and path.exists() else []
         ):
@@ -117,7 +119,7 @@ class Notes:
         if step in self.batches:
             assert self.batches[step] == groups, f"step {step} has other groups than before"
         else:
-            self._write(step, [(unit, payload.hex()) for unit, payload in groups])
+            self._write(step, [(work_item, payload.hex()) for work_item, payload in groups])
 
     def save(self, step: int) -> None:
         self._write(step, None)
@@ -132,13 +134,15 @@ class Notes:
         if groups is None:
             self.checkpoint = step
         else:
-            self.batches[step] = [(unit, bytes.fromhex(payload)) for unit, payload in groups]
+            self.batches[step] = [
+                (work_item, bytes.fromhex(payload)) for work_item, payload in groups
+            ]
 
     def check(self, num_steps: int) -> None:
         """Every step was trained, with groups that were not too old, and none of them twice."""
         assert sorted(self.batches) == list(range(1, num_steps + 1))
-        units = [unit for groups in self.batches.values() for unit, _ in groups]
-        assert len(units) == len(set(units)) == num_steps * NUM_GROUPS
+        work_items = [work_item for groups in self.batches.values() for work_item, _ in groups]
+        assert len(work_items) == len(set(work_items)) == num_steps * NUM_GROUPS
         for step, groups in self.batches.items():
             for _, payload in groups:
                 versions = [
@@ -181,9 +185,9 @@ def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
         request = BatchRequest("planner", step, rank, 2, wait_s=1.0)
         while (answer := flow.batch(request)).num_missing:
             pass
-        found |= {served.place: (served.unit, served.payload) for served in answer.groups}
+        found |= {each.position: (each.work_item, each.payload) for each in answer.groups}
     assert sorted(found) == list(range(NUM_GROUPS))
-    return [found[place] for place in sorted(found)]
+    return [found[position] for position in sorted(found)]
 
 
 def main(role: str, url: str, seed: str, *rest: str) -> None:

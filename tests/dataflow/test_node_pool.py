@@ -1,4 +1,4 @@
-"""How many nodes: the rule by hand, on a simulated plant, and as real processes that start and end."""
+"""The pool of nodes: the rule by hand, on a simulated plant, and with real processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import groups
+import fake_groups
 import pytest
 
-from flowtrain.dataflow.local_pool import Controller, Processes
-from flowtrain.dataflow.pool import Window, target_size, window_between
+from examples.node_pool import Controller, Processes, Window, main, target_size, window_between
 from flowtrain.dataflow.service import Service
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+
+POOL = Path(__file__).parents[2] / "examples" / "node_pool.py"
 
 # ---- by hand
 
@@ -310,7 +311,7 @@ def test_nodes_elsewhere_count_and_are_left_alone() -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    book = groups.ledger(tmp_path / "ledger.sqlite")
+    book = fake_groups.ledger(tmp_path / "ledger.sqlite")
     server, listener = serving.make_server(Service(book, book.run, "of-the-tests"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -325,10 +326,9 @@ def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number
     place = tmp_path / "nodes"
     place.mkdir()
     node = (sys.executable, "-S", "-c", SLEEPER, str(place / "{slot}"))
-    words = ("pool", "--url", url, "--min", "2", "--max", "3", "--every", "0.05", "--", *node)
+    words = ("--url", url, "--min", "2", "--max", "3", "--every", "0.05", "--", *node)
     pool = subprocess.Popen(
-        [sys.executable, "-m", "flowtrain.dataflow", *words],
-        env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"},
+        [sys.executable, str(POOL), *words], env={**os.environ, "FLOWTRAIN_TOKEN": "of-the-tests"}
     )
     try:
         wait_for(
@@ -355,7 +355,5 @@ def test_the_command_ends_every_node_it_started(url: str, tmp_path: Path, number
 def test_bounds_that_contradict_each_other(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flowtrain.dataflow.__main__ import main
-
-    assert main(["pool", "--url", "http://127.0.0.1:9", *words, "--", "true"]) == 2
+    assert main(["--url", "http://127.0.0.1:9", *words, "--", "true"]) == 2
     assert "1 <= min <= max" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Batches: the groups of a training step, chosen once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.dataflow.contract import AssignedGroup, Batch, BatchRequest, Refused
+from flowtrain.dataflow.ledger.prompts import number_groups, outcome
+from flowtrain.dataflow.ledger.pushes import Arrivals
+from flowtrain.dataflow.ledger.schema import locked
+from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.ledger.trainers import heard_policy
+from flowtrain.dataflow.rules import Candidate, Selector, replays
+from flowtrain.utils.seeds import derive_seed
+
+MAX_WAIT_S = 30.0
+_POLL_S = 0.25
+"""Longest delay until groups pushed through another process are found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    database: Database
+    config: Config
+    clock: Callable[[], float]
+    selector: Selector
+    arrivals: Arrivals
+
+    def batch(self, request: BatchRequest) -> Batch:
+        if not 0 <= request.rank < request.num_ranks:
+            raise Refused(
+                f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}"
+            )
+        end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
+        while True:
+            num_before = self.arrivals.num
+            answer = self._batch(request)
+            left = end - time.monotonic()
+            if not answer.num_missing or left <= 0:
+                return answer
+            self.arrivals.wait_for(num_before + answer.num_missing, min(_POLL_S, left))
+
+    def _batch(self, request: BatchRequest) -> Batch:
+        step = request.step
+        with locked(self.database) as (transaction, meta):
+            timeout_s = self.config.dataflow.trainer_timeout_s
+            policy = heard_policy(transaction, request.policy, self.clock(), timeout_s)
+            if not policy.checkpoint < step <= policy.newest + 1:
+                raise Refused(
+                    f"step {step} of {policy.name}: its checkpoint is of step "
+                    f"{policy.checkpoint}, so a batch of steps {policy.checkpoint + 1} to "
+                    f"{policy.newest + 1} can be had"
+                )
+            if step == policy.newest + 1 and (
+                num_missing := self._put_together(transaction, meta, policy, step)
+            ):
+                return Batch((), num_missing)
+            return _read(transaction, request)
+
+    def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
+        """Make the batch, or return how many groups it lacks."""
+        transaction.run(
+            "UPDATE shares SET state = 'stale', step = ?"
+            " WHERE policy = ? AND state = 'fresh' AND min_version < ?",
+            step,
+            policy.name,
+            step - 1 - policy.max_staleness,
+        )
+        num_events = number_groups(transaction, meta.num_events)
+        waiting = _waiting(transaction, policy)
+        again: list[int] = []
+        if share := self.config.dataflow.replay_share:
+            trained = _trained(transaction, policy, step)
+            again = replays(trained, policy.num_groups, share, step - 1)
+        num = policy.num_groups - len(again)
+        if len(waiting) < num:
+            return num - len(waiting)
+        seed = derive_seed(self.config.run.seed, "select", policy.name, step)
+        fresh = self.selector.select(waiting, num, seed)
+        assert len(fresh) == len(set(fresh)) <= num and set(fresh) <= {
+            each.outcome.work_item for each in waiting
+        }, "a selector returns work items of its candidates"
+        if len(fresh) < num:
+            return num - len(fresh)
+        assignments = [(work_item, 0) for work_item in fresh] + [
+            (work_item, 1) for work_item in again
+        ]
+        transaction.many(
+            f"INSERT INTO assignments VALUES {marks(range(5))}",
+            [(policy.name, step, index, *each) for index, each in enumerate(assignments)],
+        )
+        transaction.many(
+            "UPDATE shares SET state = 'assigned', step = ? WHERE policy = ? AND work_item = ?",
+            [(step, policy.name, work_item) for work_item in fresh],
+        )
+        now = self.clock()
+        transaction.run(
+            "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, now, policy.name
+        )
+        stats = json.dumps(_stats(transaction, policy.name, step))
+        sizes = (policy.num_groups, policy.max_staleness, num_events)
+        row = (policy.name, step, now, *sizes, stats)
+        transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
+        return 0
+
+
+_CANDIDATES = (
+    "SELECT s.work_item, s.min_version, g.event, g.rewards, g.num_tokens, w.task_id, w.kind"
+    " FROM shares s JOIN groups g ON g.work_item = s.work_item"
+    " JOIN work_items w ON w.id = s.work_item"
+)
+
+
+def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
+    """Groups that no batch has had, in the order of their commits."""
+    rows = transaction.all(
+        f"{_CANDIDATES} WHERE s.policy = ? AND s.state = 'fresh' AND g.event IS NOT NULL"
+        " ORDER BY g.event",
+        policy.name,
+    )
+    return [_candidate(row, policy.max_staleness) for row in rows]
+
+
+def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
+    """Groups of earlier batches that may be trained again in `step`, in the order in which they
+    were first assigned.
+    """
+    rows = transaction.all(
+        f"{_CANDIDATES} JOIN assignments a ON a.work_item = s.work_item AND a.policy = s.policy"
+        " AND a.is_replay = 0 JOIN payloads d ON d.work_item = s.work_item"
+        " WHERE s.policy = ? AND s.state = 'assigned' AND s.min_version >= ?"
+        " ORDER BY a.step, a.position",
+        policy.name,
+        step - 1 - policy.max_staleness,
+    )
+    return [_candidate(row, policy.max_staleness) for row in rows]
+
+
+def _candidate(row: Any, max_staleness: int) -> Candidate:
+    return Candidate(outcome(row), row.min_version + max_staleness, row.event)
+
+
+def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:
+    """`Batch.stats`; groups count as left out with the first batch after that was found."""
+    left_out = {
+        row.state: row
+        for row in transaction.all(
+            "SELECT state, count(*) AS num, avg(num_tokens) AS tokens FROM shares"
+            " WHERE policy = ? AND step = ? GROUP BY state",
+            policy,
+            step,
+        )
+    }
+    assigned = transaction.all(
+        "SELECT s.min_version, a.is_replay FROM assignments a"
+        " JOIN shares s ON s.work_item = a.work_item AND s.policy = a.policy"
+        " WHERE a.policy = ? AND a.step = ?",
+        policy,
+        step,
+    )
+    ages = [step - 1 - row.min_version for row in assigned]
+    fresh = "SELECT count(*) AS num FROM shares WHERE policy = ? AND state = 'fresh'"
+    leased = "SELECT count(*) AS num FROM work_items WHERE state = 'leased'"
+    return {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": max(ages),
+        "num_buffered": transaction.one(fresh, policy).num,
+        "num_leased": transaction.one(leased).num,
+        "num_replayed": sum(row.is_replay for row in assigned),
+        **{
+            f"num_{state}": left_out[state].num if state in left_out else 0
+            for state in ("stale", "filtered", "surplus", "empty")
+        },
+        **{
+            f"{state}_tokens_mean": float(left_out[state].tokens) if state in left_out else 0.0
+            for state in ("stale", "assigned")
+        },
+    }
+
+
+def _read(transaction: Transaction, request: BatchRequest) -> Batch:
+    """The part of a batch that a rank trains."""
+    batch = transaction.one(
+        "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
+    )
+    rows = transaction.all(
+        "SELECT a.position, a.work_item, a.is_replay, d.payload FROM assignments a"
+        " JOIN payloads d ON d.work_item = a.work_item"
+        " WHERE a.policy = ? AND a.step = ? AND a.position % ? = ? ORDER BY a.position",
+        request.policy,
+        request.step,
+        request.num_ranks,
+        request.rank,
+    )
+    groups = tuple(
+        AssignedGroup(row.position, row.work_item, bytes(row.payload), bool(row.is_replay))
+        for row in rows
+    )
+    return Batch(groups, 0, json.loads(batch.stats))

@@ -1,0 +1,298 @@
+"""Leases: a node takes work items, renews them while it works and gives back the rest.
+
+A lease that ran out or was released goes to another node as the next attempt, before new work items
+do. Backpressure bounds how many groups wait or are under way, so that sampled groups can still be
+trained in time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+from flowtrain.config import Config, Dataflow
+from flowtrain.dataflow.codec import unpack
+from flowtrain.dataflow.contract import (
+    Done,
+    Lease,
+    LeaseRequest,
+    Leases,
+    Refused,
+    Release,
+    Renewal,
+    Renewed,
+)
+from flowtrain.dataflow.ledger.prompts import Prompts
+from flowtrain.dataflow.ledger.schema import locked
+from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
+from flowtrain.types import Task
+from flowtrain.utils.seeds import derive_seed
+
+MAX_WORK_ITEMS = 1024
+"""Work items in a request."""
+_RETRY_S = {"": 0.0, "full": 0.5, "filtered": 0.5, "no trainer": 1.0, "done": 5.0}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBook:
+    database: Database
+    config: Config
+    clock: Callable[[], float]
+    prompts: Prompts
+
+    def lease(self, request: LeaseRequest) -> Leases:
+        if not 1 <= request.num <= MAX_WORK_ITEMS:
+            raise Refused(f"num={request.num}: a node may ask for 1 to {MAX_WORK_ITEMS} work items")
+        if len(request.key) > 100:
+            raise Refused(
+                f"the key of a request has at most 100 characters, this one {len(request.key)}"
+            )
+        now = self.clock()
+        with self.prompts.alone(), locked(self.database) as (transaction, meta):
+            node = self._heard_node(transaction, request, now)
+            policies = policy_rows(transaction)
+            check_layouts(request.node, json.loads(node.layouts), policies)
+            if request.key and (granted := self._granted(transaction, request)):
+                return Leases(tuple(granted), policy_states(policies))
+            self._end_overdue(transaction, now)
+            _drop_surplus(transaction, policies, self.config.dataflow)
+            num, reason = self._allowed(transaction, request, policies, now)
+            leases = self._take_waiting(transaction, num)
+            drawn = self.prompts.draw(transaction, meta, num - len(leases))
+            leases += [
+                self._make_lease(number, 1, position, task) for number, position, task in drawn
+            ]
+            self._grant(transaction, request, leases, now)
+        if len(leases) < num:
+            reason = "filtered"
+        return Leases(tuple(leases), policy_states(policies), _RETRY_S[reason], reason)
+
+    def _heard_node(self, transaction: Transaction, request: LeaseRequest, now: float) -> Any:
+        """The node's row; notes what the node reports about itself."""
+        node = transaction.one(
+            "SELECT * FROM nodes WHERE name = ? AND life = ?", request.node, request.life
+        )
+        if node is None:
+            raise Refused(f"node {request.node!r}: it has not joined")
+        if not node.is_current:
+            raise Refused(f"node {request.node!r}: another process has joined by its name")
+        is_new = not request.key or request.key != node.last_key
+        transaction.run(
+            "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?,"
+            " waited_s = waited_s + ? WHERE name = ? AND life = ?",
+            now,
+            known_policies(self.config, request.versions),
+            request.key,
+            check_seconds(request.busy_s) if is_new else 0.0,
+            check_seconds(request.waited_s) if is_new else 0.0,
+            request.node,
+            request.life,
+        )
+        return node
+
+    def _granted(self, transaction: Transaction, request: LeaseRequest) -> list[Lease]:
+        """The answer to an earlier request with the same key; the leases may have ended since."""
+        rows = transaction.all(
+            "SELECT l.work_item AS id, l.attempt, w.position, w.task FROM leases l"
+            " JOIN work_items w ON w.id = l.work_item WHERE l.node = ? AND l.key = ?"
+            " ORDER BY l.work_item",
+            request.node,
+            request.key,
+        )
+        return [
+            self._make_lease(row.id, row.attempt, row.position, unpack(bytes(row.task), Task))
+            for row in rows
+        ]
+
+    def _end_overdue(self, transaction: Transaction, now: float) -> None:
+        """End the leases that have run out."""
+        rows = transaction.all(
+            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND until_s < ? ORDER BY id "
+            f"{transaction.lock('work_items', skip=True)}",
+            now,
+        )
+        self._end(transaction, [(row.id, row.attempt) for row in rows], "ran out")
+
+    def _end(self, transaction: Transaction, leases: list[tuple[int, int]], ending: str) -> None:
+        max_attempts = self.config.dataflow.max_attempts
+        end_leases(transaction, leases, ending=ending, max_attempts=max_attempts)
+
+    def _allowed(
+        self, transaction: Transaction, request: LeaseRequest, policies: Sequence[Any], now: float
+    ) -> tuple[int, str]:
+        """How many leases the node may have, and why they are fewer than it wants."""
+        options = self.config.dataflow
+        if policies and all(policy.is_done for policy in policies):
+            return 0, "done"
+        live = [policy for policy in policies if is_live(policy, now, options)]
+        if not live:
+            return 0, "no trainer"
+        num_leased = transaction.one(
+            "SELECT count(*) AS num FROM work_items WHERE state = 'leased'"
+        ).num
+        room = max(
+            _max_groups(policy, options, request.versions) - policy.num_fresh - num_leased
+            for policy in live
+        )
+        return max(0, min(request.num, room)), "full" if room < request.num else ""
+
+    def _take_waiting(self, transaction: Transaction, num: int) -> list[Lease]:
+        """Lease work items whose last lease has ended, except those just being pushed late."""
+        rows = transaction.all(
+            "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
+            f" ORDER BY id LIMIT ? {transaction.lock('work_items', skip=True)}",
+            num,
+        )
+        return [
+            self._make_lease(row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task))
+            for row in rows
+        ]
+
+    def _make_lease(self, work_item: int, attempt: int, position: int, task: Task) -> Lease:
+        seed = derive_seed(self.config.run.seed, "unit", work_item)
+        return Lease(work_item, attempt, task, seed=seed, index=position)
+
+    def _grant(
+        self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
+    ) -> None:
+        until = now + self.config.dataflow.lease_s
+        transaction.many(
+            "UPDATE work_items SET state = 'leased', attempt = ?, node = ?, until_s = ?"
+            " WHERE id = ?",
+            [(lease.attempt, request.node, until, lease.work_item) for lease in leases],
+        )
+        common = (request.node, request.life, request.key, now, "")
+        transaction.many(
+            f"INSERT INTO leases VALUES {marks(range(7))}",
+            [(lease.work_item, lease.attempt, *common) for lease in leases],
+        )
+
+    def renew(self, request: Renewal) -> Renewed:
+        """Renew the leases; one that ran out is renewed too if no other node has taken it."""
+        leases = _bounded(request.work_items)
+        with self.database.write() as transaction:
+            now = self.clock()
+            rows = transaction.all(
+                "SELECT w.id, w.attempt FROM work_items w"
+                " JOIN leases l ON l.work_item = w.id AND l.attempt = w.attempt"
+                " WHERE l.node = ? AND l.life = ? AND (w.state = 'leased'"
+                " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
+                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                request.node,
+                request.life,
+                *(work_item for work_item, _ in leases),
+            )
+            held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
+            until = now + self.config.dataflow.lease_s
+            transaction.many(
+                "UPDATE work_items SET state = 'leased', until_s = ? WHERE id = ?",
+                [(until, work_item) for work_item, _ in held],
+            )
+            transaction.many(
+                "UPDATE leases SET ending = ''"
+                " WHERE work_item = ? AND attempt = ? AND ending <> ''",
+                held,
+            )
+            transaction.run(
+                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
+                now,
+                request.node,
+                request.life,
+            )
+            policies = transaction.all("SELECT * FROM policies")
+        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in held)
+        return Renewed(lost, policy_states(policies))
+
+    def release(self, request: Release) -> Done:
+        leases = _bounded(request.work_items)
+        with self.database.write() as transaction:
+            rows = transaction.all(
+                "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ?"
+                f" AND id IN {marks(leases)} ORDER BY id {transaction.lock('work_items')}",
+                request.node,
+                *(work_item for work_item, _ in leases),
+            )
+            held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
+            self._end(transaction, held, f"released: {request.reason[:200]}")
+        return Done()
+
+
+def end_leases(
+    transaction: Transaction, leases: list[tuple[int, int]], *, ending: str, max_attempts: int
+) -> None:
+    """Let work items wait for another lease, or fail after `max_attempts`. The caller has locked
+    them.
+    """
+    transaction.many(
+        "UPDATE work_items SET state = ? WHERE id = ?",
+        [("failed" if n >= max_attempts else "waiting", work_item) for work_item, n in leases],
+    )
+    transaction.many(
+        "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",
+        [(ending, work_item, n) for work_item, n in leases],
+    )
+
+
+def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    if not 1 <= len(work_items) <= MAX_WORK_ITEMS:
+        raise Refused(f"{len(work_items)} work items: name 1 to {MAX_WORK_ITEMS} of them")
+    return work_items
+
+
+# ---- backpressure
+
+
+def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> int:
+    """How many groups of a policy may wait or be under way for a node that samples with `versions`.
+
+    A group of weights v can be trained by steps up to v + 1 + max_staleness. Each step from the
+    next one (`newest` + 1) to that one takes num_groups of them, less its replays.
+    """
+    if options.max_waiting:
+        return options.max_waiting
+    version = min(policy.version, versions.get(policy.name, policy.version))
+    num_steps = version + 1 + policy.max_staleness - policy.newest
+    num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)
+    return policy.num_groups + num_fresh * (num_steps - 1) if num_steps > 0 else 0
+
+
+def _drop_surplus(transaction: Transaction, policies: list[Any], options: Dataflow) -> None:
+    """Drop the groups that would go stale first, where a trainer cannot keep up with another one
+    that shares its groups.
+    """
+    for policy in policies:
+        most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
+        if policy.num_fresh > most:
+            transaction.run(
+                "UPDATE shares SET state = 'surplus', step = ? WHERE policy = ? AND work_item IN"
+                " (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
+                " ORDER BY min_version, work_item LIMIT ?)",
+                policy.newest + 1,
+                policy.name,
+                policy.name,
+                policy.num_fresh - most,
+            )
+
+
+# ---- nodes and policies
+
+
+def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
+    """`by_policy` as JSON, without policies that the flow does not have."""
+    names = config.policy_names
+    return json.dumps({name: by_policy[name] for name in names if name in by_policy})
+
+
+def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]) -> None:
+    """Raises Refused when the node samples with another model than a trainer trains."""
+    for policy in policies:
+        if layouts.get(policy.name, policy.layout) != policy.layout:
+            raise Refused(
+                f"node {node!r} has a {policy.name} of layout {layouts[policy.name]}, the "
+                f"trainer's is {policy.layout}: start the node with the model, the dtype and the "
+                "tokenizer that are trained"
+            )

@@ -1,0 +1,205 @@
+"""The choice of prompts: the order of the ledger's events, the prompt filter that observes them,
+and its recorded decisions.
+
+Groups and new versions become events in the order of their commits, numbered without gaps by the
+holder of the lock of `meta`. Pushes do not take that lock: the next process that needs the order
+numbers the groups that were pushed until then.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowtrain.dataflow.codec import pack
+from flowtrain.dataflow.ledger.sql import Transaction, marks
+from flowtrain.dataflow.rules import Outcome, PromptFilter
+from flowtrain.types import Task
+from flowtrain.utils.seeds import derive_uniform
+
+_MAX_DRAWS = 1000
+"""Tasks that the prompt filter may reject in one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    number: int
+    """1, 2, 3, ... in the order of commits."""
+    outcome: Outcome | None
+    """None for a new version."""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The prompt filter's decision about one position in the order of tasks."""
+
+    position: int
+    task_id: str
+    kind: str
+    draw: float
+    num_events: int
+    """Number of events that it had seen."""
+    is_admitted: bool
+
+
+def number_groups(transaction: Transaction, num_events: int) -> int:
+    """Number the groups committed since the last call and return the number of events. The caller
+    holds the lock of `meta`.
+    """
+    num_new = transaction.run(
+        "UPDATE groups SET event = ? + new.position FROM"
+        " (SELECT work_item, row_number() OVER (ORDER BY pushed_s, work_item) AS position"
+        " FROM groups WHERE event IS NULL) AS new WHERE groups.work_item = new.work_item",
+        num_events,
+    )
+    if num_new:
+        transaction.run("UPDATE meta SET num_events = ?", num_events + num_new)
+    return num_events + num_new
+
+
+def read_events(transaction: Transaction, after: int) -> list[Event]:
+    """Events with numbers above `after`; the versions are those of the policy registered first."""
+    groups = transaction.all(
+        "SELECT g.event, g.work_item, g.rewards, g.num_tokens, w.task_id, w.kind"
+        " FROM groups g JOIN work_items w ON w.id = g.work_item WHERE g.event > ?",
+        after,
+    )
+    bumps = transaction.all("SELECT event, version FROM bumps WHERE event > ?", after)
+    found = [Event(row.event, outcome(row)) for row in groups]
+    found += [Event(row.event, None, row.version) for row in bumps]
+    return sorted(found, key=lambda event: event.number)
+
+
+def read_decisions(transaction: Transaction) -> list[Decision]:
+    return [
+        Decision(row.position, row.task_id, row.kind, row.draw, row.num_events, bool(row.admitted))
+        for row in transaction.all("SELECT * FROM decisions ORDER BY position")
+    ]
+
+
+def outcome(row: Any) -> Outcome:
+    rewards = tuple(json.loads(row.rewards))
+    return Outcome(row.work_item, row.task_id, row.kind, rewards, row.num_tokens)
+
+
+class Cursor(Protocol):
+    """Walks over tasks, like `flowtrain.tasks.TaskCursor`; its position is its whole state."""
+
+    position: int
+
+    def take(self, n: int) -> list[Task]: ...
+
+
+class TaskOrder:
+    """Random access to the order in which a cursor takes batches of `batch_size` tasks."""
+
+    def __init__(self, cursor: Cursor, batch_size: int) -> None:
+        self._cursor = cursor
+        self._size = batch_size
+        self._number = -1
+        self._batch: list[Task] = []
+
+    def __getitem__(self, position: int) -> Task:
+        number, index = divmod(position, self._size)
+        if number != self._number:
+            self._cursor.position = number * self._size
+            self._batch = self._cursor.take(self._size)
+            self._number = number
+        return self._batch[index]
+
+
+class ReplayedState:
+    """A prompt filter that has observed the first events of the ledger."""
+
+    def __init__(self, make_prompt_filter: Callable[[], PromptFilter]) -> None:
+        self._make = make_prompt_filter
+        self.reset()
+
+    def reset(self) -> None:
+        self._prompt_filter = self._make()
+        self._num_seen = 0
+
+    def catch_up(self, transaction: Transaction) -> PromptFilter:
+        """Observe the events since the last call; all events are numbered."""
+        for event in read_events(transaction, self._num_seen):
+            observe(self._prompt_filter, event)
+            self._num_seen = event.number
+        return self._prompt_filter
+
+
+def observe(prompt_filter: PromptFilter, event: Event) -> None:
+    if event.outcome is None:
+        prompt_filter.on_version(event.version)
+    else:
+        prompt_filter.observe(event.outcome)
+
+
+class Prompts:
+    """Draws new work items: the next tasks that the prompt filter admits."""
+
+    def __init__(
+        self, tasks: TaskOrder, make_prompt_filter: Callable[[], PromptFilter], seed: int
+    ) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._state = ReplayedState(make_prompt_filter)
+        self._mutex = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Surround a transaction that draws. If it fails, observed events may never have been
+        committed, so the state is reset.
+        """
+        with self._mutex:
+            try:
+                yield
+            except BaseException:
+                self._state.reset()
+                raise
+
+    def draw(self, transaction: Transaction, meta: Any, num: int) -> list[tuple[int, int, Task]]:
+        """Add up to `num` work items, and return (work item, position, task) of each. The caller
+        holds the lock of `meta` and is `alone`.
+        """
+        if num == 0:
+            return []
+        num_events = number_groups(transaction, meta.num_events)
+        prompt_filter = self._state.catch_up(transaction)
+        drawn: list[tuple[int, int, Task]] = []
+        decisions: list[tuple[object, ...]] = []
+        while len(drawn) < num and len(decisions) < num + _MAX_DRAWS:
+            position = meta.num_positions + len(decisions)
+            task = self._tasks[position]
+            draw = draw_of(self._seed, position)
+            is_admitted = prompt_filter.admits(task.id, task.kind, draw)
+            decisions.append((position, task.id, task.kind, int(is_admitted), draw, num_events))
+            if is_admitted:
+                drawn.append((meta.num_work_items + len(drawn) + 1, position, task))
+        transaction.many(f"INSERT INTO decisions VALUES {marks(range(6))}", decisions)
+        transaction.many(
+            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, '', 0)",
+            [
+                (number, position, task.id, task.kind, pack(task))
+                for number, position, task in drawn
+            ],
+        )
+        transaction.run(
+            "UPDATE meta SET num_positions = ?, num_work_items = ?",
+            meta.num_positions + len(decisions),
+            meta.num_work_items + len(drawn),
+        )
+        return drawn
+
+    def first_tasks(self, num: int) -> tuple[Task, ...]:
+        with self._mutex:
+            return tuple(self._tasks[position] for position in range(num))
+
+
+def draw_of(seed: int, position: int) -> float:
+    """The random number of the decision at `position`, uniform in [0, 1)."""
+    return derive_uniform(seed, "curate", position)

@@ -1,0 +1,257 @@
+"""The replay: every recorded decision is made again from what the ledger says it was based on.
+
+A difference shows that someone changed the ledger, that a rule has changed, or that a rule decides
+by something the ledger did not tell it. The order in which a prompt filter is asked, the events it
+had seen by then and the draw are on record. A batch is chosen from the groups that had been
+committed by then and were neither in an earlier batch nor left out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.dataflow.ledger.prompts import (
+    Decision,
+    Event,
+    Prompts,
+    draw_of,
+    observe,
+    outcome,
+    read_decisions,
+    read_events,
+)
+from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.rules import Candidate, Outcome, Rules, replays
+from flowtrain.types import Task
+from flowtrain.utils.seeds import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A group, as one policy has it."""
+
+    policy: str
+    outcome: Outcome
+    event: int
+    """Number of its commit; 0: it has none yet."""
+    state: str
+    """"fresh", "assigned", "stale", "filtered", "surplus" or "empty"."""
+    min_version: int
+    step: int
+    """Step whose batch has it, or before which it was left out; 0 for a fresh one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBatch:
+    policy: str
+    step: int
+    num_groups: int
+    max_staleness: int
+    num_events: int
+    """Number of events when it was made."""
+    fresh: tuple[int, ...]
+    """Work items trained for the first time, in the order of the batch."""
+    again: tuple[int, ...]
+    """Work items trained before, in the order of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Everything that the rules have decided, and what they based it on."""
+
+    seed: int
+    """Seed of the run."""
+    replay_share: float
+    rules: Rules
+    """New rules, which have observed nothing."""
+    tasks: tuple[Task, ...]
+    """In their order, as many as were decided about."""
+    decisions: tuple[Decision, ...]
+    events: tuple[Event, ...]
+    shares: tuple[Share, ...]
+    """In the order of their commits."""
+    batches: tuple[MadeBatch, ...]
+    """By policy, in the order of steps."""
+
+
+def read_history(
+    transaction: Transaction, config: Config, rules: Rules, prompts: Prompts
+) -> History:
+    decisions = tuple(read_decisions(transaction))
+    return History(
+        seed=config.run.seed,
+        replay_share=config.dataflow.replay_share,
+        rules=rules,
+        tasks=prompts.first_tasks(len(decisions)),
+        decisions=decisions,
+        events=tuple(read_events(transaction, 0)),
+        shares=_read_shares(transaction),
+        batches=_read_batches(transaction),
+    )
+
+
+def _read_shares(transaction: Transaction) -> tuple[Share, ...]:
+    rows = transaction.all(
+        "SELECT s.policy, s.work_item, s.state, s.min_version, s.step, g.event, g.rewards,"
+        " g.num_tokens, w.task_id, w.kind FROM shares s JOIN groups g ON g.work_item = s.work_item"
+        " JOIN work_items w ON w.id = s.work_item ORDER BY g.event"
+    )
+    return tuple(
+        Share(
+            policy=row.policy,
+            outcome=outcome(row),
+            event=row.event or 0,
+            state=row.state,
+            min_version=row.min_version,
+            step=row.step or 0,
+        )
+        for row in rows
+    )
+
+
+def _read_batches(transaction: Transaction) -> tuple[MadeBatch, ...]:
+    assigned: dict[tuple[str, int], list[Any]] = {}
+    for row in transaction.all(
+        "SELECT policy, step, work_item, is_replay FROM assignments ORDER BY position"
+    ):
+        assigned.setdefault((row.policy, row.step), []).append(row)
+    batches = []
+    for row in transaction.all("SELECT * FROM batches ORDER BY policy, step"):
+        groups = assigned.get((row.policy, row.step), [])
+        batches.append(
+            MadeBatch(
+                policy=row.policy,
+                step=row.step,
+                num_groups=row.num_groups,
+                max_staleness=row.max_staleness,
+                num_events=row.num_events,
+                fresh=tuple(each.work_item for each in groups if not each.is_replay),
+                again=tuple(each.work_item for each in groups if each.is_replay),
+            )
+        )
+    return tuple(batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    num_prompts: int
+    """Number of prompts that the prompt filter decided about."""
+    num_groups: int
+    """Number of groups that the group filter decided about, counted per policy."""
+    num_batches: int
+    differences: tuple[str, ...]
+    """The first difference of prompt filter, group filter and selector each; empty: none."""
+
+
+def replay(history: History) -> Replay:
+    """Make every decision again with the rules that the ledger was opened with."""
+    checks = (check_prompt_filter, check_group_filter, check_selector)
+    return Replay(
+        num_prompts=len(history.decisions),
+        num_groups=len(history.shares),
+        num_batches=len(history.batches),
+        differences=tuple(
+            difference for check in checks if (difference := next(check(history), ""))
+        ),
+    )
+
+
+def check_prompt_filter(history: History) -> Iterator[str]:
+    prompt_filter = history.rules.prompt_filter
+    events = iter(history.events)
+    num_seen = 0
+    for position, (task, decision) in enumerate(zip(history.tasks, history.decisions, strict=True)):
+        where = f"position {position} in the order of tasks"
+        draw = draw_of(history.seed, position)
+        recorded = (decision.task_id, decision.kind, decision.draw, decision.position)
+        if (task.id, task.kind, draw, position) != recorded:
+            yield (
+                f"{where}: it is {task.id!r} and the draw {draw}, the ledger has "
+                f"{decision.task_id!r} and {decision.draw}"
+            )
+        while num_seen < decision.num_events:
+            num_seen += 1
+            if (event := next(events, None)) is None or event.number != num_seen:
+                yield (
+                    f"{where}: the prompt filter had seen {decision.num_events} events, the ledger "
+                    f"has no number {num_seen}"
+                )
+                return
+            observe(prompt_filter, event)
+        if (admits := prompt_filter.admits(task.id, task.kind, draw)) != decision.is_admitted:
+            yield (
+                f"{where}, {task.id!r}: the prompt filter says {_yes(admits)}, the ledger has "
+                f"{_yes(decision.is_admitted)}"
+            )
+
+
+def check_group_filter(history: History) -> Iterator[str]:
+    """Shares that are empty or surplus did not depend on the filter."""
+    for share in history.shares:
+        keeps = history.rules.group_filter.keeps(share.outcome)
+        was_kept = share.state != "filtered"
+        if keeps != was_kept and share.state not in ("empty", "surplus"):
+            yield (
+                f"group of work item {share.outcome.work_item}, {share.policy}: the group filter "
+                f"says {_yes(keeps)}, the ledger has {_yes(was_kept)}"
+            )
+
+
+def check_selector(history: History) -> Iterator[str]:
+    for policy in dict.fromkeys(batch.policy for batch in history.batches):
+        shares = [
+            share
+            for share in history.shares
+            if share.policy == policy and share.state not in ("filtered", "empty")
+        ]
+        batches = [batch for batch in history.batches if batch.policy == policy]
+        yield from _check_batches(history, shares, batches)
+
+
+def _check_batches(
+    history: History, shares: list[Share], batches: list[MadeBatch]
+) -> Iterator[str]:
+    by_work_item = {share.outcome.work_item: share for share in shares}
+    waiting: dict[int, Share] = {}
+    trained: list[Share] = []
+    coming = iter([share for share in shares if share.event])
+    share = next(coming, None)
+    for batch in batches:
+        while share is not None and share.event <= batch.num_events:
+            waiting[share.outcome.work_item] = share
+            share = next(coming, None)
+        gone = [
+            work_item
+            for work_item, each in waiting.items()
+            if each.state in ("stale", "surplus") and each.step <= batch.step
+        ]
+        for work_item in gone:
+            del waiting[work_item]
+        in_time = [
+            _candidate(each, batch)
+            for each in trained
+            if each.min_version + batch.max_staleness >= batch.step - 1
+        ]
+        again = replays(in_time, batch.num_groups, history.replay_share, batch.step - 1)
+        candidates = [_candidate(each, batch) for each in waiting.values()]
+        seed = derive_seed(history.seed, "select", batch.policy, batch.step)
+        fresh = history.rules.selector.select(candidates, batch.num_groups - len(again), seed)
+        if (tuple(fresh), tuple(again)) != (batch.fresh, batch.again):
+            yield (
+                f"batch of step {batch.step}, {batch.policy}: the selector takes {fresh} and again "
+                f"{again}, the ledger has {list(batch.fresh)} and again {list(batch.again)}"
+            )
+        for work_item in batch.fresh:
+            waiting.pop(work_item, None)
+            trained += [by_work_item[work_item]] if work_item in by_work_item else []
+
+
+def _candidate(share: Share, batch: MadeBatch) -> Candidate:
+    return Candidate(share.outcome, share.min_version + batch.max_staleness, share.event)
+
+
+def _yes(decision: bool) -> str:
+    return "yes" if decision else "no"
