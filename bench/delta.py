@@ -144,9 +144,10 @@ def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[dic
     cases = [(best, count) for count in threads] + [(isa, threads[0]) for isa in others]
     for level in (1, 2):
         _progress(f"speed: {step.name}, level {level}")
-        seconds, num_changed = _speed(old, new, level, cases, repeats)
+        seconds, num_changed = _speed(old, new, level, cases=cases, repeats=repeats)
         for isa, count in cases:
-            touch_s, pack_s = seconds[f"touch {count}"], seconds[f"pack {isa} {count}"]
+            touch_s = seconds[f"touch {count}"]
+            pack_s = seconds[f"pack {isa} {count}"]
             apply_s = min(seconds[f"apply {isa} {count}"], seconds[f"back {isa} {count}"])
             yield {
                 "weights": step.name,
@@ -186,7 +187,7 @@ def _speed(
 
     with ThreadPoolExecutor(max(count for _, count in cases)) as pool:
         runs: dict[str, Callable[[], Any]] = {
-            f"touch {count}": _touch(old, new, count, pool) for _, count in cases
+            f"touch {count}": _touch(old, new, count, pool=pool) for _, count in cases
         }
         for isa, count in cases:
             runs[f"pack {isa} {count}"] = partial(pack, isa, count)

@@ -44,7 +44,8 @@ def synthetic(num_bytes: int, density: float) -> Step:
     """
     num_words = num_bytes // 2
     lr = _solve_lr(density)
-    old, new = np.empty(num_words, np.uint16), np.empty(num_words, np.uint16)
+    old = np.empty(num_words, np.uint16)
+    new = np.empty(num_words, np.uint16)
     for seed, start in enumerate(
         tqdm(range(0, num_words, _CHUNK), desc=f"weights, {100 * density:g} %", disable=None)
     ):
@@ -66,7 +67,9 @@ def _masters(num_words: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np
 
 def _solve_lr(density: float) -> float:
     master, ratio = _masters(1 << 21, seed=0)
-    old, low, high = _bf16(master), 1e-9, 1e-1
+    old = _bf16(master)
+    low = 1e-9
+    high = 1e-1
     for _ in range(30):
         middle = (low * high) ** 0.5
         if (_bf16(master - np.float32(middle) * ratio) != old).mean() < density:
@@ -102,13 +105,13 @@ def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[S
     folder = Path(__file__).resolve().parents[1]
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("flowtrain/**/*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    loss = _train(model, ids, 1e-3, num_steps)
+    loss = _train(model, ids, 1e-3, num_steps=num_steps)
     for lr in lrs:
         one = copy.deepcopy(model)
         optimizer = _optimizer(one, lr)
-        _train(one, ids, lr, 20, optimizer)
+        _train(one, ids, lr, num_steps=20, optimizer=optimizer)
         old = _view(one)
-        _train(one, ids, lr, 1, optimizer)
+        _train(one, ids, lr, num_steps=1, optimizer=optimizer)
         yield Step(f"AdamW, lr {lr:g}, loss {loss:.2f}", old, _view(one))
 
 
@@ -162,21 +165,29 @@ def bounds(step: Step) -> Bounds:
     """Compute the bounds: h(d)/d bits for the position of a change and the entropy of the wrap
     differences for its value; conditioned, each exponent has a density and values of its own.
     """
-    words, changed = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    words = np.zeros(256, np.int64)
+    changed = np.zeros(256, np.int64)
     values = np.zeros((256, 65536), np.int64)
     for old, new in zip(step.old, step.new, strict=True):
         for start in range(0, len(old), _CHUNK):
-            was, now = old[start : start + _CHUNK], new[start : start + _CHUNK]
+            was = old[start : start + _CHUNK]
+            now = new[start : start + _CHUNK]
             words += np.bincount((was >> 7) & 0xFF, minlength=256)
             where = np.flatnonzero(was != now)
-            exponent, diff = (was[where] >> 7) & 0xFF, now[where] - was[where]
+            exponent = (was[where] >> 7) & 0xFF
+            diff = now[where] - was[where]
             changed += np.bincount(exponent, minlength=256)
             for one in np.unique(exponent).tolist():
                 values[one] += np.bincount(diff[exponent == one], minlength=65536)
     total = int(changed.sum())
     plain = _bits(words.sum(), total) + _value_bits(values.sum(axis=0))
     conditioned = sum(_bits(words[e], changed[e]) + _value_bits(values[e]) for e in range(256))
-    return Bounds(total, total / float(words.sum()), plain / 8 / total, conditioned / 8 / total)
+    return Bounds(
+        num_changed=total,
+        density=total / float(words.sum()),
+        plain=plain / 8 / total,
+        conditioned=conditioned / 8 / total,
+    )
 
 
 def _bits(num_words: int, num_changed: int) -> float:

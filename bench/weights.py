@@ -77,7 +77,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     with TemporaryDirectory(prefix="flowtrain-bench-") as folder:
-        rows = asyncio.run(_measure(Path(folder), args.shape, args.density, args.repeats))
+        rows = asyncio.run(_measure(Path(folder), args.shape, args.density, repeats=args.repeats))
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -85,7 +85,7 @@ def main() -> None:
 
 async def _measure(folder: Path, shape: str, density: float, repeats: int) -> list[dict[str, Any]]:
     weights = _new_weights(folder, shape)
-    times, facts = await _in_turn(folder, weights, density, repeats)
+    times, facts = await _in_turn(folder, weights, density, repeats=repeats)
     times["full reload, packed weights"] = await _reload_packed(folder, repeats)
     num_words = sum(tensor.numel() for tensor in weights.values())
     common = {"shape": shape, "words": num_words, "density": facts.pop("changed") / num_words}

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 
-_Words = np.ndarray[Any, np.dtype[np.uint16]]
+_U16 = np.ndarray[Any, np.dtype[np.uint16]]
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Digest = tuple[int, int]
 
@@ -17,8 +17,8 @@ class WrongBase(DeltaError): ...
 class WrongLayout(DeltaError): ...
 
 def encode(
-    old: _Words,
-    new: _Words,
+    old: _U16,
+    new: _U16,
     *,
     first: int = 0,
     level: int = 1,
@@ -27,8 +27,8 @@ def encode(
 ) -> _Bytes: ...
 def encode_pairs(
     counts: np.ndarray[Any, np.dtype[np.uint32]],
-    positions: _Words,
-    diffs: _Words,
+    positions: _U16,
+    diffs: _U16,
     num_words: int,
     change: _Digest,
     *,
@@ -38,19 +38,19 @@ def encode_pairs(
 ) -> _Bytes: ...
 def info(delta: _Bytes) -> dict[str, Any]: ...
 def validate(
-    delta: _Bytes, base: _Words | None = None, *, num_threads: int = 1
+    delta: _Bytes, base: _U16 | None = None, *, num_threads: int = 1
 ) -> dict[str, Any]: ...
-def apply(deltas: Sequence[_Bytes], words: Sequence[_Words], *, num_threads: int = 1) -> None: ...
+def apply(deltas: Sequence[_Bytes], words: Sequence[_U16], *, num_threads: int = 1) -> None: ...
 def decode(
-    delta: _Bytes, base: _Words | None = None
-) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], _Words]: ...
+    delta: _Bytes, base: _U16 | None = None
+) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], _U16]: ...
 def compose(
-    deltas: Sequence[_Bytes], base: _Words | None = None, *, level: int = 1, num_threads: int = 1
+    deltas: Sequence[_Bytes], base: _U16 | None = None, *, level: int = 1, num_threads: int = 1
 ) -> _Bytes: ...
 def invert(
-    delta: _Bytes, base: _Words | None = None, *, level: int = 1, num_threads: int = 1
+    delta: _Bytes, base: _U16 | None = None, *, level: int = 1, num_threads: int = 1
 ) -> _Bytes: ...
-def digest(words: _Words, *, first: int = 0, num_threads: int = 1) -> _Digest: ...
+def digest(words: _U16, *, first: int = 0, num_threads: int = 1) -> _Digest: ...
 def worst_case_size(num_words: int) -> int: ...
 def xxh3(bytes: np.ndarray[Any, np.dtype[np.uint8]]) -> int: ...
 def isa() -> str: ...

@@ -1,6 +1,4 @@
-"""A real OpenAI-compatible server on loopback that answers as a test's script says, or misbehaves
-as it is told.
-"""
+"""An OpenAI-compatible server on loopback with scripted replies, and a raw one that sends bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ Script = Callable[[dict[str, Any]], "Response | str"]
 
 @dataclass
 class ChatServer:
-    """What the test sees of it."""
+    """The requests that a server has got."""
 
     base_url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -44,7 +42,7 @@ class ChatServer:
 
 @contextlib.contextmanager
 def chat_server(script: Script, wait: Callable[[], Any] | None = None) -> Iterator[ChatServer]:
-    """`wait` makes an awaitable that every request waits for."""
+    """Serve replies of `script`; every request first awaits what `wait` returns."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     state = ChatServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
 
@@ -75,7 +73,7 @@ def chat_server(script: Script, wait: Callable[[], Any] | None = None) -> Iterat
 
 
 def reply(text: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A chat completion as OpenAI words it; its usage counts words."""
+    """Make a chat completion in OpenAI's format; its usage counts words."""
     prompt = body["messages"][0]["content"] if body else ""
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len((text or "").split())}
     choice = {
@@ -88,9 +86,7 @@ def reply(text: str | None, body: dict[str, Any] | None = None) -> dict[str, Any
 
 @contextlib.contextmanager
 def raw_server(*answers: bytes) -> Iterator[ChatServer]:
-    """Sends these bytes, each to one connection after its request, and hangs up; the last answer is
-    for all that come later.
-    """
+    """Answer each connection with the next of these bytes and close it; the last answer repeats."""
     listener = socket.create_server(("127.0.0.1", 0))
     state = ChatServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
     listener.settimeout(0.05)
@@ -120,7 +116,7 @@ def raw_server(*answers: bytes) -> Iterator[ChatServer]:
 
 
 def http(body: bytes, status: str = "200 OK", *headers: str, length: int | None = None) -> bytes:
-    """A response; `length`: what its header claims."""
+    """Make a response; `length`: the length that its header claims."""
     lines = [
         f"HTTP/1.1 {status}",
         f"Content-Length: {len(body) if length is None else length}",

@@ -126,7 +126,7 @@ class VllmEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """With vllm.sleep, move vLLM's weights to the host and drop its cache until `load`."""
+        """Move vLLM's weights to the host and drop its cache until `load`, if vllm.sleep is set."""
         if self._options.sleep:
             self._twice(AsyncLLMRunner.sleep, "it went to sleep")
 

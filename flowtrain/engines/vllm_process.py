@@ -27,16 +27,10 @@ OLDEST = (0, 25)
 INSTALL = (
     "pip install 'flowtrain[vllm]' on a machine with a GPU, `make setup ENGINE=vllm` on one without"
 )
-_LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+_LAUNCHER = re.compile(
+    "((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ROLE_.*)"
 )
+"""Variables of torchrun."""
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -96,7 +90,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update({name: value for name, value in _DEFAULTS.items() if name not in before})
         os.environ.update(changes)
         for name in before:
-            if name in _LAUNCHER or name.startswith(("TORCHELASTIC_", "ROLE_")):
+            if _LAUNCHER.fullmatch(name):
                 del os.environ[name]
         try:
             yield

@@ -1,1 +1,1 @@
-"""A rollout node: follows weights, leases work, pushes scored groups."""
+"""A rollout node: follows weights, leases work items, and pushes scored groups."""

@@ -1,12 +1,12 @@
-"""A rollout node: makes rollouts for the trainers behind a dataflow, for as long as it is let.
+"""A rollout node: makes rollouts for the trainers behind a dataflow until training ends.
 
     python -m flowtrain.node --dataflow http://trainer:8400
 
-It gets the options of the run from the dataflow, leases tasks, rolls each of them out in the flow
-on the engine of this machine, scores the answers and hands the groups in; new weights are loaded
-while rollouts go on. Start as many nodes as there are machines or GPUs, and stop them as you like
-(Ctrl-C or SIGTERM: leases go back at once; once more: ends hard). What this machine knows better
-follows as options:
+The node gets the options of the run from the dataflow, leases tasks, rolls each of them out on the
+engine of this machine, scores the answers and pushes the groups; it loads new weights while
+rollouts go on. Start as many nodes as there are machines or GPUs, and stop them as you like (Ctrl-C
+or SIGTERM gives the leases back at once; a second one ends the node hard). Options that differ from
+machine to machine follow:
 """
 
 from __future__ import annotations
@@ -21,85 +21,66 @@ from collections.abc import Sequence
 from types import FrameType
 
 from flowtrain.config.options import check_allowed
+from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
 
 _COMMAND = "python -m flowtrain.node"
 _POLICIES = ("planner", "verifier")
 OWN_KEYS = (
-    *(
-        "run.device",
-        "run.threads",
-        "model.path",
-        "policies.*.path",
-        "tasks.path",
-        "tasks.corpus",
-        "tasks.benchmarks",
-    ),
-    *(
-        "rollout.engine",
-        "rollout.max_batch_size",
-        "rollout.max_in_flight",
-        "vllm.*",
-        "weights.verify_every",
-        "dataflow.wait_s",
-    ),
-    *(
-        "engines.*.base_url",
-        "engines.*.api_key_env",
-        "engines.*.model",
-        "engines.*.max_concurrency",
-    ),
-    *("corpus.path", "corpus.index", "judge.cache", "judge.max_concurrency", "agent.sandbox"),
-    *(
-        "web_search.base_url",
-        "web_search.api_key_env",
-        "web_search.cx_env",
-        "wikipedia.base_url",
-        "wikipedia.contact",
-    ),
+    "run.device",
+    "run.threads",
+    "model.path",
+    "policies.*.path",
+    "tasks.path",
+    "tasks.corpus",
+    "tasks.benchmarks",
+    "rollout.engine",
+    "rollout.max_batch_size",
+    "rollout.max_in_flight",
+    "vllm.*",
+    "weights.verify_every",
+    "dataflow.wait_s",
+    "engines.*.base_url",
+    "engines.*.api_key_env",
+    "engines.*.model",
+    "engines.*.max_concurrency",
+    "corpus.path",
+    "corpus.index",
+    "judge.cache",
+    "judge.max_concurrency",
+    "agent.sandbox",
+    "web_search.base_url",
+    "web_search.api_key_env",
+    "web_search.cx_env",
+    "wikipedia.base_url",
+    "wikipedia.contact",
 )
-"""Where things are and how much of them runs at a time. What decides on tokens and rewards is the
-same on every node."""
+"""Options that say where things are and how many run at a time. Options that decide on tokens and
+rewards are the same on every node."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after its work or a signal, 1 when something failed, 2 for what a person got wrong."""
-    options, words = _parser().parse_known_args(argv)
+    """Return 0 after the work or a signal, 1 when something failed, 2 for a user's mistake."""
+    options, args = _parser().parse_known_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        check_allowed(words, OWN_KEYS)
-        return _run(options, words)
-    except UserError as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before there was a lease
-        return 0
+        check_allowed(args, OWN_KEYS)
+        # These import torch, for which --help and mistakes need not wait.
+        from tqdm.contrib.logging import logging_redirect_tqdm
 
+        from flowtrain.node.main import run
 
-def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
-    from flowtrain.dataflow.contract import Refused, Unavailable
-    from flowtrain.engines.protocol import EngineError
-    from flowtrain.node import (
-        main,  # torch comes with it, which --help and mistakes need not wait for
-    )
-
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    try:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        stores = dict(map(_store, options.store))
         with logging_redirect_tqdm():
-            main.run(
-                options.dataflow,
-                options.name,
-                dict(map(_store, options.store)),
-                options.num_groups,
-                words,
-                token,
-            )
-    except (Refused, Unavailable, EngineError) as error:
+            run(options.dataflow, options.name, stores, options.num_groups, args=args, token=token)
+    except (UserError, Refused, Unavailable, EngineError) as error:
         print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:  # before there was a lease
+        pass
     return 0
 
 
@@ -113,38 +94,40 @@ def _store(text: str) -> tuple[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    own_keys = "\n  --".join(f"{key} VALUE" for key in OWN_KEYS)
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
         description=__doc__,
-        epilog="  --"
-        + "\n  --".join(f"{key} VALUE" for key in OWN_KEYS)
-        + "\n\npython -m flowtrain.train --help says what they mean.",
+        epilog=f"  --{own_keys}\n\npython -m flowtrain.train --help says what they mean.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    own = f"{re.sub('[^A-Za-z0-9._-]', '-', socket.gethostname())[:80]}-{os.getpid()}"
     parser.add_argument(
         "--dataflow",
         metavar="URL",
         required=True,
-        help=f"of the service; {TOKEN_VARIABLE} is the token for it",
-    )
-    store = (
-        "weight store: folder or URL, of the planner or of the policy before a '='; default: where "
-        "the trainer says it is"
+        help=f"address of the service; {TOKEN_VARIABLE} is the token for it",
     )
     parser.add_argument(
-        "--store", metavar="[POLICY=]PLACE", action="append", default=[], help=store
+        "--store",
+        metavar="[POLICY=]PLACE",
+        action="append",
+        default=[],
+        help="folder or URL of a weight store, of the planner or of the policy before a '='; "
+        "default: the store that the trainer names",
     )
+    host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]
     parser.add_argument(
-        "--name", default=own, help="of this node, unique among nodes (default: %(default)s)"
+        "--name",
+        default=f"{host}-{os.getpid()}",
+        help="name of this node, unique among nodes (default: %(default)s)",
     )
     parser.add_argument(
         "--num_groups",
         type=int,
         default=0,
         metavar="N",
-        help="groups to push before it ends; default: no end",
+        help="groups to push before the node ends; default: no end",
     )
     return parser
 
@@ -153,4 +136,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads that still fetch or ask have nobody to answer to
+    os._exit(code)  # without waiting for threads that still fetch or ask

@@ -1,4 +1,4 @@
-"""A node from its start to its end: what it is told, what it samples with, and how it ends."""
+"""The run of a node from its start to its end: joining, waiting for a trainer, serving, signals."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Dataflow, Join, Refused, Unavailable
+from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
-from flowtrain.node.node import Limits, Membership, Node
+from flowtrain.node.membership import Membership
+from flowtrain.node.node import Node
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.types import UserError
 
 _ASK_AGAIN_S = 2.0
 _ECHO_S = 2.0
-"""The terminal and a launcher may send the same signal twice."""
+"""Seconds within which a second signal counts as the first, sent by terminal and launcher both."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,48 +33,52 @@ def run(
     name: str,
     stores: Mapping[str, str],
     num_groups: int,
-    words: Sequence[str],
+    *,
+    args: Sequence[str],
     token: str,
 ) -> None:
-    """Until a signal, `num_groups` groups, or the end of training; 0: any number. `words`: options
-    of the config over those of the run.
+    """Serve until a signal, `num_groups` groups (0: any number), or the end of training.
 
-    Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup with what nobody
-    foresaw.
+    `stores` has locations of weight stores by policy, `args` config options over those of the run.
+    Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
-        config = parse_over(_join(client, name, {}).joined.config, words)
+        config = parse_over(Membership.join(client, name, {}).joined.config, args)
     check(config)
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
             try:
-                return _live(client, config, name, stores, num_groups, token)
-            except PoliciesChanged:  # while the engines were made
-                pass
-            except ExceptionGroup as failures:
-                if failures.subgroup(PoliciesChanged) is None:
-                    raise _first(failures) from None
-            _log.warning("another policy is trained now: the engines start anew")
+                return _serve(client, config, name, stores, num_groups=num_groups, token=token)
+            except (PoliciesChanged, ExceptionGroup) as error:
+                if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
+                    raise _cause(error) from None
+            _log.warning("another policy is trained now: the engines start again")
 
 
-def _live(
+def _serve(
     client: Dataflow,
     config: Config,
     name: str,
     stores: Mapping[str, str],
+    *,
     num_groups: int,
     token: str,
 ) -> None:
-    """Until it is stopped, or the policies are others."""
+    """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
-        member = _join(client, name, sampler.layouts)
-        syncer = WeightSyncer(
-            sampler.engines, sampler.stores, sampler.layouts, config.dataflow.wait_s
-        )
+        member = Membership.join(client, name, sampler.layouts)
+        wait_s = config.dataflow.wait_s
+        syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
-        limits = Limits(config.rollout.max_in_flight, config.dataflow.max_staleness, num_groups)
-        node = Node(client, member, sampler.rollout, syncer, limits)
+        node = Node(
+            member,
+            sampler.rollout,
+            syncer,
+            max_in_flight=config.rollout.max_in_flight,
+            max_staleness=config.dataflow.max_staleness,
+            num_groups=num_groups,
+        )
         try:
             num_pushed = asyncio.run(_until_signalled(node))
         finally:
@@ -83,29 +87,21 @@ def _live(
 
 
 def _wait_for_trainers(
-    client: Dataflow, config: Config, given: Mapping[str, str], name: str
+    client: Dataflow, config: Config, stores: Mapping[str, str], name: str
 ) -> dict[str, str]:
-    """Where the weights are, once a trainer has announced so or the command line does."""
+    """Wait for a trainer unless `stores` names a store; returns the locations of the weights."""
+    wait_s = config.dataflow.wait_s
     began = time.monotonic()
-    while not (
-        locations := store_of(_join(client, name, {}).joined.policies, given, config.policy_names)
-    ):
+    while True:
+        policies = Membership.join(client, name, {}).joined.policies
+        if locations := store_of(policies, stores, config.policy_names):
+            return locations
         waited_s = time.monotonic() - began
-        if waited_s > config.dataflow.wait_s:
-            raise UserError(
-                f"no trainer has registered within dataflow.wait_s={config.dataflow.wait_s:g} "
-                "seconds"
-            )
+        if waited_s > wait_s:
+            raise UserError(f"no trainer has registered within dataflow.wait_s={wait_s:g} seconds")
         if waited_s < _ASK_AGAIN_S:
             _log.warning("waiting for a trainer to register")
         time.sleep(_ASK_AGAIN_S)
-    return locations
-
-
-def _join(client: Dataflow, name: str, layouts: Mapping[str, str]) -> Membership:
-    """With a life of its own each time, for a dataflow keeps what a life has announced first."""
-    request = Join(name, uuid.uuid4().hex, layouts)
-    return Membership(request, client.join(request))
 
 
 async def _until_signalled(node: Node) -> int:
@@ -116,11 +112,8 @@ async def _until_signalled(node: Node) -> int:
         if signalled_at and time.monotonic() - signalled_at > _ECHO_S:
             os._exit(1)
         if not signalled_at:
-            print(
-                "\ngiving leases back, pushing what is done (once more to end at once)",
-                file=sys.stderr,
-                flush=True,
-            )
+            notice = "giving leases back, pushing what is done (once more to end at once)"
+            print(f"\n{notice}", file=sys.stderr, flush=True)
             signalled_at = time.monotonic()
             node.stop()
 
@@ -130,8 +123,8 @@ async def _until_signalled(node: Node) -> int:
     return await node.run()
 
 
-def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Of what ended a node: what the person in front of it can do something about, else all of it."""
+def _cause(failures: ExceptionGroup[Any]) -> BaseException:
+    """Return the error that the user can act on, if the group has one, else the whole group."""
     for kinds in ((UserError, EngineError), (Refused, Unavailable)):
         found: BaseException | None = failures.subgroup(kinds)
         while isinstance(found, BaseExceptionGroup):

@@ -1,4 +1,4 @@
-"""What a node samples with, put together from the config of the run and what the node knows better."""
+"""Build the engines, the flow and the judge of a node from the config of the run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from flowtrain.weights import Source, open_source
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Everything on this side of the dataflow."""
+    """The parts of a node that make rollouts."""
 
     rollout: Rollout
     engines: Mapping[str, Engine]
     stores: Mapping[str, Source]
-    """Of the policies that are trained."""
+    """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
 
 
 def check(config: Config) -> None:
-    """Raises UserError for what no node can do."""
+    """Raises UserError for a config that no node can serve."""
     load_algorithm(config).check_nodes()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
@@ -46,21 +46,20 @@ def check(config: Config) -> None:
 def store_of(
     policies: Mapping[str, PolicyState], given: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, str]:
-    """Where the weights of the policies that are trained are: as the command line says, else as the
-    trainer does.
+    """Return the weight stores of the trained policies: those of the command line, else those that
+    their trainers named.
     """
-    if unknown := [name for name in given if name not in names]:
-        raise UserError(
-            f"--store {unknown[0]}={given[unknown[0]]}: this run has the policies "
-            f"{', '.join(names)}"
-        )
+    for name, location in given.items():
+        if name not in names:
+            known = ", ".join(names)
+            raise UserError(f"--store {name}={location}: this run has the policies {known}")
     return {**{name: state.store for name, state in policies.items() if name in names}, **given}
 
 
 @contextmanager
 def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> Iterator[Sampler]:
-    """`locations`: folders or URLs of weight stores, by policy; the other policies are frozen.
-    `token`: for URLs.
+    """Build the sampler and close it at the end of the block. `locations`: folders or URLs of
+    weight stores by policy, the other policies are frozen; `token`: for URLs.
     """
     with ExitStack() as cleanup:
         cache = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="flowtrain-node-")))

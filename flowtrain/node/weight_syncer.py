@@ -1,10 +1,9 @@
-"""Engines follow the weights that trainers publish, each policy at its own pace, while rollouts go
-on.
-"""
+"""Load the weights that trainers publish into the engines of a node while rollouts go on."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -17,16 +16,16 @@ from flowtrain.weights import Source, StoreError
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
-"""Between looks at a store that does not have yet what it should."""
+"""Seconds between two looks at a store that lags behind its trainer."""
 
 
 class PoliciesChanged(Exception):
-    """A policy that was frozen is trained now, so that its engine must be made anew."""
+    """A policy that was frozen is trained now, so its engine must be built again."""
 
 
 class WeightSyncer:
-    """Belongs to one event loop; engines are loaded in threads, so sampling goes on as far as they
-    can.
+    """Keeps the engines at the announced versions, each policy at its own pace. Belongs to one
+    event loop; engines load on threads, so that sampling goes on.
     """
 
     def __init__(
@@ -36,15 +35,13 @@ class WeightSyncer:
         layouts: Mapping[str, str],
         patience_s: float = math.inf,
     ) -> None:
-        """By policy; one without a store is frozen, it has no version to follow. `patience_s`:
-        until the first weights are there.
+        """All by policy; a policy without a store is frozen. `patience_s`: seconds until the first
+        weights must be there.
         """
-        self._engines, self._stores, self._layouts, self._patience_s = (
-            engines,
-            stores,
-            layouts,
-            patience_s,
-        )
+        self._engines = engines
+        self._stores = stores
+        self._layouts = layouts
+        self._patience_s = patience_s
         self._announced: dict[str, int] = {}
         self._news = {policy: asyncio.Event() for policy in stores}
         self._loaded: set[str] = set()
@@ -52,15 +49,15 @@ class WeightSyncer:
 
     @property
     def versions(self) -> dict[str, int]:
-        """What the engines sample with, by policy."""
+        """Weight versions that the engines sample with, by policy."""
         return {policy: engine.version for policy, engine in self._engines.items()}
 
     def on_policy_state(self, policies: Mapping[str, PolicyState]) -> None:
-        """What the dataflow says of its policies.
+        """Take in what the dataflow says about its policies.
 
         Raises:
-            UserError: one of them has another model than this node.
-            PoliciesChanged: one of them was frozen.
+            UserError: a policy has another model than this node.
+            PoliciesChanged: a policy was frozen.
         """
         for policy, state in policies.items():
             if policy not in self._engines:
@@ -68,9 +65,8 @@ class WeightSyncer:
             if state.layout != self._layouts[policy]:
                 raise UserError(
                     f"the {policy} of this node is another model than the trainer's: weights or "
-                    "tokens differ (layout "
-                    f"{self._layouts[policy]} here, {state.layout} there); see model.path and "
-                    "policies.NAME.path"
+                    f"tokens differ (layout {self._layouts[policy]} here, {state.layout} there); "
+                    "see model.path and policies.NAME.path"
                 )
             if policy not in self._stores:
                 raise PoliciesChanged(policy)
@@ -79,11 +75,12 @@ class WeightSyncer:
                 self._news[policy].set()
 
     def obstacle(self, max_staleness: int) -> str:
-        """Why nothing that is sampled now could be trained; "" where it could."""
+        """Return why no sample made now could be trained; "" if it could."""
         for policy in self._stores:
             if policy not in self._loaded:
                 return f"no weights of the {policy} yet"
-            announced, held = self._announced.get(policy, 0), self._engines[policy].version
+            announced = self._announced.get(policy, 0)
+            held = self._engines[policy].version
             if announced - held > max_staleness:
                 return (
                     f"the {policy}'s weights here are of version {held}, the trainer's of "
@@ -92,46 +89,40 @@ class WeightSyncer:
         return ""
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises UserError when the first weights do not come or cannot be
-        loaded; EngineError.
+        """Follow the trainers until cancelled. Raises EngineError, and UserError when the first
+        weights do not come or cannot be loaded.
         """
         async with asyncio.TaskGroup() as tasks:
             for policy in self._stores:
                 tasks.create_task(self._follow(policy))
 
     async def _follow(self, policy: str) -> None:
-        loop, complaint = asyncio.get_running_loop(), ""
+        loop = asyncio.get_running_loop()
+        last_lag = ""
         deadline = loop.time() + self._patience_s
         while True:
             self._news[policy].clear()
             lag = await loop.run_in_executor(self._threads, self._catch_up, policy)
-            if lag != complaint:
-                _log.warning(
-                    "%s",
-                    lag
-                    or f"the {policy}'s weights are at version {self._engines[policy].version} now",
-                )
-                complaint = lag
+            if lag != last_lag:
+                version = self._engines[policy].version
+                _log.warning("%s", lag or f"the {policy}'s weights are at version {version} now")
+                last_lag = lag
             if policy not in self._loaded and loop.time() > deadline:
                 raise UserError(
                     f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; --store says "
                     "where they are"
                 )
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S if lag else None):
                     await self._news[policy].wait()
-            except TimeoutError:
-                continue
 
     def _catch_up(self, policy: str) -> str:
-        """Load the version that the dataflow speaks of, or the newest before it that the store has.
-        What is still missing, or "".
+        """Load the announced version, or the newest before it that the store has. Returns what is
+        still missing, or "".
         """
-        store, engine, announced = (
-            self._stores[policy],
-            self._engines[policy],
-            self._announced.get(policy),
-        )
+        store = self._stores[policy]
+        engine = self._engines[policy]
+        announced = self._announced.get(policy)
         try:
             newest = store.head()
             if newest is None:

@@ -90,16 +90,18 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
 
 
 def _compose(options: argparse.Namespace, cache: Path) -> int:
-    out, start, end = Path(options.output), options.start, options.end
+    start: int = options.start
+    end: int = options.end
+    out = Path(options.output)
     if start >= end:
         raise UserError(f"FROM must be before TO, not {start} and {end}")
     if not out.parent.is_dir():
         raise UserError(f"the folder {out.parent} of -o does not exist")
     source = _open(options.location, cache)
-    blobs = compose(source, start, end, options.level, options.threads)
+    blobs = compose(source, start, end, level=options.level, num_threads=options.threads)
     part = out.with_name(f"{out.name}.part")
     try:
-        file = write_delta(part, blobs, source.manifest(end).layout, start, end)
+        file = write_delta(part, blobs, source.manifest(end).layout, base=start, version=end)
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
@@ -169,7 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="{inspect,verify,compose,serve,gc}"
     )
-    count, positive, port = _number(0, 10**17), _number(1, 10**9), _number(0, 65535)
+    count = _number(0, 10**17)
+    positive = _number(1, 10**9)
+    port = _number(0, 65535)
 
     def add(
         name: str, run: Callable[..., int], summary: str, example: str
@@ -182,14 +186,14 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     summary = "what a store, a version or a delta file holds"
-    inspect = add("inspect", _inspect, summary, "runs/a/weights --version 12")
+    inspect = add("inspect", _inspect, summary, example="runs/a/weights --version 12")
     inspect.add_argument("location", metavar="LOCATION", help="a store, its URL, or a delta file")
     text = "show the tensors of this version; default: a line per version"
     inspect.add_argument("--version", type=count, help=text)
     inspect.add_argument("--json", action="store_true", help="print JSON, with whole digests")
 
     summary = "check files, deltas and digests"
-    verify = add("verify", _verify, summary, "http://trainer:8321 --all")
+    verify = add("verify", _verify, summary, example="http://trainer:8321 --all")
     verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--version", type=count, help="this version instead of HEAD")
@@ -198,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
     summary = "one delta file between two versions"
-    join = add("compose", _compose, summary, "runs/a/weights 3 12 -o step.safetensors")
+    join = add("compose", _compose, summary, example="runs/a/weights 3 12 -o step.safetensors")
     join.add_argument("location", metavar="STORE", help="a store or its URL")
     text = "the version that the delta starts from"
     join.add_argument("start", metavar="FROM", type=count, help=text)
@@ -209,14 +213,14 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
     summary = "serve a store over HTTP, read-only"
-    server = add("serve", _serve, summary, "runs/a/weights --port 8321")
+    server = add("serve", _serve, summary, example="runs/a/weights --port 8321")
     server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
     server.add_argument("--host", default="127.0.0.1", help=text)
     server.add_argument("--port", type=port, default=8321, help="0: any free one (default: 8321)")
 
     summary = "delete versions that nobody needs"
-    clean = add("gc", _gc, summary, "runs/a/weights --keep 10 --dry-run")
+    clean = add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
     clean.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     text = "newest versions to keep, with the full snapshot they come from and all since"
     clean.add_argument("--keep", type=positive, required=True, help=text)

@@ -7,7 +7,7 @@ the changes cross to the host to be encoded; the bytes are the same.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,29 +19,8 @@ from flowtrain.weights.deltas import Blob
 from flowtrain.weights.tensor_shards import Digest, TensorShard, add
 
 
-class Baseline(Protocol):
-    """The published words of one shard."""
-
-    digest: Digest
-
-    def encode(self, shard: TensorShard) -> Blob:
-        """Encode the delta from the published words to the shard's present ones."""
-
-    def to_level_1(self, blob: Blob) -> Blob:
-        """Convert a delta from the published words to level 1, which composes without them."""
-
-    def advance(self, shard: TensorShard, blob: Blob) -> None:
-        """Take the shard's present words as published; `blob` is the delta to them."""
-
-
-def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
-    """Copy a shard's words on its own device."""
-    is_on_host = shard.source.device.type == "cpu"
-    return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
-
-
 class HostBaseline:
-    """See `Baseline`."""
+    """The published words of one shard, in host memory."""
 
     def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
         self._words = shard.u16().copy()
@@ -50,6 +29,7 @@ class HostBaseline:
         self.digest: Digest = _delta.digest(self._words, first=shard.first, num_threads=num_threads)
 
     def encode(self, shard: TensorShard) -> Blob:
+        """Encode the delta from the published words to the shard's present ones."""
         return _delta.encode(
             self._words,
             shard.u16(),
@@ -60,11 +40,13 @@ class HostBaseline:
         )
 
     def to_level_1(self, blob: Blob) -> Blob:
+        """Convert a delta from the published words to level 1, which composes without them."""
         if _delta.info(blob)["level"] == 1:
             return blob
         return _delta.compose([blob], self._words, num_threads=self._num_threads)
 
     def advance(self, shard: TensorShard, blob: Blob) -> None:
+        """Take the shard's present words as published; `blob` is the delta to them."""
         # Encoding could store the new words in its own pass, but a failed publish would then have
         # to undo that.
         _delta.apply([blob], [self._words], num_threads=self._num_threads)
@@ -72,7 +54,10 @@ class HostBaseline:
 
 
 class DeviceBaseline:
-    """See `Baseline`. Encodes at level 1 only: level 2 needs all old words on the host."""
+    """The published words of one shard on its device, with the methods of `HostBaseline`.
+
+    It encodes at level 1 only: level 2 needs all old words on the host.
+    """
 
     def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
         self._words = shard.rows().view(torch.int16).clone()
@@ -104,6 +89,15 @@ class DeviceBaseline:
     def advance(self, shard: TensorShard, blob: Blob) -> None:
         self._words.copy_(shard.rows().view(torch.int16))
         self.digest = _delta.info(blob)["target_digest"]
+
+
+Baseline = HostBaseline | DeviceBaseline
+
+
+def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
+    """Copy a shard's words on its own device."""
+    is_on_host = shard.source.device.type == "cpu"
+    return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
 
 
 def to_digest(pair: Tensor) -> Digest:

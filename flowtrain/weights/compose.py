@@ -28,13 +28,16 @@ def compose(
         StoreError: a version does not exist, no deltas lead from one to the other, or they are
             damaged.
     """
-    base, target = source.manifest(start), source.manifest(version)
+    base = source.manifest(start)
+    target = source.manifest(version)
     batches: list[list[tuple[str, Blob]]] = []
     for batch_base, manifest in find_chain(source, start, target):
         batch: list[tuple[str, Blob]] = []
         for file in manifest.delta_files[batch_base]:
             path = source.fetch(manifest.version, file)
-            batch += read_delta(path, base.layout, batch_base, manifest.version).items()
+            batch += read_delta(
+                path, base.layout, base=batch_base, version=manifest.version
+            ).items()
         batches.append(batch)
     weights = functools.cache(lambda: pull(source, start, num_threads))
 

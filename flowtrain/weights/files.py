@@ -128,7 +128,9 @@ def read_snapshot(path: Path, layout: Layout) -> list[TensorShard]:
     with _open(path) as file:
         firsts = _json_object(file, "first")
         for name in sorted(file.keys()):
-            rows, spec, first = file.get_tensor(name), layout.get(name), firsts.get(name)
+            rows = file.get_tensor(name)
+            spec = layout.get(name)
+            first = firsts.get(name)
             if (
                 spec is None
                 or str(rows.dtype) != f"torch.{spec.dtype}"
@@ -139,7 +141,7 @@ def read_snapshot(path: Path, layout: Layout) -> list[TensorShard]:
                     f"{path} holds {name!r} as {rows.dtype} {tuple(rows.shape)}, its manifest says "
                     f"{spec}"
                 )
-            shards.append(TensorShard(name, spec, first, rows))
+            shards.append(TensorShard(name, spec, first, source=rows))
     return shards
 
 

@@ -49,7 +49,7 @@ class PublishOptions:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a publish did."""
+    """The outcome of a publish."""
 
     version: int
     num_changed: int
@@ -124,15 +124,13 @@ class Publisher:
         """
         layout, shards = self._cut(tensors)
         base = self._base if self._base is not None and self._base.layout == layout else None
-        if base is not None:
-            draft = self._draft_next(base, shards)
-        else:
-            draft = self._draft_first(layout, shards)
-
+        draft = self._draft_next(base, shards) if base else self._draft_first(layout, shards)
         self._on_main(version, lambda: self.store.begin(version))
-        files = self._all_or_none(version, lambda: self._write(version, layout, shards, draft))
+        files = self._all_or_none(
+            version, lambda: self._write(version, layout, shards, draft=draft)
+        )
         chain = DeltaChain(version) if base is None or draft.reason else base.chain
-        manifest = self._manifest(version, layout, chain.snapshot, files, draft)
+        manifest = self._manifest(version, layout, draft, snapshot=chain.snapshot, files=files)
         self._on_main(version, lambda: self.store.commit(manifest))
 
         # HEAD has moved: now the baselines may.
@@ -142,7 +140,7 @@ class Publisher:
         if base is not None:
             delta_bytes = total_bytes(manifest.delta_files.get(base.version, ()))
             chain = chain if draft.reason else chain.plus(delta_bytes)
-        self._base = _Base(version, layout, draft.baselines, chain)
+        self._base = _Base(version, layout, draft.baselines, chain=chain)
         self._skips = draft.skips
         return Published(
             version=version,
@@ -170,20 +168,18 @@ class Publisher:
             before = max(manifest.delta_files)
             chain = chain.plus(total_bytes(manifest.delta_files[before]))
             manifest = self.store.manifest(before)
-        self._base = _Base(version, layout, draft.baselines, chain)
+        self._base = _Base(version, layout, draft.baselines, chain=chain)
         return True
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
         dtype = self.options.dtype
         layout = {name: spec_of(name, tensor, dtype) for name, tensor in sorted(tensors.items())}
-        return layout, local_shards(tensors, dtype, self.ranks.rank, self.ranks.size)
+        return layout, local_shards(tensors, dtype, self.ranks.rank, num_ranks=self.ranks.size)
 
     def _draft_first(self, layout: Layout, shards: list[TensorShard]) -> _Draft:
         """Draft a version without deltas."""
         options = self.options
-        baselines = {
-            shard.name: make_baseline(shard, options.level, options.num_threads) for shard in shards
-        }
+        baselines = {s.name: make_baseline(s, options.level, options.num_threads) for s in shards}
         return _Draft(
             baselines=baselines,
             digests={name: baseline.digest for name, baseline in baselines.items()},
@@ -197,15 +193,12 @@ class Publisher:
         """Draft the version after `base`; collective."""
         blobs = {shard.name: base.baselines[shard.name].encode(shard) for shard in shards}
         infos = {name: _delta.info(blob) for name, blob in blobs.items()}
-        num_bytes = sum(len(blob) for blob in blobs.values())
-        num_changed = sum(info["num_changed"] for info in infos.values())
-        sums = [
-            sum(each) for each in zip(*gather(self.ranks, [num_bytes, num_changed]), strict=True)
-        ]
+        own = (sum(map(len, blobs.values())), sum(info["num_changed"] for info in infos.values()))
+        num_bytes, num_changed = map(sum, zip(*gather(self.ranks, own), strict=True))
         full_bytes = 2 * num_words_of(base.layout)
         deltas: dict[int, dict[str, Blob]] = {}
         skips = SkipTiers()
-        if not self.policy.is_dense(sums[0], full_bytes):
+        if not self.policy.is_dense(num_bytes, full_bytes):
             changed = {name: blobs[name] for name, info in infos.items() if info["num_changed"]}
             # Level 1 composes without the weights that each delta starts from.
             plain = {name: base.baselines[name].to_level_1(blob) for name, blob in changed.items()}
@@ -214,8 +207,8 @@ class Publisher:
         return _Draft(
             baselines=base.baselines,
             digests={name: info["target_digest"] for name, info in infos.items()},
-            num_changed=sums[1],
-            reason=self.policy.reason(base.chain, sums[0], full_bytes),
+            num_changed=num_changed,
+            reason=self.policy.reason(base.chain, num_bytes, full_bytes),
             blobs=blobs,
             deltas=deltas,
             skips=skips,
@@ -225,7 +218,8 @@ class Publisher:
         self, version: int, layout: Layout, shards: list[TensorShard], draft: _Draft
     ) -> dict[str, dict[str, Any]]:
         """Write this rank's files. Returns their records by "snapshot" or the delta's base."""
-        folder, rank = self.store.scratch(version), self.ranks.rank
+        folder = self.store.scratch(version)
+        rank = self.ranks.rank
         files = {}
         if draft.reason and shards:
             files["snapshot"] = write_snapshot(folder / f"anchor-r{rank}.safetensors", shards)
@@ -233,16 +227,17 @@ class Publisher:
             changed = {n: blob for n, blob in blobs.items() if _delta.info(blob)["num_changed"]}
             if changed:
                 path = folder / f"delta-{base:08d}-r{rank}.safetensors"
-                files[str(base)] = write_delta(path, changed, layout, base, version)
+                files[str(base)] = write_delta(path, changed, layout, base=base, version=version)
         return {kind: asdict(file) for kind, file in files.items()}
 
     def _manifest(
         self,
         version: int,
         layout: Layout,
+        draft: _Draft,
+        *,
         snapshot: int,
         files: dict[str, dict[str, Any]],
-        draft: _Draft,
     ) -> Manifest:
         """Join the digests and file records of all ranks; collective."""
         records = gather(self.ranks, files)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load did."""
+    """The outcome of a load."""
 
     version: int
     mode: str
@@ -166,7 +166,8 @@ class WeightReader:
         return self._find_path(version)
 
     def _find_path(self, version: int) -> UpdatePath:
-        target, held = self.source.manifest(version), self._manifest
+        target = self.source.manifest(version)
+        held = self._manifest
         self._target.check(target)
         if held is None:
             return UpdatePath(None, target, [], obstacle="nothing is held yet")
@@ -182,7 +183,7 @@ class WeightReader:
             composed = self._composed(batches, target)
         except (StoreError, _delta.DeltaError) as error:
             return UpdatePath(held, target, [], obstacle=str(error))
-        return UpdatePath(held, target, composed, num_bytes, len(batches))
+        return UpdatePath(held, target, composed, num_bytes=num_bytes, num_deltas=len(batches))
 
     def _follow(self, path: UpdatePath) -> Loaded:
         target = path.target
@@ -195,7 +196,9 @@ class WeightReader:
             else:
                 self._manifest = target
                 mode = "delta" if path.batches else "none"
-                return Loaded(target.version, mode, "", path.num_bytes, path.num_deltas)
+                return Loaded(
+                    target.version, mode, num_bytes=path.num_bytes, num_deltas=path.num_deltas
+                )
         if path.start is not None:
             # A snapshot that the publisher chose is no surprise; any other is.
             level = logging.WARNING if target.delta_files else logging.INFO
@@ -208,7 +211,9 @@ class WeightReader:
         with user_error(problem, _delta.DeltaError, raises=StoreError):
             num_bytes, num_deltas = self._load_snapshot(target)
         reason = obstacle if target.delta_files else target.reason
-        return Loaded(target.version, "snapshot", reason, num_bytes, num_deltas)
+        return Loaded(
+            target.version, "snapshot", reason, num_bytes=num_bytes, num_deltas=num_deltas
+        )
 
     def _read_deltas(
         self, start: Manifest, target: Manifest
@@ -224,7 +229,7 @@ class WeightReader:
             for file in manifest.delta_files[base]:
                 num_bytes += file.num_bytes
                 path = self.source.fetch(manifest.version, file)
-                blobs = read_delta(path, target.layout, base, manifest.version)
+                blobs = read_delta(path, target.layout, base=base, version=manifest.version)
                 for name, blob in blobs.items():
                     batch[name, _delta.info(blob)["first"]] = blob
                     changes[name] = add(changes.get(name, (0, 0)), digest_change(blob))
@@ -305,7 +310,8 @@ def find_chain(source: Source, start: int, target: Manifest) -> list[tuple[int, 
     Raises:
         StoreError: the deltas do not reach back that far.
     """
-    chain, manifest = [], target
+    chain = []
+    manifest = target
     while True:
         bases = [base for base in manifest.delta_files if base >= start]
         if not bases:

@@ -141,15 +141,25 @@ class HttpStore:
                 shutil.rmtree(folder)
 
     def _text(self, url: str, limit: int) -> str:
-        patience = _Patience(self._retries, self._backoff_s)
+        num_failures = 0
         while True:
             try:
                 return self._read_all(url, limit).decode(errors="replace")
             except _Cut as cut:
-                patience.wait(url, cut)
+                num_failures += 1
+                self._pause(url, cut, num_failures)
+
+    def _pause(self, url: str, cut: _Cut, num_failures: int) -> None:
+        """Pause before the next try. Raises StoreError when there is none."""
+        if num_failures > self._retries:
+            raise StoreError(
+                f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
+            ) from cut
+        time.sleep(min(self._backoff_s * 2 ** (num_failures - 1), _LONGEST_PAUSE_S))
 
     def _read_all(self, url: str, limit: int) -> bytes:
-        data, deadline = bytearray(), self._deadline(limit)
+        data = bytearray()
+        deadline = self._deadline(limit)
         with self._open(url, {"Cache-Control": "no-cache"}) as response:
             announced = response.length
             while chunk := _read(response, min(limit + 1 - len(data), _CHUNK), deadline):
@@ -164,18 +174,18 @@ class HttpStore:
         """Complete `part` to `num_bytes`; bytes that are there stay. Returns what is wrong with the
         server's file, empty when nothing is.
         """
-        patience = _Patience(self._retries, self._backoff_s)
+        num_failures = 0
         part.touch()
         while (num_held := part.stat().st_size) < num_bytes:
             try:
-                if damage := self._append(url, part, num_held, num_bytes):
+                if damage := self._append(url, part, num_held, num_bytes=num_bytes):
                     return damage
             except _Cut as cut:
                 if cut.status == 416:
                     part.write_bytes(b"")
-                if part.stat().st_size > num_held + _CHUNK:
-                    patience.restore()
-                patience.wait(url, cut)
+                has_gained = part.stat().st_size > num_held + _CHUNK
+                num_failures = 1 if has_gained else num_failures + 1
+                self._pause(url, cut, num_failures)
         return ""
 
     def _append(self, url: str, part: Path, num_held: int, num_bytes: int) -> str:
@@ -231,28 +241,6 @@ class _NoRedirects(HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-class _Patience:
-    """Counts how often a request is tried again, and pauses in between."""
-
-    def __init__(self, retries: int, backoff_s: float) -> None:
-        self._retries = retries
-        self._backoff_s = backoff_s
-        self._num_failures = 0
-
-    def wait(self, url: str, cut: _Cut) -> None:
-        """Pause before the next try. Raises StoreError when there is none."""
-        self._num_failures += 1
-        if self._num_failures > self._retries:
-            raise StoreError(
-                f"{url}: {cut}, {self._num_failures} times; check the address and that the server "
-                "runs"
-            ) from cut
-        time.sleep(min(self._backoff_s * 2 ** (self._num_failures - 1), _LONGEST_PAUSE_S))
-
-    def restore(self) -> None:
-        self._num_failures = 0
 
 
 def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,13 +23,13 @@ from flowtrain.weights.strided_view import StridedView, UndoLog
 from flowtrain.weights.target import check_layout, slice_of, write_shard
 from flowtrain.weights.tensor_shards import U16, Digest, Layout, TensorShard, add, u16_view
 
-RegionDigests = dict[str, list[tuple[str, Digest]]]
-"""By tensor, regions of it and their digests or digest changes; a region may come twice."""
+RegionDigests = list[tuple[str, str, Digest]]
+"""Names of tensors, regions of them, and their digests or digest changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Where a model has the tensors of a store, on one rank."""
+    """The places of a store's tensors in a model, on one rank."""
 
     layout: Layout
     views: dict[str, list[StridedView]]
@@ -78,7 +79,7 @@ class ShardedTarget:
 
     def base(self, name: str, first: int, num_words: int) -> U16:
         if name in self._dense:
-            return slice_of(name, self._dense[name], first, num_words)
+            return slice_of(name, self._dense[name], first, num_words=num_words)
         whole = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
         views = self.plan.views[name]
         if sum(view.num_words for view in views) != len(whole):
@@ -88,7 +89,7 @@ class ShardedTarget:
             )
         for view in views:
             view.of_tensor(whole).copy_(view.live())
-        return slice_of(name, whole, first, num_words)
+        return slice_of(name, whole, first, num_words=num_words)
 
     def apply(self, batch: DeltaBatch) -> None:
         undo: UndoLog = []
@@ -96,14 +97,15 @@ class ShardedTarget:
             changes = self._change(batch, undo)
         except BaseException as error:
             is_delta = isinstance(error, _delta.DeltaError)
-            reports = gather(self.ranks, ["delta" if is_delta else "other", str(error), {}])
+            reports = gather(self.ranks, ["delta" if is_delta else "other", str(error), []])
             _undo_all(undo)
             if is_delta and any(kind == "other" for kind, _, _ in reports):
                 raise StoreError("another rank could not apply the deltas") from error
             raise
         reports = gather(self.ranks, ["", "", changes])
         failures = sorted((kind, text) for kind, text, _ in reports if kind)
-        wrong = [] if failures else self._wrong(batch, [change for _, _, change in reports])
+        sums = sum_regions([changes for _, _, changes in reports])
+        wrong = [] if failures else self._wrong(batch, sums)
         if failures or wrong:
             _undo_all(undo)
         if wrong:
@@ -118,17 +120,18 @@ class ShardedTarget:
         for shard in shards:
             if shard.name in self._dense:
                 write_shard(self._dense[shard.name], shard)
-            elif shard.name not in self._twins:
+            elif self._is_view(shard.name):
                 flat = torch.from_numpy(shard.u16().view(np.int16))
                 for view in self.plan.views[shard.name]:
                     view.write(flat, shard.first)
         self._load_dense(self._dense)
 
     def digests(self) -> dict[str, Digest]:
-        own = {
-            name: [(view.region, view.digest(self.num_threads)) for view in views]
+        own = [
+            (name, view.region, view.digest(self.num_threads))
             for name, views in self.plan.views.items()
-        }
+            for view in views
+        ]
         sums = sum_regions(gather(self.ranks, own))
         found = {n: sums.get(n) or (-1, -1) for n in self.plan.views if n not in self._twins}
         for name, tensor in self._dense.items():
@@ -140,18 +143,18 @@ class ShardedTarget:
 
     def _change(self, batch: DeltaBatch, undo: UndoLog) -> RegionDigests:
         """Apply this rank's part of the deltas. Returns the digest change of each region."""
-        changes: RegionDigests = {}
-        decoded = {
-            key: self._decode(key, blob)
-            for key, blob in batch.items()
-            if key[0] in self.plan.views and key[0] not in self._twins
-        }
+        changes: dict[tuple[str, str], Digest] = {}
+        decoded = {k: self._decode(k, blob) for k, blob in batch.items() if self._is_view(k[0])}
         for (name, _), (positions, diffs) in decoded.items():
             for view in self.plan.views[name]:
+                key = name, view.region  # several deltas of a tensor may change one region
                 change = view.scatter(positions, diffs, undo)
-                changes.setdefault(name, []).append((view.region, change))
+                changes[key] = add(changes.get(key, (0, 0)), change)
         self._change_dense({k: blob for k, blob in batch.items() if k[0] in self._dense}, undo)
-        return changes
+        return [(*key, change) for key, change in changes.items()]
+
+    def _is_view(self, name: str) -> bool:
+        return name not in self._dense and name not in self._twins
 
     def _decode(self, key: ShardKey, blob: Blob) -> tuple[Tensor, Tensor]:
         """Return positions in the whole tensor, and differences."""
@@ -179,21 +182,12 @@ class ShardedTarget:
         if tensors := {name: self._dense[name] for name in names}:
             self.load(tensors)
 
-    def _wrong(self, batch: DeltaBatch, changes: list[RegionDigests]) -> list[str]:
-        """Return the tensors whose digests did not change on all ranks as their deltas say."""
+    def _wrong(self, batch: DeltaBatch, found: dict[str, Digest | None]) -> list[str]:
+        """Return the tensors whose digests did not change as their deltas say."""
         wanted: dict[str, Digest] = {}
         for (name, _), blob in batch.items():
-            if name not in self._twins and name not in self._dense:
+            if self._is_view(name):
                 wanted[name] = add(wanted.get(name, (0, 0)), digest_change(blob))
-        merged = []
-        for rank_changes in changes:  # several deltas of a tensor may have changed the same region
-            sums: dict[str, dict[str, Digest]] = {}
-            for name, regions in rank_changes.items():
-                by_region = sums.setdefault(name, {})
-                for region, (a, b) in regions:
-                    by_region[region] = add(by_region.get(region, (0, 0)), (a, b))
-            merged.append({name: list(by_region.items()) for name, by_region in sums.items()})
-        found = sum_regions(merged)
         return [name for name, change in wanted.items() if found.get(name, (0, 0)) != change]
 
 
@@ -211,13 +205,9 @@ def sum_regions(reports: list[RegionDigests]) -> dict[str, Digest | None]:
     hold the same region disagree.
     """
     parts: dict[str, dict[str, set[Digest]]] = {}
-    for report in reports:
-        for name, regions in report.items():
-            for region, (a, b) in regions:
-                parts.setdefault(name, {}).setdefault(region, set()).add((a, b))
+    for name, region, (a, b) in chain.from_iterable(reports):
+        parts.setdefault(name, {}).setdefault(region, set()).add((a, b))
     return {
-        name: add(*(digest for digests in regions.values() for digest in digests))
-        if all(len(digests) == 1 for digests in regions.values())
-        else None
+        name: add(*chain(*regions.values())) if all(len(d) == 1 for d in regions.values()) else None
         for name, regions in parts.items()
     }

@@ -89,7 +89,8 @@ class StridedView:
         """
         which, at = self.locate(positions)
         device = self.memory.device
-        at, index = at.to(device), positions[which].to(device)
+        at = at.to(device)
+        index = positions[which].to(device)
         old = self.memory[at]
         undo.append(lambda: self.memory.index_put_((at,), old))
         new = old + diffs[which].to(device)
@@ -98,7 +99,8 @@ class StridedView:
 
     def write(self, flat: Tensor, first: int) -> None:
         """Copy from a run of whole rows of the tensor that starts at its word `first`."""
-        ahead, stride = first - self.first, self.strides[0]
+        ahead = first - self.first
+        stride = self.strides[0]
         row_words = 1 + _reach(self.sizes[1:], self.strides[1:])
         start = max(0, -(-ahead // stride))
         stop = min(self.sizes[0], (ahead + len(flat) - row_words) // stride + 1)

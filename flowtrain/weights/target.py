@@ -68,7 +68,7 @@ class HostTensors:
         check_layout(self._layout, manifest.layout, manifest.version)
 
     def base(self, name: str, first: int, num_words: int) -> U16:
-        return slice_of(name, self._host[name], first, num_words)
+        return slice_of(name, self._host[name], first, num_words=num_words)
 
     def apply(self, batch: DeltaBatch) -> None:
         words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]

@@ -137,7 +137,7 @@ def local_shards(
             continue
         row_words = prod(spec.shape[1:]) * spec.torch_dtype.itemsize // 2
         if source.numel() or spec.num_words == 0:
-            shards.append(TensorShard(name, spec, first_row * row_words, source.detach()))
+            shards.append(TensorShard(name, spec, first_row * row_words, source=source.detach()))
     return shards
 
 

@@ -82,7 +82,9 @@ class Verifier:
                             "the manifest"
                         )
         for target in targets:
-            self._check_deltas(version, manifest if words is not None else None, words, target)
+            self._check_deltas(
+                version, manifest if words is not None else None, words, target=target
+            )
 
     def _was_collected(self, version: int) -> bool:
         """Tell whether a version was deleted together with all before it: deltas from there are no
@@ -112,7 +114,7 @@ class Verifier:
         all_files = target.delta_files[version]
         files = [file for file in all_files if (target.version, file.name) in self._good]
         for file in files:
-            for name, change in self._changes(file, version, words, target).items():
+            for name, change in self._changes(file, version, words, target=target).items():
                 changes[name] = add(changes.get(name, (0, 0)), change)
         if base is None or len(files) < len(all_files):
             return
@@ -130,7 +132,7 @@ class Verifier:
         blobs: dict[str, Blob] = {}
         with self._noting(place):
             path = self.source.fetch(target.version, file)
-            blobs = read_delta(path, target.layout, base, target.version)
+            blobs = read_delta(path, target.layout, base=base, version=target.version)
         changes = {}
         for name, blob in blobs.items():
             with self._noting(f"{place}the delta of {name!r} is damaged: "):

@@ -108,7 +108,7 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
 
     def watch_all() -> dict[str, LoaderWatch]:
         originals = [tensor.data for tensor in tensors]
-        watches = {name: _watch(name, layout, load, memories) for name in layout}
+        watches = {name: _watch(name, layout, load, memories=memories) for name in layout}
         for tensor, data in zip(tensors, originals, strict=True):
             if tensor.data_ptr() != data.data_ptr():
                 tensor.data = data
@@ -159,7 +159,7 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
     for name, views in plan.views.items():
         for view in views:
             in_memory.setdefault(view.memory.data_ptr(), []).append((name, view))
-    own: RegionDigests = {}
+    own: RegionDigests = []
     whole: dict[str, Digest] = {}
     wrong: dict[str, str] = {}
 
@@ -172,14 +172,14 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
             if not views:
                 continue
             # A loader may also fill memories with constants: those have to be put back too.
-            touched = _watch(name, plan.layout, load, memories).touched
+            touched = _watch(name, plan.layout, load, memories=memories).touched
             saved = {at: memories[at].clone() for at in touched}
             try:
                 load([(name, flat.view(spec.torch_dtype).view(spec.shape))])
-                own[name] = [(view.region, view.digest(1)) for view in views]
+                own.extend((name, view.region, view.digest(1)) for view in views)
                 if not all(torch.equal(view.live(), view.of_tensor(flat)) for view in views):
                     wrong[name] = "its words are not where its loader seemed to put them"
-                elif changed := _changed_others(name, saved, memories, in_memory):
+                elif changed := _changed_others(name, saved, memories, in_memory=in_memory):
                     wrong[name] = f"its loader also changes {changed!r}"
             finally:
                 for at, words in saved.items():
@@ -243,7 +243,8 @@ def _watch(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]
             refusals.append(error)
         else:
             return watch
-    spec, refusal = layout[name], refusals[0]
+    spec = layout[name]
+    refusal = refusals[0]
     raise ValueError(
         f"the model's loader does not take {name!r} ({spec.dtype} {spec.shape}): "
         f"{type(refusal).__name__}: {refusal}"

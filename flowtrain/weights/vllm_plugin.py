@@ -170,8 +170,10 @@ class SparseDeltaEngine(WeightTransferEngine):
                 "connects to it"
             )
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        plan = make_plan(source.manifest(head).layout, self.model.load_weights, tensors, ranks)
-        prove(plan, self.model.load_weights, tensors, ranks)
+        plan = make_plan(
+            source.manifest(head).layout, self.model.load_weights, tensors, ranks=ranks
+        )
+        prove(plan, self.model.load_weights, tensors, ranks=ranks)
         for name, why in plan.dense.items():
             _log.warning(
                 "%r is loaded whole at every update, through the model's loader, and kept on the "
@@ -181,14 +183,18 @@ class SparseDeltaEngine(WeightTransferEngine):
             )
         num_threads = torch.get_num_threads()
         self.sharded = ShardedTarget(
-            plan, ranks, lambda found: self.model.load_weights(found.items()), num_threads
+            plan,
+            ranks,
+            load=lambda found: self.model.load_weights(found.items()),
+            num_threads=num_threads,
         )
         own_tensors = _plain_tensors(plan) if ranks.size == 1 else None
         target: Target = (
             self.sharded if own_tensors is None else HostTensors(own_tensors, num_threads)
         )
-        self.reader = WeightReader(source, target, num_threads, init_info.verify_every)
-        self.cache, self.loaded = cache, None
+        self.reader = WeightReader(source, target, num_threads, verify_every=init_info.verify_every)
+        self.cache = cache
+        self.loaded = None
 
     def start_weight_update(self) -> None:
         if not hasattr(self, "reader"):
@@ -238,7 +244,8 @@ class WeightReports:
     def held_weights(self) -> dict[str, Any]:
         """Report the version of the weights, None when unknown, and what the last update did."""
         engine = self.weight_transfer_engine
-        reader, loaded = getattr(engine, "reader", None), getattr(engine, "loaded", None)
+        reader = getattr(engine, "reader", None)
+        loaded = getattr(engine, "loaded", None)
         report: dict[str, Any] = {"version": reader.version if reader else None}
         if loaded is not None:
             report |= {"mode": loaded.mode, "reason": loaded.reason, "seconds": loaded.seconds}

@@ -83,7 +83,7 @@ def start(config: Config, tokenizer: PreTrainedTokenizerFast) -> ChatEngines:
 # ---- what is started
 
 
-def test_rules_start_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_engine_starts_without_a_role(tokenizer: PreTrainedTokenizerFast) -> None:
     """Not even an engine that stands in the config without a key."""
     chats = start(
         config({}, {"unused": {"model": "m", "api_key_env": "NOT_SET_ANYWHERE"}}), tokenizer
@@ -139,7 +139,7 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
         ),
     ],
 )
-def test_what_cannot_start_is_named(
+def test_errors_of_the_start_name_the_key(
     roles: dict[str, str], engines: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -147,7 +147,7 @@ def test_what_cannot_start_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_what_had_started_is_closed_when_another_cannot(
+def test_started_engines_are_closed_when_another_cannot_start(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
@@ -210,7 +210,7 @@ def test_seeds_matter_above_temperature_0(folder: str, tokenizer: PreTrainedToke
     chats.close()
 
 
-def test_a_prompt_without_room_is_an_error_and_one_with_little_gets_a_short_reply(
+def test_long_prompts_shorten_the_reply_or_fail(
     policy: TorchEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     cfg = config({"verifier": "policy"}, rollout={"max_new_tokens": 48})
@@ -232,7 +232,7 @@ def test_a_prompt_without_room_is_an_error_and_one_with_little_gets_a_short_repl
     assert chats.metrics()["engines/policy/failures"] == 1
 
 
-def test_a_reply_that_is_not_whole_by_the_deadline_is_an_error(
+def test_an_incomplete_reply_is_an_error(
     policy: TorchEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     chats = start(config({"verifier": "policy"}), tokenizer)
@@ -246,7 +246,7 @@ def test_a_frozen_model_loads_no_version(policy: TorchEngine) -> None:
         policy.load(1)
 
 
-def test_the_policys_engine_is_left_to_its_owner(
+def test_close_leaves_the_policys_engine_open(
     policy: TorchEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     chats = start(config({"verifier": "policy", "tools": "policy"}), tokenizer)
@@ -291,11 +291,10 @@ def test_the_policy_in_all_roles_runs_end_to_end(
             )
             assert trajectory.answer == trajectory.output.strip()
             for turn in trajectory.turns:
-                assert turn.spans[0].version == 3 and turn.finish_reason in (
-                    FinishReason.STOP,
-                    FinishReason.LENGTH,
-                )
-                assert len(turn.response_ids) == len(turn.response_logprobs) > 0
+                call = turn.calls["planner"]
+                assert call.spans[0].version == 3
+                assert call.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                assert len(call.response_ids) == len(call.logprobs) > 0
                 assert (turn.action, turn.verdict) == (None, Verdict.CONTINUE) and turn.verdict_text
     assert groups[0].trajectories[0].analysis != groups[1].trajectories[0].analysis
     assert chats.metrics()["engines/policy/requests"] == 2 + 2 * 3 * (2 + 1), (
@@ -315,7 +314,7 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     assert [t.output for t in again[0].trajectories] == [t.output for t in groups[0].trajectories]
 
 
-def test_a_folder_need_not_be_named_twice(tmp_path: Path) -> None:
+def test_engine_options_on_the_command_line(tmp_path: Path) -> None:
     """Options of an engine reach it from the command line."""
     from flowtrain.config.options import parse
 
@@ -326,7 +325,7 @@ def test_a_folder_need_not_be_named_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_vllm_that_is_missing_is_asked_for_under_its_option(
+def test_missing_vllm_is_reported_under_its_option(
     folder: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(
@@ -337,7 +336,7 @@ def test_vllm_that_is_missing_is_asked_for_under_its_option(
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_a_frozen_model_in_vllm_says_what_it_says_here(
+def test_a_frozen_model_replies_the_same_in_vllm(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     path = tmp_path_factory.mktemp("model")

@@ -71,13 +71,13 @@ def test_a_question_and_its_reply() -> None:
     assert server.headers[0]["authorization"] == "Bearer sk-secret"
 
 
-def test_an_endpoint_without_a_key_gets_none() -> None:
+def test_no_key_is_sent_without_api_key_env() -> None:
     with chat_server(lambda body: "ok") as server:
         assert ask(server, api_key_env="") == "ok"
     assert "authorization" not in server.headers[0]
 
 
-def test_one_engine_serves_one_event_loop_after_another_over_one_connection() -> None:
+def test_event_loops_share_one_connection() -> None:
     """Every `collect` makes a new loop."""
     peers = set()
 
@@ -159,13 +159,13 @@ def status(code: int, **headers: str) -> Response:
 
 
 @pytest.mark.parametrize("code", [408, 409, 429, 500, 502, 503, 529])
-def test_what_can_pass_is_tried_again(code: int) -> None:
+def test_passing_errors_are_retried(code: int) -> None:
     with chat_server(first(status(code), status(code))) as server:
         assert ask(server) == "fine"
     assert len(server.asked) == 3
 
 
-def test_after_so_many_attempts_it_is_an_error_that_says_why() -> None:
+def test_the_last_attempt_raises_its_reason() -> None:
     with (
         chat_server(lambda body: status(500)) as server,
         pytest.raises(EngineError, match=r"engines\.frozen: HTTP 500.*code 500.*attempt 3"),
@@ -223,26 +223,26 @@ def test_odd_retry_after_headers(header: str, seconds: float) -> None:
     assert module._retry_after(header) == seconds
 
 
-def test_a_body_that_breaks_off_is_asked_for_again() -> None:
+def test_a_truncated_body_is_retried() -> None:
     with raw_server(http(b'{"choices": [', length=5000), OK) as server:
         assert ask(server) == "fine"
     assert len(server.asked) == 2
 
 
-def test_a_connection_that_is_dropped_is_made_again() -> None:
+def test_a_dropped_connection_is_retried() -> None:
     with raw_server(b"", b"HTTP/1.1 200 OK\r\n", OK) as server:
         assert ask(server) == "fine"
     assert len(server.asked) == 3
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_an_error() -> None:
     with raw_server(OK) as server:
         pass
     with pytest.raises(EngineError, match="ConnectError"):
         ask(server)
 
 
-def test_a_slow_attempt_is_given_up_and_tried_again() -> None:
+def test_a_slow_attempt_is_retried() -> None:
     slow = iter([True])
 
     async def wait() -> None:
@@ -265,7 +265,7 @@ def test_the_deadline_bounds_all_attempts_together() -> None:
     assert len(server.asked) > 1
 
 
-def test_waiting_for_others_counts_towards_the_deadline() -> None:
+def test_waiting_for_a_free_slot_counts_towards_the_deadline() -> None:
     with chat_server(lambda body: "late", wait=lambda: asyncio.sleep(0.4)) as server:
         engine = Endpoint("frozen", options(server, max_concurrency=1))
         first_one, *others = asyncio.run(_all(engine, 4, deadline_s=0.6))
@@ -276,7 +276,7 @@ def test_waiting_for_others_counts_towards_the_deadline() -> None:
     assert engine.meter.failures == 3
 
 
-def test_a_caller_that_is_cancelled_frees_its_place() -> None:
+def test_a_cancelled_request_frees_its_slot() -> None:
     async def impatient(engine: Endpoint) -> str:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.ask("x"), 0.2)
@@ -312,7 +312,7 @@ def test_a_caller_that_is_cancelled_frees_its_place() -> None:
         (b'{"error": {"message": "overloaded"}}', "overloaded"),
     ],
 )
-def test_garbage_is_an_error_that_says_what_came(body: bytes, said: str) -> None:
+def test_malformed_replies_are_errors(body: bytes, said: str) -> None:
     with raw_server(http(body)) as server, pytest.raises(EngineError, match=said):
         ask(server)
     assert len(server.asked) == 1, "nobody asks for more of it"
@@ -328,7 +328,7 @@ def test_a_huge_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(server.asked) == 1
 
 
-def test_a_body_that_unpacks_to_more_than_it_seems_is_not_read(
+def test_a_decompression_bomb_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import gzip
@@ -340,7 +340,7 @@ def test_a_body_that_unpacks_to_more_than_it_seems_is_not_read(
         ask(server)
 
 
-def test_half_a_surrogate_pair_does_not_come_through() -> None:
+def test_half_a_surrogate_pair_is_replaced() -> None:
     with raw_server(http(b'{"choices": [{"message": {"content": "a\\ud800b"}}]}')) as server:
         assert ask(server) == "a?b"
 
@@ -361,7 +361,7 @@ def test_a_request_that_is_refused_is_not_repeated(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [401, 403, 404])
-def test_a_wrong_key_or_model_is_the_users_mistake_until_it_has_once_been_right(code: int) -> None:
+def test_a_wrong_key_or_model_is_a_user_error_until_the_first_reply(code: int) -> None:
     answers = iter(["fine"])
     with (
         chat_server(lambda body: status(code)) as server,
@@ -377,9 +377,7 @@ def test_a_wrong_key_or_model_is_the_users_mistake_until_it_has_once_been_right(
 
 
 @pytest.mark.parametrize("key", [None, "", "  ", "sch\u00f6n", "a\nb"])
-def test_a_missing_key_is_named_at_the_start(
-    key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_key_is_a_user_error(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_KEY")
     if key is not None:
         monkeypatch.setenv("TEST_KEY", key)
@@ -401,19 +399,19 @@ def test_a_missing_key_is_named_at_the_start(
         {"model": ""},
     ],
 )
-def test_an_address_or_model_that_is_none(changes: dict[str, str]) -> None:
+def test_a_malformed_address_or_model_is_a_user_error(changes: dict[str, str]) -> None:
     with pytest.raises(UserError, match=rf"engines\.frozen\.{next(iter(changes))}"):
         Endpoint("frozen", Chat.model_validate({"model": "m", "api_key_env": "", **changes}))
 
 
-def test_openais_own_endpoint_gets_its_own_name_for_the_limit() -> None:
+def test_openai_gets_max_completion_tokens() -> None:
     engine = Endpoint("frozen", Chat(model="m", api_key_env="TEST_KEY"))
     body = engine._body("x", 0)
     engine.close()
     assert "max_completion_tokens" in body and "max_tokens" not in body
 
 
-def test_a_closed_engine_says_so_at_once() -> None:
+def test_a_closed_engine_raises_at_once() -> None:
     with chat_server(lambda body: "ok") as server:
         engine = Endpoint("frozen", options(server))
         engine.close()

@@ -30,7 +30,7 @@ GREEDY = Sampling(6, temperature=0.0, ignore_end=True)
 
 @pytest.fixture
 def components(tiny_path: str, tmp_path: Path) -> Iterator[RunComponents]:
-    """With the same warm model for both policies."""
+    """Components of a run whose two policies start from one warm model."""
     config = Config.model_validate(
         {
             "run": {"dir": str(tmp_path / "run"), "device": "cpu", "threads": 1},
@@ -63,9 +63,7 @@ def publish(
 def sampled(
     components: RunComponents, stores: dict[str, Any], versions: dict[str, int]
 ) -> dict[str, tuple[tuple[int, ...], tuple[float, ...], int]]:
-    """What each policy says to the same prompt: ids, log-probs and the version that they are said
-    to be of.
-    """
+    """Sample each policy on one prompt; returns ids, log-probs and the version."""
     engines = components.make_policy_engines(stores)
     for name, version in versions.items():
         engines[name].load(version)
@@ -93,7 +91,7 @@ def test_each_policy_has_weights_and_versions_of_its_own(
     assert (swapped["planner"], swapped["verifier"]) == (both["verifier"], both["planner"])
 
 
-def test_a_policy_without_a_store_is_that_at_its_path(
+def test_a_policy_without_a_store_has_the_weights_at_its_path(
     components: RunComponents, tmp_path: Path
 ) -> None:
     store = publish(WeightStore(tmp_path / "store"), components, 0, 1.0)
@@ -101,7 +99,7 @@ def test_a_policy_without_a_store_is_that_at_its_path(
     assert found["verifier"] == found["planner"], "the same warm model"
 
 
-def test_the_flow_asks_each_at_its_own_temperature(components: RunComponents) -> None:
+def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
     flow = dataclasses.replace(components, config=Config.model_validate(values)).make_flow(

@@ -69,9 +69,7 @@ def trainer_logprobs(
     completions: Sequence[Completion],
     temperature: float,
 ) -> Tensor:
-    """Of all sampled tokens, from the packed rows that the trainer runs; one row per sample to keep
-    their order.
-    """
+    """Log-probs of all sampled tokens by the trainer; a row per sample keeps their order."""
     policy = models.load_model(path, torch.float32)
     samples = [
         Sample(tuple(p), c.ids, c.logprobs, (1.0,) * len(c.ids), (1.0,) * len(c.ids))
@@ -138,7 +136,7 @@ def test_the_entropies_are_those_that_the_trainer_computes(
         )
 
 
-def test_nobody_is_told_entropies_who_did_not_ask(engine: TorchEngine) -> None:
+def test_entropies_are_recorded_on_request_only(engine: TorchEngine) -> None:
     assert generate(engine, [(PROMPTS[0], Sampling(4, 1.0))])[0].entropies == ()
 
 
@@ -226,7 +224,7 @@ def kept_of(completion: Completion) -> list[set[int]]:
 def test_top_k_and_top_p_keep_the_most_likely_tokens(
     engine: TorchEngine, model: PreTrainedModel, top_k: int, top_p: float
 ) -> None:
-    """What is kept, and that it is drawn by its share: the first token over 3000 seeds."""
+    """The right tokens are kept and drawn by their shares, over 3000 seeds of the first token."""
     temperature = 0.7
     completions = generate(
         engine,
@@ -254,7 +252,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens(
     assert (counts[share_V == 0].sum() == 0 and num_kept < 280) or top_k > 280
 
 
-def test_bounds_of_one_request_are_none_of_another(engine: TorchEngine) -> None:
+def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
     bounds = [(0, 1.0), (1, 1.0), (4, 0.7), (0, 1.0), (50, 0.9)]
     requests = [
         (p, Sampling(6 + i, 1.0, *bounds[i], seed=i, ignore_end=True))
@@ -445,7 +443,7 @@ def test_load_swaps_the_weights_and_the_version(
     assert again.ids == before.ids != after.ids and again.spans[0].version == 4
 
 
-def test_a_load_falls_between_batches_and_every_token_is_of_the_version_that_it_names(
+def test_a_load_falls_between_batches(
     engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     """A request that waits is sampled by the new weights, one that is being sampled wholly by the
@@ -611,7 +609,7 @@ def test_requests_that_wait_together_share_a_batch(
     run(scenario())
 
 
-def test_who_asks_again_at_once_joins_those_that_wait(
+def test_the_next_turn_joins_the_waiting_batch(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next turn of a rollout that was just answered shares the batch of those that came while
@@ -633,7 +631,7 @@ def test_who_asks_again_at_once_joins_those_that_wait(
     run(scenario())
 
 
-def test_a_deadline_strikes_in_the_queue_too(
+def test_a_waiting_request_keeps_its_deadline(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -654,7 +652,7 @@ def test_a_deadline_strikes_in_the_queue_too(
     run(scenario())
 
 
-def test_a_queue_that_expires_leaves_an_idle_engine(engine: TorchEngine) -> None:
+def test_an_expired_queue_leaves_a_working_engine(engine: TorchEngine) -> None:
     async def scenario() -> None:
         completion = await engine.generate(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.0))
         assert completion.finish_reason is FinishReason.DEADLINE

@@ -1,5 +1,5 @@
-"""Sampling by real vLLM: what it samples and reports, when it ends, weight updates under way, and
-an engine that dies.
+"""Sampling by real vLLM: tokens and log-probs, ends of responses, weight updates under way, and an
+engine that dies.
 
 One engine serves the whole file; the test that kills it comes last.
 """
@@ -173,12 +173,12 @@ def forward(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 
 def truth(
-    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, sampling: Sampling
+    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling
 ) -> Tensor:
     """Log-probs of the response by transformers, at the temperature and among the tokens that top-p
     and top-k keep.
     """
-    logits_TV = forward(model, [*prompt, *completion.ids])[len(prompt) - 1 : -1] / (
+    logits_TV = forward(model, [*prompt, *ids])[len(prompt) - 1 : -1] / (
         sampling.temperature or 1.0
     )
     if sampling.top_k:
@@ -187,7 +187,7 @@ def truth(
         sorted_TV, order_TV = logits_TV.softmax(-1).sort(descending=True)
         is_kept_TV = sorted_TV.cumsum(-1) - sorted_TV < sampling.top_p
         logits_TV[~torch.zeros_like(is_kept_TV).scatter(1, order_TV, is_kept_TV)] = -torch.inf
-    return logits_TV.log_softmax(-1).gather(1, torch.tensor([completion.ids]).T)[:, 0]
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor([ids]).T)[:, 0]
 
 
 # ---- what is sampled
@@ -196,7 +196,7 @@ def truth(
 @pytest.mark.vllm
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
 class TestVllm:
-    def test_greedy_is_what_the_torch_engine_samples(self, at_0: Setup) -> None:
+    def test_greedy_tokens_equal_the_torch_engine(self, at_0: Setup) -> None:
         requests = [
             (prompt, Sampling(40, 0.0, seed=i, ignore_end=True)) for i, prompt in enumerate(PROMPTS)
         ]
@@ -211,7 +211,7 @@ class TestVllm:
 
     @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 280), (1.0, 5), (0.9, 20)])
     @pytest.mark.parametrize("temperature", [0.6, 1.0])
-    def test_logprobs_are_those_that_were_sampled_from(
+    def test_logprobs_are_those_of_the_sampling_distribution(
         self, at_0: Setup, temperature: float, top_p: float, top_k: int
     ) -> None:
         """At the temperature, and after top-p and top-k; the trainer computes the same through its
@@ -224,7 +224,10 @@ class TestVllm:
         completions = generate(at_0.engine, requests)
         recorded = torch.tensor([x for c in completions for x in c.logprobs])
         expected = torch.cat(
-            [truth(at_0.model, p, c, s) for (p, s), c in zip(requests, completions, strict=True)]
+            [
+                truth(at_0.model, p, c.ids, s)
+                for (p, s), c in zip(requests, completions, strict=True)
+            ]
         )
         assert len(recorded) == 400 and recorded.min() < -1
         assert (recorded - expected).abs().max() <= 1e-5
@@ -247,7 +250,7 @@ class TestVllm:
         assert all((c.sampling_mask is None) == (top_k == 0) for c in completions)
 
     @pytest.mark.parametrize("num_kept", [0, 1, 11])
-    def test_a_branch_goes_on_from_its_roots_tokens(self, at_0: Setup, num_kept: int) -> None:
+    def test_a_branch_continues_the_tokens_of_its_parent(self, at_0: Setup, num_kept: int) -> None:
         """Prompt and prefix are its root's, the rest is new; all of its log-probs are those of one
         sequence. Kept sets are joined too.
         """
@@ -268,7 +271,7 @@ class TestVllm:
             *[(0, num_kept)][: num_kept > 0],
             (num_kept, num_tokens),
         ]
-        expected = truth(at_0.model, PROMPTS[2], branch, sampling)
+        expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 
     def test_the_seed_decides(self, at_0: Setup) -> None:
@@ -311,7 +314,7 @@ class TestVllm:
         )
         assert len(free.ids) == 100 and free.finish_reason is FinishReason.LENGTH
 
-    def test_stop_strings_end_as_in_the_torch_engine(self, at_0: Setup) -> None:
+    def test_stop_strings_equal_the_torch_engine(self, at_0: Setup) -> None:
         torch_engine = TorchEngine(at_0.model, at_0.tokenizer, at_0.store)
         (free,) = generate(torch_engine, [(PROMPTS[2], Sampling(30, 0.0, ignore_end=True))])
         stop = at_0.tokenizer.decode(free.ids[7:9])
@@ -352,7 +355,7 @@ class TestVllm:
 
         run(scenario())
 
-    def test_what_cannot_fit_is_refused(self, at_0: Setup) -> None:
+    def test_a_request_that_does_not_fit_is_refused(self, at_0: Setup) -> None:
         (completion,) = generate(at_0.engine, [([7] * 248, Sampling(8, 0.0, ignore_end=True))])
         assert len(completion.ids) == 8 and at_0.engine.max_tokens == 256
         with pytest.raises(UserError, match=r"top_p=0\.9 needs a top_k above 0"):
@@ -406,7 +409,7 @@ class TestVllm:
             ) and 0 == before.start < before.end == after.start < after.end == 190
             for span in completion.spans:
                 set_weights(at_0, span.version)
-                expected = truth(at_0.model, LONG[0], completion, LONG[1])
+                expected = truth(at_0.model, LONG[0], completion.ids, LONG[1])
                 recorded = torch.tensor(completion.logprobs)
                 difference = (recorded - expected).abs()
                 assert difference[span.start : span.end].max() <= 1e-5
@@ -420,7 +423,7 @@ class TestVllm:
             salts.append(at_0.engine.supervisor.runner.result()._salt)
         assert len(set(salts)) == 3
 
-    def test_a_version_that_is_gone_leaves_the_old_one(self, at_0: Setup) -> None:
+    def test_a_missing_version_leaves_the_old_one(self, at_0: Setup) -> None:
         (before,) = generate(at_0.engine, [(PROMPTS[2], Sampling(20, 0.0))])
         with pytest.raises(StoreError, match="77"):
             at_0.engine.load(77)
@@ -428,15 +431,15 @@ class TestVllm:
         (after,) = generate(at_0.engine, [(PROMPTS[2], Sampling(20, 0.0))])
         assert after == before
 
-    def test_an_update_says_what_it_did(self, at_0: Setup) -> None:
+    def test_metrics_of_an_update(self, at_0: Setup) -> None:
         at_0.engine.load(1)
         metrics = at_0.engine.metrics()
         assert metrics["weights_loaded_by_delta"] == 1 and 0 < metrics["weights_pause_s"] < 5
 
-    def test_an_engine_that_slept_is_awake_before_it_is_updated(
+    def test_a_sleeping_engine_wakes_before_an_update(
         self, at_0: Setup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What it calls; vLLM itself can sleep on a GPU only."""
+        """The test looks at the calls, because vLLM can sleep on a GPU only."""
         core, called = at_0.engine.supervisor.runner.result(), []
 
         def record(name: str, instead: bool) -> None:
@@ -506,7 +509,7 @@ class TestVllm:
 # ---- what keeps it from starting
 
 
-def test_a_missing_vllm_is_said_with_its_cure(
+def test_missing_vllm_is_reported_with_its_cure(
     monkeypatch: pytest.MonkeyPatch, tiny_path: str
 ) -> None:
     monkeypatch.setattr(
@@ -538,7 +541,7 @@ def test_a_missing_vllm_is_said_with_its_cure(
         ("RuntimeError: Unsupported CPU attention configuration: head_dim=16", "tiny.num_heads"),
     ],
 )
-def test_what_a_process_wrote_is_told_with_its_cure(tmp_path: Path, reason: str, cure: str) -> None:
+def test_start_errors_are_explained_with_a_cure(tmp_path: Path, reason: str, cure: str) -> None:
     (tmp_path / "errors").write_text(
         f"Traceback (most recent call last):\n  File x\n{reason}\nsomething after it\n"
     )
@@ -554,7 +557,7 @@ def test_what_a_process_wrote_is_told_with_its_cure(tmp_path: Path, reason: str,
     )
 
 
-def test_an_unknown_reason_is_passed_on(tmp_path: Path) -> None:
+def test_unknown_start_errors_are_passed_on(tmp_path: Path) -> None:
     error = explain(KeyError("strange"), tmp_path / "errors")
     assert type(error) is RuntimeError and "KeyError: 'strange'" in str(error)
 
@@ -568,7 +571,7 @@ def test_versions_from_0_25_on_are_supported(version: str, is_old: bool) -> None
         check_version(version)
 
 
-def test_an_engine_does_not_see_the_ranks_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_does_not_inherit_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     before = dict(os.environ)

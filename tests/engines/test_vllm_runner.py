@@ -237,7 +237,9 @@ def test_a_closed_engine_has_shut_vllm_down(llms: list[FakeLLM]) -> None:
     assert llms[0].is_shut_down and llms[0].errored
 
 
-def test_why_vllm_did_not_start(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_errors_are_user_errors_or_explained(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(error: Exception) -> Callable[..., None]:
         def make(model: VllmModel, options: Vllm) -> None:
             raise error
@@ -259,7 +261,7 @@ def test_why_vllm_did_not_start(llms: list[FakeLLM], monkeypatch: pytest.MonkeyP
         start(slow)
 
 
-def test_errors_of_processes_are_written_to_a_file_that_is_read(
+def test_start_errors_are_read_from_the_error_file(
     llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(model: VllmModel, options: Vllm) -> None:

@@ -1,5 +1,5 @@
-"""A node on one event loop, with a real ledger and rollouts that a script makes: what it leases,
-keeps, pushes and gives back.
+"""A node on one event loop, with a real ledger and scripted rollouts: what it leases, keeps, pushes
+and gives back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import make_config
+from loopback_dataflow import make_config
 
 from flowtrain.agents.collect import user_errors
 from flowtrain.dataflow.codec import unpack_group
@@ -31,7 +31,8 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.engines.protocol import EngineError
-from flowtrain.node.node import Limits, Membership, Node
+from flowtrain.node.membership import Membership
+from flowtrain.node.node import Node
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
@@ -56,7 +57,7 @@ TASKS = [Task(f"task-{i}", f"question {i}", ("x",), "kind") for i in range(10)]
 @dataclass
 class Clock:
     now: float = 1e9
-    """Of the ledger: no node has such a time."""
+    """Time of the ledger, far from the clock of any node."""
 
     def __call__(self) -> float:
         return self.now
@@ -64,7 +65,7 @@ class Clock:
 
 @dataclass
 class Engine:
-    """Only has a version."""
+    """An engine that only has a version."""
 
     version: int = 0
     max_tokens: int = 64
@@ -133,13 +134,13 @@ Script = Callable[[Task, int], Any]
 
 @dataclass
 class Nodes:
-    """Makes nodes with followers of their own."""
+    """Makes nodes, each with its own syncer."""
 
     dataflow: Dataflow
 
     def join(self, name: str) -> Membership:
         request = Join(name, f"life-of-{name}", {"planner": "layout"})
-        return Membership(request, self.dataflow.join(request))
+        return Membership(self.dataflow, request, self.dataflow.join(request))
 
     def make(
         self,
@@ -155,7 +156,14 @@ class Nodes:
         )  # type: ignore[dict-item]
         member = self.join(name)
         syncer.on_policy_state(member.joined.policies)
-        return Node(self.dataflow, member, rollout, syncer, Limits(max_in_flight, 8, num_groups))
+        return Node(
+            member,
+            rollout,
+            syncer,
+            max_in_flight=max_in_flight,
+            max_staleness=8,
+            num_groups=num_groups,
+        )
 
 
 @pytest.fixture
@@ -202,7 +210,7 @@ def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
     return [(each.work_item, unpack_group(each.payload)) for each in served]
 
 
-def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_ends_after_num_groups(ledger: Ledger, nodes: Nodes) -> None:
     assert run(nodes.make(soon, num_groups=8)) == [8]
     assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     made = dict(groups(ledger, 8))
@@ -217,10 +225,10 @@ def test_it_pushes_so_many_groups_and_ends(ledger: Ledger, nodes: Nodes) -> None
 
 
 @pytest.mark.parametrize(("most", "num_at_once"), [(G, G), (2 * G + 1, 2 * G), (1, 1)])
-def test_so_many_rollouts_are_under_way(
+def test_rollouts_in_flight_are_bounded(
     ledger: Ledger, nodes: Nodes, most: int, num_at_once: int
 ) -> None:
-    """As many work items as the rollouts are enough for; one at least, whose rollouts then take turns."""
+    """As many work items as the slots are enough for; at least one, whose rollouts take turns."""
     now, seen = 0, []
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -235,21 +243,21 @@ def test_so_many_rollouts_are_under_way(
     assert max(seen) == num_at_once
 
 
-def test_several_nodes_make_every_unit_once(ledger: Ledger, nodes: Nodes) -> None:
+def test_several_nodes_make_every_group_once(ledger: Ledger, nodes: Nodes) -> None:
     pushed = run(*(nodes.make(soon, name, num_groups=6) for name in "abc"))
     assert pushed == [6, 6, 6]
     assert work_items(ledger)["committed"] == 18
 
 
-def test_the_end_of_training_is_the_end_of_the_node(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_ends_with_training(ledger: Ledger, nodes: Nodes) -> None:
     ledger.progress(Progress("planner", 0, 0, is_done=True))
     assert run(nodes.make(soon)) == [0]
 
 
-def test_stopped_it_pushes_what_is_done_and_gives_the_rest_back(
+def test_stop_pushes_finished_groups_and_releases_other_leases(
     ledger: Ledger, nodes: Nodes
 ) -> None:
-    """At once: another node need not wait until leases run out."""
+    """Another node need not wait until the leases run out."""
     num_done = 0
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -276,8 +284,8 @@ def test_stopped_it_pushes_what_is_done_and_gives_the_rest_back(
     assert work_items(ledger)["waiting"] == 0 and work_items(ledger)["committed"] == 4
 
 
-def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes) -> None:
-    """The signal finds the node asking: the answer is on its way and nobody is left to work on it."""
+def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Nodes) -> None:
+    """The node is stopped while the answer to its lease request is on the way."""
     lease, node = ledger.lease, nodes.make(never)
     asked = threading.Event()
 
@@ -300,9 +308,7 @@ def test_leases_that_come_while_it_ends_go_back_too(ledger: Ledger, nodes: Nodes
     assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
 
 
-def test_an_engine_that_fails_ends_the_node_and_its_leases_go_back(
-    ledger: Ledger, nodes: Nodes
-) -> None:
+def test_engine_error_ends_the_node_and_releases_its_leases(ledger: Ledger, nodes: Nodes) -> None:
     async def rollout(task: Task, seed: int) -> Trajectory:
         if task.id == TASKS[3].id:
             raise EngineError("vLLM died twice")
@@ -315,7 +321,7 @@ def test_an_engine_that_fails_ends_the_node_and_its_leases_go_back(
     assert left["leased"] == 0 and left["waiting"] >= 1
 
 
-def test_a_rollout_with_a_bug_costs_its_unit_alone(
+def test_a_failing_rollout_costs_its_work_item_alone(
     ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The work item goes back, and counts as failed once it has gone back `max_attempts` times."""
@@ -332,7 +338,7 @@ def test_a_rollout_with_a_bug_costs_its_unit_alone(
     )
 
 
-def test_a_node_that_can_do_nothing_ends(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) -> None:
     async def rollout(task: Task, seed: int) -> Trajectory:
         raise KeyError("a bug of ours")
 
@@ -345,8 +351,8 @@ def test_a_node_that_can_do_nothing_ends(ledger: Ledger, nodes: Nodes) -> None:
 
 
 @dataclass
-class Picky:
-    """A dataflow that refuses the groups of some work items, or loses leases."""
+class RefusingDataflow:
+    """A dataflow that refuses the groups of some work items."""
 
     inner: Ledger
     refused: tuple[int, ...] = ()
@@ -360,18 +366,18 @@ class Picky:
         return getattr(self.inner, name)
 
 
-def test_a_group_that_is_refused_goes_back_and_the_node_goes_on(
+def test_a_refused_group_is_released_and_the_node_goes_on(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes = Nodes(Picky(ledger, (2,)))  # type: ignore[arg-type]
+    nodes = Nodes(RefusingDataflow(ledger, (2,)))  # type: ignore[arg-type]
     assert run(nodes.make(soon, num_groups=6)) == [6]
     assert work_items(ledger)["committed"] == 6
     assert work_items(ledger)["failed"] == 1, "after three attempts"
     assert "it is too long" in caplog.text
 
 
-def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
-    """The ledger's clock goes beyond the lease before the node renews: another one gets the work items."""
+def test_a_lost_lease_ends_its_rollouts(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
+    """The lease runs out before the node renews it, and another node gets the work items."""
     cancelled = 0
 
     async def rollout(task: Task, seed: int) -> Trajectory:
@@ -399,7 +405,7 @@ def test_rollouts_whose_lease_is_lost_end(ledger: Ledger, nodes: Nodes, clock: C
     assert work_items(ledger)["committed"] == 2
 
 
-def test_leases_are_renewed_while_the_work_goes_on(
+def test_leases_are_renewed_during_long_rollouts(
     ledger: Ledger, nodes: Nodes, clock: Clock
 ) -> None:
     """Ten times as long as a lease lasts."""
@@ -430,12 +436,12 @@ def test_leases_are_renewed_while_the_work_goes_on(
 
     assert asyncio.run(main()) == 1
     assert set(renewals) == {((1, 1),)}
-    other = nodes.join("b")
-    (lease,) = ledger.lease(LeaseRequest("b", other.life, 1)).leases
+    nodes.join("b")
+    (lease,) = ledger.lease(LeaseRequest("b", "life-of-b", 1)).leases
     assert (lease.work_item, lease.attempt) == (2, 1), "nobody else had to do work item 1"
 
 
-def test_another_process_of_its_name_takes_over(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_ends_when_another_process_joins_by_its_name(ledger: Ledger, nodes: Nodes) -> None:
     node = nodes.make(never)
     ledger.join(Join("a", "another-life", {}))
     with pytest.raises(ExceptionGroup) as caught:
@@ -446,7 +452,7 @@ def test_another_process_of_its_name_takes_over(ledger: Ledger, nodes: Nodes) ->
 # ---- weights
 
 
-def follow(engine: Engine, store: Store, **options: Any) -> WeightSyncer:
+def make_syncer(engine: Engine, store: Store, **options: Any) -> WeightSyncer:
     return WeightSyncer({"planner": engine}, {"planner": store}, {"planner": "layout"}, **options)  # type: ignore[dict-item]
 
 
@@ -454,7 +460,7 @@ def announced(version: int, layout: str = "layout") -> dict[str, PolicyState]:
     return {"planner": PolicyState(version, "store", layout)}
 
 
-def following(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
+def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
             running = asyncio.create_task(syncer.run())
@@ -468,10 +474,10 @@ def following(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
     asyncio.run(main())
 
 
-def test_it_loads_what_the_trainer_says_and_goes_back_with_it(
+def test_syncer_loads_announced_versions_also_older_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trainer that resumed from a checkpoint trains the later versions anew."""
+    """A trainer that resumes from a checkpoint announces an older version."""
     engine, store = Engine(), Store(5)
 
     async def script() -> None:
@@ -480,12 +486,12 @@ def test_it_loads_what_the_trainer_says_and_goes_back_with_it(
             syncer.on_policy_state(announced(version))
             await until(lambda: engine.version == version)  # noqa: B023
 
-    syncer = follow(engine, store)
-    following(syncer, script)
+    syncer = make_syncer(engine, store)
+    run_beside(syncer, script)
     assert engine.loads == [4, 5, 3]
 
 
-def test_a_store_that_lags_gives_what_it_has_and_the_rest_later(
+def test_syncer_loads_from_a_lagging_store_and_catches_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
@@ -511,13 +517,13 @@ def test_a_store_that_lags_gives_what_it_has_and_the_rest_later(
         await until(lambda: engine.version == 5)
         await until(lambda: "the planner's weights are at version 5 now" in caplog.text)
 
-    syncer = follow(engine, store)
-    following(syncer, script)
+    syncer = make_syncer(engine, store)
+    run_beside(syncer, script)
     assert engine.loads == [4, 5]
     assert len(caplog.records) == 3, "announced once each, not at every look"
 
 
-def test_a_load_that_fails_later_is_tried_again(
+def test_syncer_repeats_a_failed_load(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
@@ -532,8 +538,8 @@ def test_a_load_that_fails_later_is_tried_again(
         engine.error = None
         await until(lambda: engine.version == 2)
 
-    syncer = follow(engine, store)
-    following(syncer, script)
+    syncer = make_syncer(engine, store)
+    run_beside(syncer, script)
 
 
 @pytest.mark.parametrize(
@@ -553,15 +559,15 @@ def test_first_weights_that_do_not_come_end_the_node(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(3600)
 
     with pytest.raises(ExceptionGroup) as caught:
-        following(follow(Engine(), Store(None), patience_s=0.05), script)
+        run_beside(make_syncer(Engine(), Store(None), patience_s=0.05), script)
     assert (
         "the store holds no weights of the planner yet, after dataflow.wait_s=0.05 seconds"
         in str(next(user_errors(caught.value)))
     )
 
 
-def test_another_model_is_refused_by_name() -> None:
-    syncer = follow(Engine(), Store())
+def test_syncer_refuses_another_model() -> None:
+    syncer = make_syncer(Engine(), Store())
     with pytest.raises(
         UserError, match=r"another model than the trainer.s.*layout here, other there"
     ):
@@ -571,7 +577,7 @@ def test_another_model_is_refused_by_name() -> None:
     )  # a policy that this flow has not
 
 
-def test_a_frozen_policy_that_is_trained_now_has_the_engines_made_anew() -> None:
+def test_syncer_raises_when_a_frozen_policy_is_trained() -> None:
     syncer = WeightSyncer(
         {"planner": Engine(), "verifier": Engine()},
         {"planner": Store()},
@@ -582,7 +588,7 @@ def test_a_frozen_policy_that_is_trained_now_has_the_engines_made_anew() -> None
         syncer.on_policy_state({"verifier": PolicyState(0, "store", "v")})
 
 
-def test_nothing_is_leased_for_weights_that_are_too_old(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_with_stale_weights_leases_nothing(ledger: Ledger, nodes: Nodes) -> None:
     """The store has version 0 alone; a token of it is of no use to a trainer that is at 20."""
     ledger.register(Register("planner", "layout", "store", 4, 8, step=20))
     node, asked, lease = nodes.make(soon), [], ledger.lease
@@ -591,7 +597,7 @@ def test_nothing_is_leased_for_weights_that_are_too_old(ledger: Ledger, nodes: N
     async def main() -> None:
         async with asyncio.timeout(20):
             running = asyncio.create_task(node.run())
-            await until(lambda: "of version 0, the trainer's of 20" in node._waiting)
+            await until(lambda: "of version 0, the trainer's of 20" in node.waiting)
             await asyncio.sleep(0.05)
             node.stop()
             await running
@@ -600,7 +606,7 @@ def test_nothing_is_leased_for_weights_that_are_too_old(ledger: Ledger, nodes: N
     assert not asked, "the ledger, which would refuse it, need not be asked"
 
 
-def test_what_it_says_of_its_time(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_reports_its_busy_and_idle_time(ledger: Ledger, nodes: Nodes) -> None:
     """Busy while rollouts are under way, waiting while it wants leases and gets none."""
     asked: list[LeaseRequest] = []
     lease = ledger.lease

@@ -1,4 +1,4 @@
-"""What every node has to do, whoever wrote it: the same ordeals for ours and for the one of the
+"""What every node must do, whoever wrote it: the same tests for our node and for the one of the
 examples, each as a real process.
 """
 
@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 from cli_runs import Process, Server
-from sites import TOKEN, Site, Trainer, make_config, make_model, once, site
+from loopback_dataflow import (
+    TOKEN,
+    DataflowServer,
+    Trainer,
+    keep_exit_code,
+    make_config,
+    make_model,
+    serve_dataflow,
+)
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import Join, LeaseRequest, Push, Pushed, Unavailable
@@ -27,8 +35,8 @@ PLAIN = Path(__file__).parents[2] / "examples" / "plain_node.py"
 
 
 @dataclass
-class Ordeal:
-    """A ledger that notes what it is asked, and lets a test step in before a push."""
+class RecordingLedger:
+    """A ledger that records its requests, and lets a test step in before and after a push."""
 
     ledger: Ledger
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -70,12 +78,12 @@ def clock() -> list[float]:
 
 
 @pytest.fixture
-def here(model: str, clock: list[float], tmp_path: Path) -> Iterator[Site]:
+def dataflow(model: str, clock: list[float], tmp_path: Path) -> Iterator[DataflowServer]:
     config = make_config(model)
     ledger = Ledger(
         tmp_path / "ledger.sqlite", config, task_set(config).cursor(0, 0), clock=lambda: clock[0]
     )
-    with site(config, tmp_path, ledger, Ordeal(ledger)) as made:
+    with serve_dataflow(config, tmp_path, ledger, RecordingLedger(ledger)) as made:
         made.registered = Trainer(ledger, model, tmp_path / "weights").register(num_groups=4)
         yield made
         assert not ledger.audit().problems
@@ -83,7 +91,7 @@ def here(model: str, clock: list[float], tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture(params=["ours", "plain"])
 def start(
-    request: pytest.FixtureRequest, here: Site, tmp_path: Path
+    request: pytest.FixtureRequest, dataflow: DataflowServer, tmp_path: Path
 ) -> Iterator[Callable[[int], Process]]:
     """A node that pushes so many groups."""
     import subprocess
@@ -93,14 +101,16 @@ def start(
 
     def begin(num_groups: int) -> Process:
         if ours is not None:
-            words = ("--dataflow", here.url, "--name", "n1", "--num_groups", num_groups)
-            started.append(once(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN})))
+            words = ("--dataflow", dataflow.url, "--name", "n1", "--num_groups", num_groups)
+            started.append(
+                keep_exit_code(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN}))
+            )
             return started[-1]
         out, err = tmp_path / "out", tmp_path / "err"
         words = (
             sys.executable,
             str(PLAIN),
-            here.url,
+            dataflow.url,
             "--name",
             "n1",
             "--num_groups",
@@ -122,29 +132,30 @@ def start(
             process.wait()
 
 
-def work_items(here: Site) -> dict[str, int]:
-    return dict(here.ledger.status()["work_items"])
+def work_items(dataflow: DataflowServer) -> dict[str, int]:
+    return dict(dataflow.ledger.status()["work_items"])
 
 
-def test_it_joins_leases_and_pushes_groups_that_can_be_trained(
-    here: Site, start: Callable[[int], Process]
+def test_a_node_pushes_groups_that_can_be_trained(
+    dataflow: DataflowServer, start: Callable[[int], Process]
 ) -> None:
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    ordeal: Ordeal = here.answers
-    assert work_items(here) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
-    names = [name for name, _ in ordeal.calls]
+    recorded: RecordingLedger = dataflow.answers
+    assert work_items(dataflow) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    names = [name for name, _ in recorded.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(
-        isinstance(join, Join) and join.node == "n1" and join.life for join in ordeal.asked("join")
+        isinstance(join, Join) and join.node == "n1" and join.life
+        for join in recorded.asked("join")
     )
-    assert len({lease.key for lease in ordeal.asked("lease")}) == len(ordeal.asked("lease")), (
+    assert len({lease.key for lease in recorded.asked("lease")}) == len(recorded.asked("lease")), (
         "a key for each request"
     )
-    assert here.ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 8, (
+    assert dataflow.ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 8, (
         "none is empty, stale or filtered"
     )
-    for push in ordeal.asked("push"):
+    for push in recorded.asked("push"):
         group = unpack_group(push.payload)
         assert len(group.trajectories) == 2 and all(
             t.reward is not None for t in group.trajectories
@@ -152,8 +163,8 @@ def test_it_joins_leases_and_pushes_groups_that_can_be_trained(
         assert len({t.seed for t in group.trajectories}) == 2
 
 
-def test_a_push_whose_answer_was_lost_is_made_again(
-    here: Site, start: Callable[[int], Process]
+def test_a_push_without_an_answer_is_repeated(
+    dataflow: DataflowServer, start: Callable[[int], Process]
 ) -> None:
     """It had been committed: the second time it is a duplicate, and counts once."""
     lost: list[int] = []
@@ -163,24 +174,24 @@ def test_a_push_whose_answer_was_lost_is_made_again(
             lost.append(push.work_item)
             raise Unavailable("the answer is lost")
 
-    here.answers.after_push = lose
+    dataflow.answers.after_push = lose
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    again = [push.work_item for push in here.answers.asked("push")]
+    again = [push.work_item for push in dataflow.answers.asked("push")]
     assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
-    assert work_items(here)["leased"] == 0 and 8 <= work_items(here)["committed"] <= 10
+    assert work_items(dataflow)["leased"] == 0 and 8 <= work_items(dataflow)["committed"] <= 10
 
 
-def test_a_lease_that_ran_out_costs_nothing_but_the_work(
-    here: Site, clock: list[float], start: Callable[[int], Process]
+def test_a_node_survives_a_lease_that_ran_out(
+    dataflow: DataflowServer, clock: list[float], start: Callable[[int], Process]
 ) -> None:
     """Before its first push another node has got its work items and was faster with one of them."""
-    ledger = here.ledger
+    ledger = dataflow.ledger
 
     def overtake(push: Push) -> None:
-        here.answers.before_push = lambda push: None
+        dataflow.answers.before_push = lambda push: None
         clock[0] += 1000.0
-        ledger.register(here.registered)
+        ledger.register(dataflow.registered)
         ledger.join(Join("fast", "life"))
         leases = ledger.lease(LeaseRequest("fast", "life", 1)).leases
         assert leases[0].attempt == 2, "what had been leased goes out again"
@@ -194,20 +205,20 @@ def test_a_lease_that_ran_out_costs_nothing_but_the_work(
             == "committed"
         )
 
-    here.answers.before_push = overtake
+    dataflow.answers.before_push = overtake
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    assert work_items(here)["failed"] == 0
-    assert work_items(here)["committed"] >= 8
-    assert here.ledger.status()["nodes"]["fast"]["num_groups"] == 1
+    assert work_items(dataflow)["failed"] == 0
+    assert work_items(dataflow)["committed"] >= 8
+    assert dataflow.ledger.status()["nodes"]["fast"]["num_groups"] == 1
 
 
 def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def test_it_gives_its_leases_back_when_it_is_told_to_end(
-    here: Site, start: Callable[[int], Process]
+def test_a_node_releases_its_leases_on_sigterm(
+    dataflow: DataflowServer, start: Callable[[int], Process]
 ) -> None:
     told = threading.Event()
     process: list[Process] = []
@@ -217,11 +228,13 @@ def test_it_gives_its_leases_back_when_it_is_told_to_end(
             told.set()
             os.kill(process[0].pid, signal.SIGTERM)
 
-    here.answers.before_push = tell
+    dataflow.answers.before_push = tell
     process.append(start(1000))
     assert process[0].wait() == 0, process[0].err.read_text()
-    left = work_items(here)
+    left = work_items(dataflow)
     assert left["leased"] == 0, "nobody has to wait until they run out"
     assert (
-        left["committed"] >= 1 and left["waiting"] >= 1 and len(here.answers.asked("release")) == 1
+        left["committed"] >= 1
+        and left["waiting"] >= 1
+        and len(dataflow.answers.asked("release")) == 1
     )

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Process, Server
-from sites import TOKEN, Site, Trainer, make_config, make_model, once, site
+from loopback_dataflow import (
+    TOKEN,
+    DataflowServer,
+    Trainer,
+    keep_exit_code,
+    make_config,
+    make_model,
+    serve_dataflow,
+)
 
 from flowtrain.types import Group
 from flowtrain.weights import WeightStore
@@ -31,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def here(model: str, tmp_path: Path) -> Iterator[Site]:
-    with site(
+def dataflow(model: str, tmp_path: Path) -> Iterator[DataflowServer]:
+    with serve_dataflow(
         make_config(model, dataflow={"lease_s": 1.5, "wait_s": 60.0, "max_staleness": 8}), tmp_path
     ) as made:
         yield made
@@ -40,19 +48,21 @@ def here(model: str, tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def trainer(here: Site, model: str, tmp_path: Path) -> Trainer:
-    made = Trainer(here.ledger, model, tmp_path / "weights")
+def trainer(dataflow: DataflowServer, model: str, tmp_path: Path) -> Trainer:
+    made = Trainer(dataflow.ledger, model, tmp_path / "weights")
     made.register(num_groups=2)
     return made
 
 
 @pytest.fixture
-def start(server: Server, here: Site) -> Iterator[Start]:
+def start(server: Server, dataflow: DataflowServer) -> Iterator[Start]:
     started: list[Process] = []
 
     def begin(name: str, *words: object) -> Process:
-        command = ("--dataflow", here.url, "--name", name, *words)
-        started.append(once(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN})))
+        command = ("--dataflow", dataflow.url, "--name", name, *words)
+        started.append(
+            keep_exit_code(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}))
+        )
         return started[-1]
 
     yield begin
@@ -62,7 +72,7 @@ def start(server: Server, here: Site) -> Iterator[Start]:
             process.wait()
 
 
-def end(process: Process) -> None:
+def terminate(process: Process) -> None:
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0, process.err.read_text()
 
@@ -83,21 +93,21 @@ def versions(groups: list[Group]) -> list[set[int]]:
     ]
 
 
-def is_held(here: Site, node: str) -> bool:
+def is_held(dataflow: DataflowServer, node: str) -> bool:
     """A node that is stopped has leases, and no push of it is on its way any more."""
-    return all(here.ledger.status()["nodes"][node]["num_leased"] > 0 for _ in range(10))
+    return all(dataflow.ledger.status()["nodes"][node]["num_leased"] > 0 for _ in range(10))
 
 
-def test_groups_follow_the_weights_and_a_node_that_dies_costs_only_time(
-    here: Site, trainer: Trainer, start: Start
+def test_groups_follow_the_weights_and_survive_a_node_that_dies(
+    dataflow: DataflowServer, trainer: Trainer, start: Start
 ) -> None:
     nodes = {name: start(name) for name in ("one", "two")}
     seen = [versions(trainer.step(1))]
-    wait_for(lambda: all(node["num_groups"] for node in here.ledger.status()["nodes"].values()))
+    wait_for(lambda: all(node["num_groups"] for node in dataflow.ledger.status()["nodes"].values()))
     for step in itertools.count(2):
         seen.append(versions(trainer.step(step)))
         os.kill(nodes["one"].pid, signal.SIGSTOP)
-        if is_held(here, "one"):
+        if is_held(dataflow, "one"):
             break
         os.kill(nodes["one"].pid, signal.SIGCONT)
     os.kill(nodes["one"].pid, signal.SIGKILL)
@@ -108,25 +118,27 @@ def test_groups_follow_the_weights_and_a_node_that_dies_costs_only_time(
     assert len(set().union(*flat)) >= 3, "tokens of several versions"
     for step, batch in enumerate(seen, 1):
         assert all(step - 1 - 8 <= version <= step - 1 for each in batch for version in each)
-    wait_for(lambda: here.ledger.status()["nodes"]["one"]["num_leased"] == 0)
-    end(nodes["two"])
-    left = here.ledger.status()["work_items"]
+    wait_for(lambda: dataflow.ledger.status()["nodes"]["one"]["num_leased"] == 0)
+    terminate(nodes["two"])
+    left = dataflow.ledger.status()["work_items"]
     assert left["leased"] == left["failed"] == 0
-    assert here.ledger.status()["lost_leases"].get("ran out", 0) >= 1
+    assert dataflow.ledger.status()["lost_leases"].get("ran out", 0) >= 1
 
 
-def test_a_node_with_another_model_is_refused_and_the_others_go_on(
-    here: Site, trainer: Trainer, start: Start, tmp_path: Path
+def test_a_node_with_another_model_is_refused(
+    dataflow: DataflowServer, trainer: Trainer, start: Start, tmp_path: Path
 ) -> None:
     other = make_model(tmp_path / "other", num_layers=2)
     wrong, right = start("wrong", "--model.path", other), start("right")
     assert wrong.wait() in (1, 2)
     assert "layout" in wrong.err.read_text() and "Traceback" not in wrong.err.read_text()
     trainer.step(1)
-    end(right)
+    terminate(right)
 
 
-def test_a_store_that_lags(here: Site, trainer: Trainer, start: Start, tmp_path: Path) -> None:
+def test_a_node_samples_from_a_lagging_store(
+    dataflow: DataflowServer, trainer: Trainer, start: Start, tmp_path: Path
+) -> None:
     """A mirror has version 0 while the trainer is at 2: the node samples with what there is, says
     so, and catches up.
     """
@@ -146,31 +158,33 @@ def test_a_store_that_lags(here: Site, trainer: Trainer, start: Start, tmp_path:
     assert WeightStore(mirror).head() == 2
     wait_for(
         lambda: (
-            here.ledger.status()["nodes"]["far"]["versions"] == {"planner": 2}
+            dataflow.ledger.status()["nodes"]["far"]["versions"] == {"planner": 2}
             or trainer.take(3) is None
         )
     )
-    end(node)
+    terminate(node)
 
 
-def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, start: Start) -> None:
+def test_groups_survive_a_service_that_is_away(
+    dataflow: DataflowServer, trainer: Trainer, start: Start
+) -> None:
     node = start("one")
     trainer.step(1)
     wait_for(
         lambda: (
-            here.ledger.status()["work_items"]["leased"] > 0
-            or here.ledger.status()["work_items"]["committed"] > 8
+            dataflow.ledger.status()["work_items"]["leased"] > 0
+            or dataflow.ledger.status()["work_items"]["committed"] > 8
         )
     )
-    here.stop()
-    before = here.ledger.status()["work_items"]
+    dataflow.stop()
+    before = dataflow.ledger.status()["work_items"]
     wait_for(lambda: "is asked again" in node.err.read_text())
-    here.start()
+    dataflow.start()
     for step in (2, 3, 4, 5, 6):
         trainer.step(step)
     assert node.poll() is None
-    end(node)
-    after = here.ledger.status()
+    terminate(node)
+    after = dataflow.ledger.status()
     assert (
         after["work_items"]["committed"] >= before["committed"]
         and after["work_items"]["failed"] == 0
@@ -178,24 +192,26 @@ def test_groups_outlive_a_service_that_is_away(here: Site, trainer: Trainer, sta
     assert after["work_items"]["leased"] == 0
 
 
-def test_the_end_of_training_ends_nodes(here: Site, trainer: Trainer, start: Start) -> None:
+def test_a_node_ends_with_training(
+    dataflow: DataflowServer, trainer: Trainer, start: Start
+) -> None:
     node = start("one")
     trainer.step(1)
-    trainer.tell(1, is_done=True)
+    trainer.report(1, is_done=True)
     assert node.wait() == 0
     assert "groups pushed" in node.err.read_text()
 
 
-def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
+def test_a_frozen_policy_is_followed_once_it_has_a_trainer(
     model: str, tmp_path: Path, server: Server
 ) -> None:
     own = {"roles": {"verifier": "own"}, "policies": {"verifier": {"path": model}}}
-    with site(
+    with serve_dataflow(
         make_config(model, dataflow={"lease_s": 0.6, "max_staleness": 8}, **own), tmp_path
     ) as made:
         planner = Trainer(made.ledger, model, tmp_path / "planner")
         planner.register()
-        node = once(
+        node = keep_exit_code(
             server.start(
                 "node", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
             )
@@ -213,22 +229,24 @@ def test_a_policy_that_was_frozen_is_followed_once_it_has_a_trainer(
             for step in (1, 2):
                 verifier.step(step)
             wait_for(lambda: made.ledger.status()["nodes"]["n1"]["versions"].get("verifier") == 2)
-            assert "another policy is trained now: the engines start anew" in node.err.read_text()
-            end(node)
+            assert "another policy is trained now: the engines start again" in node.err.read_text()
+            terminate(node)
         finally:
             if node.poll() is None:
                 os.kill(node.pid, signal.SIGKILL)
         assert not made.ledger.audit().problems
 
 
-def test_without_a_trainer_it_waits_and_a_signal_ends_it(here: Site, start: Start) -> None:
+def test_a_node_without_a_trainer_waits_until_a_signal(
+    dataflow: DataflowServer, start: Start
+) -> None:
     node = start("early")
     wait_for(lambda: "waiting for a trainer to register" in node.err.read_text())
-    end(node)
+    terminate(node)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("--rollout.temperature", "2"), "--rollout.temperature is the same for the whole run"),
         (("--config", "x.toml"), "--config is the same for the whole run"),
@@ -237,17 +255,19 @@ def test_without_a_trainer_it_waits_and_a_signal_ends_it(here: Site, start: Star
         (("--vllm.max_num_seqs", "many"), "vllm.max_num_seqs"),
     ],
 )
-def test_what_a_node_may_not_say(
-    here: Site, start: Start, words: tuple[str, ...], message: str
+def test_options_that_a_node_may_not_set(
+    dataflow: DataflowServer, start: Start, args: tuple[str, ...], message: str
 ) -> None:
-    node = start("odd", *words)
+    node = start("odd", *args)
     assert node.wait() == 2
     (line,) = node.err.read_text().strip().splitlines()
     assert line.startswith("python -m flowtrain.node: ") and message in line
 
 
-def test_the_wrong_token_is_refused(server: Server, here: Site) -> None:
-    node = once(server.start("node", "--dataflow", here.url, env={"FLOWTRAIN_TOKEN": "other"}))
+def test_the_wrong_token_is_refused(server: Server, dataflow: DataflowServer) -> None:
+    node = keep_exit_code(
+        server.start("node", "--dataflow", dataflow.url, env={"FLOWTRAIN_TOKEN": "other"})
+    )
     assert node.wait() == 1
     assert "set FLOWTRAIN_TOKEN to that of the service" in node.err.read_text()
 
@@ -259,8 +279,10 @@ def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> 
         appo={"num_roots": 1},
         rollout={"group_size": 2, "num_questions": 2},
     )
-    with site(config, tmp_path) as made:
-        node = once(server.start("node", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN}))
+    with serve_dataflow(config, tmp_path) as made:
+        node = keep_exit_code(
+            server.start("node", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN})
+        )
         assert node.wait() == 2
         assert (
             "algorithm.name='appo' branches where the trainer's scores say" in node.err.read_text()

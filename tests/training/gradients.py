@@ -1,4 +1,4 @@
-"""The gradient that a trainer's optimizer sees, and the same from plain transformers and autograd."""
+"""The gradient that a trainer's optimizer sees, and that of plain transformers and autograd."""
 
 from __future__ import annotations
 

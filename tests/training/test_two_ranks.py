@@ -414,7 +414,7 @@ def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(
 def test_a_checkpoint_restores_on_another_number_of_ranks(
     results: dict[int, Path], alone: World, tiny_path: str, name: str, size: int
 ) -> None:
-    """What two ranks saved before their last step, one rank takes up and ends with their weights."""
+    """One rank resumes the checkpoint of two ranks and ends with their weights."""
     loss, options = CASES[name]
     trainer = make_trainer(tiny_path, alone, loss, options)
     path = checkpoint.latest(results[size] / f"{name}.checkpoints")

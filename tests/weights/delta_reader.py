@@ -1,5 +1,5 @@
-"""A reader of deltas in plain Python, written from docs/delta-format.md alone: what that page
-leaves out, this cannot do.
+"""A reader of deltas in plain Python, written from docs/delta-format.md alone, to prove that the
+page is complete.
 """
 
 from __future__ import annotations

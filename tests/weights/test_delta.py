@@ -1,6 +1,4 @@
-"""The sparse-delta codec: every bit comes back, every path agrees with the direct one, and what is
-wrong is refused by name.
-"""
+"""The sparse-delta codec restores every bit, and composed and inverted deltas equal direct ones."""
 
 from __future__ import annotations
 
@@ -129,7 +127,7 @@ def test_digest_is_its_formula(first: int) -> None:
 
 @given(st.integers(0, 200_000), st.lists(st.integers(0, 200_000), max_size=4), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
-def test_digests_of_pieces_add_up(num_words: int, cuts: list[int], num_threads: int) -> None:
+def test_digests_of_shards_add_up(num_words: int, cuts: list[int], num_threads: int) -> None:
     words = weights(num_words)
     whole = _delta.digest(words, first=5, num_threads=num_threads)
     for start, end in pairwise([0, *sorted(min(cut, num_words) for cut in cuts), num_words]):
@@ -167,7 +165,7 @@ versions = st.tuples(
     st.integers(1, 3),
 )
 @settings(max_examples=300, deadline=None)
-def test_every_way_there_is_the_direct_one(
+def test_composed_and_inverted_deltas_equal_direct_ones(
     num_words: int,
     zeroth: Any,
     there: Any,

@@ -1,4 +1,4 @@
-"""docs/delta-format.md tells all: a reader written from it alone agrees with the codec, on every
+"""docs/delta-format.md is complete: a reader written from it alone agrees with the codec, on every
 codec of a block.
 """
 
@@ -28,7 +28,7 @@ from flowtrain import _delta
         (65_537, 1, "any", 2, "dense"),
     ],
 )
-def test_the_page_is_enough_to_read(
+def test_a_reader_written_from_the_page_agrees_with_the_codec(
     num_words: int, density: float, kind: str, level: int, codec: str | None
 ) -> None:
     old = changed(weights(num_words), 0.02, "special", seed=4)
@@ -47,7 +47,7 @@ def test_the_page_is_enough_to_read(
 
 
 @pytest.mark.parametrize("at", [9, 30, 70, 75, 80, -1])
-def test_that_reader_sees_damage_too(at: int) -> None:
+def test_the_plain_python_reader_detects_damage(at: int) -> None:
     old = weights(70_000)
     data = bytearray(delta_of(old, changed(old, 0.001)).tobytes())
     data[at] ^= 1

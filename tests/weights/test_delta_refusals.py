@@ -1,4 +1,4 @@
-"""What the sparse-delta codec refuses: by name, and with the weights as they were."""
+"""The sparse-delta codec refuses wrong input by name and leaves the weights as they were."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def test_the_errors_have_one_parent() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"FTDL", b"\0" * 500, b"PK\3\4" + b"\7" * 200, bytes(range(256))]
 )
-def test_other_bytes(data: bytes) -> None:
+def test_bytes_that_are_no_delta_are_refused(data: bytes) -> None:
     refused(_delta.NotADelta, np.frombuffer(data, np.uint8))
 
 
-def test_a_newer_format() -> None:
+def test_a_newer_format_is_refused() -> None:
     delta = delta_of(OLD, NEW)
     delta[4] = 2
     refused(_delta.NewerFormat, delta, match="a newer flowtrain is needed")
 
 
 @LEVELS
-def test_truncated_anywhere_or_too_long(level: int) -> None:
+def test_truncated_and_extended_deltas_are_refused(level: int) -> None:
     delta = delta_of(OLD, NEW, level)
     for size in [0, 1, 71, 72, 73, 100, 107, 108, 109, *range(200, delta.size, 97), delta.size - 1]:
         refused(_delta.NotADelta if size < 72 else _delta.CorruptDelta, delta[:size].copy())
@@ -110,7 +110,7 @@ def test_a_flipped_bit_in_the_last_block_leaves_the_first_alone(
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_lying_header_under_right_checksums_is_undone(
+def test_a_wrong_header_under_right_checksums_is_undone(
     at: int, value: int, error: type[Exception], num_threads: int
 ) -> None:
     delta = delta_of(OLD, NEW)
@@ -126,7 +126,7 @@ def test_resealing_is_that_of_the_codec() -> None:
     assert np.array_equal(resealed(delta), delta)
 
 
-def test_a_hostile_size_is_refused_before_memory_is_asked_for() -> None:
+def test_a_huge_size_is_refused_before_memory_is_allocated() -> None:
     delta = delta_of(OLD, NEW)
     delta[8:16] = 0xFF
     for function in (_delta.info, _delta.validate, _delta.decode):
@@ -139,7 +139,7 @@ def test_a_hostile_size_is_refused_before_memory_is_asked_for() -> None:
 
 @LEVELS
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_wrong_base(level: int, num_threads: int) -> None:
+def test_a_wrong_base_is_refused(level: int, num_threads: int) -> None:
     delta = delta_of(OLD, NEW, level)
     last = np.flatnonzero(OLD != NEW)[-1]
     near = OLD.copy()
@@ -164,7 +164,7 @@ def test_applying_twice_is_refused() -> None:
     assert np.array_equal(words, NEW)
 
 
-def test_a_wrong_length() -> None:
+def test_a_wrong_length_is_refused() -> None:
     delta = delta_of(OLD, NEW)
     refused(_delta.WrongLayout, delta, OLD[:-1].copy(), match="140000 words, .* 139999")
     with pytest.raises(_delta.WrongLayout, match="old has 140000 words, new has 10"):
@@ -203,7 +203,7 @@ def test_several_good_patches_are_applied_together() -> None:
     _delta.apply([], [])
 
 
-def test_patches_with_words_in_common() -> None:
+def test_overlapping_patches_are_refused() -> None:
     words = OLD.copy()
     delta = delta_of(OLD[:1000], NEW[:1000])
     for other in (words[:1000], words[999:1999]):
@@ -218,7 +218,7 @@ def test_patches_with_words_in_common() -> None:
 # ---- composition
 
 
-def test_what_does_not_follow_is_not_composed() -> None:
+def test_compose_refuses_deltas_that_do_not_follow() -> None:
     delta = delta_of(OLD, NEW)
     with pytest.raises(_delta.WrongBase, match="delta 2 does not start where"):
         _delta.compose([delta, delta])
@@ -231,7 +231,7 @@ def test_what_does_not_follow_is_not_composed() -> None:
 
 
 @LEVELS
-def test_another_base_makes_no_composition(level: int) -> None:
+def test_compose_refuses_a_wrong_base(level: int) -> None:
     """Or it would be sealed as if it were right."""
     last = changed(NEW, 0.01, seed=5)
     deltas = [delta_of(OLD, NEW, level), delta_of(NEW, last, level)]

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
 from flowtrain.weights.files import open_delta, read_snapshot
-from flowtrain.weights.manifest import Manifest
 from flowtrain.weights.tensor_shards import TensorSpec
 
 
@@ -159,8 +158,3 @@ def test_garbage_is_listed_before_it_is_deleted(store: WeightStore) -> None:
     assert store.garbage(1) == [] and store.collect_garbage(1) == []
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
         store.garbage(0)
-
-
-def test_manifest_json_roundtrip(store: WeightStore) -> None:
-    manifest = store.manifest(2)
-    assert Manifest.from_json(manifest.to_json(), "here") == manifest

@@ -81,7 +81,7 @@ def run(path: str, out: Path) -> None:
     end_process(0)
 
 
-def fail(*_: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -121,7 +121,7 @@ def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
 @pytest.mark.parametrize("path", ["/HEAD", SNAPSHOT, "/nothing", "/../HEAD"])
-def test_without_the_token_everything_looks_alike(
+def test_without_the_token_every_answer_is_401(
     connection: HTTPConnection, token: str | None, path: str
 ) -> None:
     for method in ("GET", "HEAD", "POST"):
@@ -137,7 +137,9 @@ def test_the_scheme_must_be_bearer(connection: HTTPConnection) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND"])
-def test_nothing_but_reading(connection: HTTPConnection, store: WeightStore, method: str) -> None:
+def test_other_methods_are_refused(
+    connection: HTTPConnection, store: WeightStore, method: str
+) -> None:
     status, _, headers = ask(connection, "/HEAD", method)
     assert (status, headers["allow"]) == (405, "GET, HEAD")
     assert store.head() == LAST

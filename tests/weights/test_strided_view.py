@@ -106,7 +106,7 @@ def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_readers_on_all_ranks_follow_and_hold_what_the_loader_would_have_put_there(
+def test_readers_on_all_ranks_hold_what_the_loader_would_have_written(
     store: WeightStore, size: int, dtype: torch.dtype
 ) -> None:
     publish(store, dtype=dtype)
@@ -164,9 +164,7 @@ def test_level_2_needs_whole_tensors_and_a_snapshot_replaces_it_elsewhere(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_words_that_are_not_the_base_are_found_and_everything_is_taken_back(
-    store: WeightStore, size: int
-) -> None:
+def test_a_wrong_base_is_found_and_everything_is_undone(store: WeightStore, size: int) -> None:
     """On every rank, though one alone was damaged."""
     publish(store)
     at = int(
@@ -217,7 +215,7 @@ def test_damage_of_a_copy_that_another_rank_holds_too_is_found(store: WeightStor
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_exception_in_the_middle_is_taken_back_on_every_rank(
+def test_an_exception_during_apply_is_undone_on_every_rank(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     publish(store)
@@ -337,7 +335,7 @@ def test_a_cast_is_named_as_the_obstacle() -> None:
     assert plan.dense["norm"] == "its loader casts it from float32 to bfloat16"
 
 
-def test_a_dense_tensor_is_taken_back_when_its_loader_fails(store: WeightStore) -> None:
+def test_a_dense_tensor_is_restored_when_its_loader_fails(store: WeightStore) -> None:
     publish(store)
     toy = Odd()
     reader = WeightReader(store, target_of(toy, toy_weights(0), Alone()))
@@ -435,7 +433,7 @@ def test_a_loader_that_replaces_a_parameter_is_refused_and_the_parameter_is_put_
     refused("load_norm", replaces, r"replaces a parameter of shape \(7,\)")
 
 
-def test_a_staged_version_is_what_load_applies_unless_something_else_came_between(
+def test_load_applies_a_staged_version_unless_another_load_came_between(
     store: WeightStore,
 ) -> None:
     publish(store)

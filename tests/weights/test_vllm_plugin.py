@@ -214,7 +214,7 @@ class Engine:
                     logprobs,
                     weights,
                     weights,
-                    kept=kept,
+                    sampling_mask=kept,
                 )
             )
         return samples

@@ -339,7 +339,7 @@ def test_serve_refuses_a_port_in_use_and_a_bad_token(
 # ---- over HTTP
 
 
-def test_a_url_is_as_good_as_a_folder(
+def test_commands_work_on_a_url(
     run: Run, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)

@@ -1,5 +1,5 @@
 """A dataflow on loopback for the tests of nodes: a ledger behind its service, and a trainer that
-only publishes.
+publishes weights but trains nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKEN = "of-the-tests"
 
 
 def make_model(path: Path, num_layers: int = 1) -> str:
-    """A folder with a model that says something else to every prompt."""
+    """Make a folder with a model that answers every prompt differently."""
     tokenizer = models.new_tokenizer(
         ["What is the capital of Chad? Sub-Goal: capital of Chad\nTool Name: Search"] * 9,
         vocab_size=300,
@@ -45,7 +45,7 @@ def make_model(path: Path, num_layers: int = 1) -> str:
 
 
 def make_config(model: str, **sections: dict[str, Any]) -> Config:
-    """Two rollouts of a few tokens per work item."""
+    """Make a config for two rollouts of a few tokens per task."""
     small: dict[str, dict[str, Any]] = {
         "model": {"path": model},
         "tasks": {"num_train": 40, "kinds": ("lookup",)},
@@ -61,14 +61,12 @@ def make_config(model: str, **sections: dict[str, Any]) -> Config:
 
 
 class Trainer:
-    """Publishes changed weights and says so; trains nothing."""
+    """Publishes changed weights and reports them; trains nothing."""
 
     def __init__(self, ledger: Ledger, folder: str, root: Path, policy: str = "planner") -> None:
         self.store, self.policy, self._ledger = WeightStore(root), policy, ledger
-        self._model, tokenizer = (
-            models.load_model(folder, torch.float32),
-            models.load_tokenizer(folder),
-        )
+        self._model = models.load_model(folder, torch.float32)
+        tokenizer = models.load_tokenizer(folder)
         self._publisher = Publisher(self.store)
         self.layout = models.layout_digest(self._model, tokenizer, torch.float32)
         self._rng = torch.Generator().manual_seed(0)
@@ -82,18 +80,18 @@ class Trainer:
         return request
 
     def publish(self, version: int) -> None:
-        """A step that changes a few words."""
+        """Publish weights of which some have changed."""
         weights = {
             name: self._moved(weight) if version else weight
             for name, weight in models.full_weights(self._model).items()
         }
         self._publisher.publish(weights, version)
 
-    def tell(self, version: int, is_done: bool = False) -> None:
+    def report(self, version: int, is_done: bool = False) -> None:
         self._ledger.progress(Progress(self.policy, version, 0, is_done=is_done))
 
     def take(self, step: int, timeout_s: float = 60.0) -> list[Group]:
-        """The batch of a step."""
+        """Return the groups of a step's batch."""
         deadline = time.monotonic() + timeout_s
         while (
             batch := self._ledger.batch(BatchRequest(self.policy, step, wait_s=1.0))
@@ -104,23 +102,20 @@ class Trainer:
     def step(self, version: int) -> list[Group]:
         groups = self.take(version)
         self.publish(version)
-        self.tell(version)
+        self.report(version)
         return groups
 
     def _moved(self, weight: Tensor) -> Tensor:
-        weight += (
-            0.05
-            * torch.randn(weight.shape, generator=self._rng)
-            * (torch.rand(weight.shape, generator=self._rng) < 0.05)
-        )
+        change = 0.05 * torch.randn(weight.shape, generator=self._rng)
+        weight += change * (torch.rand(weight.shape, generator=self._rng) < 0.05)
         return weight
 
 
-class Site:
-    """A ledger and its service, which can go away and come back at the same port."""
+class DataflowServer:
+    """A ledger and its service, which can stop and start again at the same port."""
 
     def __init__(self, config: Config, ledger: Ledger, answers: Any) -> None:
-        """`answers`: the ledger, or what stands before it."""
+        """`answers`: the ledger, or a wrapper around it."""
         self.config, self.ledger, self.answers = config, ledger, answers
         self._server: uvicorn.Server | None = None
         self.port = 0
@@ -152,11 +147,11 @@ class Site:
 
 
 @contextmanager
-def site(
+def serve_dataflow(
     config: Config, folder: Path, ledger: Ledger | None = None, answers: Any = None
-) -> Iterator[Site]:
+) -> Iterator[DataflowServer]:
     ledger = ledger or open_ledger(config, folder / "ledger.sqlite")
-    made = Site(config, ledger, answers or ledger)
+    made = DataflowServer(config, ledger, answers or ledger)
     try:
         yield made
     finally:
@@ -164,8 +159,8 @@ def site(
         ledger.close()
 
 
-def once(process: Any) -> Any:
-    """A `cli_runs.Process` whose exit code can be asked for again and again."""
+def keep_exit_code(process: Any) -> Any:
+    """Return the process with a `poll` that keeps the exit code and can be called again."""
     code: list[int] = []
 
     def poll() -> int | None:

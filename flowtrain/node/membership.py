@@ -1,0 +1,102 @@
+"""A node's membership of a dataflow: its requests, on threads so that the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from flowtrain.dataflow.contract import (
+    Dataflow,
+    Join,
+    Joined,
+    Lease,
+    LeaseRequest,
+    Leases,
+    PolicyState,
+    Push,
+    Pushed,
+    Release,
+    Renewal,
+    Renewed,
+)
+
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
+_NUM_THREADS = 32
+_MAX_REASON = 500
+
+LeaseKey = tuple[int, int]
+"""(work item, attempt)"""
+
+
+def key_of(lease: Lease) -> LeaseKey:
+    return lease.work_item, lease.attempt
+
+
+class Membership:
+    """The dataflow as one node sees it. Coroutines raise Refused and Unavailable."""
+
+    def __init__(self, dataflow: Dataflow, request: Join, joined: Joined) -> None:
+        self.joined = joined
+        self._dataflow = dataflow
+        self._request = request
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
+        self._sent: list[float] = []
+        """When the requests without an answer were sent."""
+
+    @classmethod
+    def join(cls, dataflow: Dataflow, name: str, layouts: Mapping[str, str]) -> Membership:
+        """Join as a new process: the dataflow keeps the layouts that a process announced first."""
+        request = Join(name, uuid.uuid4().hex, layouts)
+        return cls(dataflow, request, dataflow.join(request))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds that the oldest request has waited for its answer; below 0 if none waits."""
+        return time.monotonic() - min(self._sent, default=math.inf)
+
+    async def policies(self) -> Mapping[str, PolicyState]:
+        return (await self._ask(self._dataflow.join, self._request)).policies
+
+    async def lease(
+        self, num: int, versions: Mapping[str, int], busy_s: float, waited_s: float
+    ) -> Leases:
+        request = LeaseRequest(
+            self._request.node,
+            self._request.life,
+            num,
+            versions=versions,
+            busy_s=busy_s,
+            waited_s=waited_s,
+            key=uuid.uuid4().hex,
+        )
+        return await self._ask(self._dataflow.lease, request)
+
+    async def renew(self, leases: Iterable[LeaseKey]) -> Renewed:
+        request = Renewal(self._request.node, self._request.life, tuple(leases))
+        return await self._ask(self._dataflow.renew, request)
+
+    async def push(self, lease: Lease, payload: bytes) -> Pushed:
+        request = Push(self._request.node, *key_of(lease), payload)
+        return await self._ask(self._dataflow.push, request)
+
+    async def release(self, leases: Iterable[LeaseKey], reason: str) -> None:
+        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON])
+        await self._ask(self._dataflow.release, request)
+
+    def close(self) -> None:
+        """Wait for nothing: requests under way end by their own deadlines."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ask(self, call: Callable[[_Q], _A], request: _Q) -> _A:
+        sent = time.monotonic()
+        self._sent.append(sent)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call, request)
+        finally:
+            self._sent.remove(sent)
