@@ -1,5 +1,5 @@
-"""What several test folders share: one CPU thread, and a tiny tokenizer and model in a folder that
-transformers loads.
+"""Fixtures that several test folders share: one CPU thread, and a tiny tokenizer and model in a
+folder that transformers loads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the studies of learning make of curves, by hand."""
+"""The studies of learning against curves by hand."""
 
 from __future__ import annotations
 

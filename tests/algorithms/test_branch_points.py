@@ -1,5 +1,5 @@
-"""Where to branch: the choice by hand, and the scores of real rollouts against those of one sample
-at a time.
+"""Branch points: the choice by hand, and the scores of real rollouts against those of one sample at
+a time.
 """
 
 from __future__ import annotations

@@ -365,8 +365,8 @@ def worked_group() -> Group:
 def loss_and_gradient(
     samples: Sequence[Sample], spec: LossSpec, ref: Tensor | None = None
 ) -> tuple[float, Tensor]:
-    """What the trainer does: the weighted sum of token losses over the sum of the weights. fp32, as
-    everywhere.
+    """Compute as the trainer does: the weighted sum of token losses over the sum of the weights, in
+    fp32.
     """
     theta = THETA.float().requires_grad_()
     ids = torch.tensor([i for s in samples for i in s.response_ids])

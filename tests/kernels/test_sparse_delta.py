@@ -142,7 +142,7 @@ def test_the_digest_matches_numpy(impl: str, num: int, first: int) -> None:
     assert digest(digest_words(tensor(words, impl), first, impl=impl)) == numpy_digest(words, first)
 
 
-def test_the_digest_of_pieces_adds_up_and_knows_where_each_word_is(impl: str) -> None:
+def test_digests_of_pieces_add_up_and_depend_on_positions(impl: str) -> None:
     words, _ = random_change(70_001, 0.0)
     whole = digest(digest_words(tensor(words, impl), 11, impl=impl))
     parts = [
@@ -227,7 +227,7 @@ def test_wider_elements_are_several_words_each(impl: str, dtype: torch.dtype) ->
     assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def test_a_piece_within_a_larger_tensor_is_all_that_is_read_and_written(impl: str) -> None:
+def test_only_the_piece_within_a_larger_tensor_is_read_and_written(impl: str) -> None:
     """The piece starts at an odd word, so that no load of it is aligned."""
     old, new = random_change(66_000, 1.0)
     weights, target = tensor(old, impl), tensor(new, impl)
@@ -250,7 +250,7 @@ def test_a_parameter_is_patched_and_autograd_learns_of_it(impl: str) -> None:
         product.backward()
 
 
-def test_scattering_on_other_words_tells_by_its_digest_change(impl: str) -> None:
+def test_scattering_on_wrong_words_changes_the_digest_otherwise(impl: str) -> None:
     old, new = random_change(70_000, 0.01)
     diff = diff_words(tensor(old, impl), tensor(new, impl), impl=impl)
     met = old.copy()

@@ -23,7 +23,7 @@ fp32."""
 
 
 def gradient_of(trainer: Trainer, minibatch: Sequence[PackedRow]) -> dict[str, Tensor]:
-    """What the optimizer gets to see in one step; the weights stay."""
+    """Compute the gradient that the optimizer sees in one step; the weights stay."""
     grads: dict[str, Tensor] = {}
 
     def keep() -> None:

@@ -433,8 +433,8 @@ def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer)
 
 
 def flops(sample: Sample) -> float:
-    """Of the tiny model's forward pass: 2 layers of width 32 with an MLP of 85, 280 words; counted
-    product by product.
+    """Count the FLOPs of the tiny model's forward pass, product by product: 2 layers of width 32
+    with an MLP of 85, 280 words.
     """
     num_tokens, num_targets = (
         len(sample.prompt_ids) + len(sample.response_ids) - 1,

@@ -35,8 +35,8 @@ from flowtrain.types import Sample, SampleId, UserError
 pytestmark = pytest.mark.dist
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-"""Of fp32 weights of size 1 after three steps of learning rate 0.01: what sums in another order can
-do."""
+"""Tolerance of fp32 weights of size 1 after three steps of learning rate 0.01: sums in another
+order."""
 CASES = {
     "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
     "by_layer": (LossSpec(), {"rescore": True}),
@@ -158,7 +158,7 @@ class Ranks:
 
 
 def run(path: str, out: Path, num_samplers: int) -> None:
-    """What every rank does."""
+    """Run the part of every rank."""
     torch.set_num_threads(1)
     ranks = Ranks.join(path, num_samplers)
     for name in SPLIT_CASES if num_samplers else CASES:
