@@ -151,12 +151,12 @@ def fragments(paths: Sequence[Path]) -> list[str]:
 
 
 def long_lines(paths: Sequence[Path]) -> list[str]:
-    """Lines of more than WIDTH columns; like ruff, without a comment that speaks to a tool."""
+    """Lines of more than WIDTH columns; as ruff counts, without comments to tools, nor one word."""
     return [
         f"{path}:{number}"
         for path in paths
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > WIDTH and len(_PRAGMA.sub("", line)) > WIDTH
+        if len(line) > WIDTH and len(_PRAGMA.sub("", line)) > WIDTH and " " in line.strip()
     ]
 
 
