@@ -9,6 +9,8 @@ RANKS ?= 2
 SEED ?= 0
 # What samples in the quickstart: torch or vllm.
 ENGINE ?= torch
+# Processes that run tests side by side.
+JOBS ?= 2
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls demo-elastic test test-vllm lint typecheck bench
+.PHONY: setup quickstart controls demo-elastic check test test-vllm lint typecheck bench
 
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
@@ -49,8 +51,12 @@ demo-elastic: setup
 		--train.policy verifier --rft.num_steps 500
 	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic
 
+# In the loop of work: the linters, and those tests of the changed packages that take no time.
+check: lint
+	PYTHONPATH=. $(BIN)/python .ci/check.py
+
 test: setup
-	$(BIN)/python -m pytest -m 'not vllm'
+	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
 
 # In a process of their own: parts of them run vLLM in it, which does not bear all that the other tests import.
 test-vllm: $(VENV)/.vllm

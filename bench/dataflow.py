@@ -53,11 +53,11 @@ from flowtrain.utils.seeds import derive_seed
 
 NUM_GROUPS, GROUP_SIZE, MAX_STALENESS = 32, 8, 4
 SITES = [Site(f"node-{number}") for number in range(8)]
-"""Of 32 slots each: as many as a step has rollouts."""
+"""Nodes of 32 slots each: as many slots as a step has rollouts."""
 PUBLISH_S = 2.0
 """In the synchronous loop, until the new version is loaded."""
 SHARES, SHARE = (0.1, 0.2, 0.34, 0.5), 0.34
-"""Of a synchronous step, the trainer's."""
+"""The trainer's share of a synchronous step."""
 FAR = [
     Site(f"speed-{speed:g}", slots=96, speed=speed, round_trip_s=0.3, load_s=5.0)
     for speed in (1.0, 0.6, 0.3)
@@ -67,7 +67,7 @@ Gbit/s take 3 s more."""
 LOOK_S = 300.0
 """Between two looks at the pool."""
 NUM_STEPS, NUM_FIRST = 40, 8
-"""Of a simulation, and how many of them are left out."""
+"""Steps of a simulation, and how many of the first are left out."""
 
 
 def main() -> None:
@@ -141,11 +141,11 @@ def _parts(num_steps: int, num_groups: int, postgres: str) -> Iterator[Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a simulation."""
+    """The result of a simulation."""
 
     step_s: float
     idle_share: float
-    """Of the trainer's time, without the first steps."""
+    """Share of the trainer's time, without the first steps."""
     trainer: Trainer
     nodes: tuple[Node, ...]
 
@@ -183,7 +183,9 @@ def ledger(world: World, max_waiting: int) -> Iterator[Ledger]:
 
 
 def synchronous_s(num_steps: int, share: float = 1.0, patience_s: float = 0.0) -> list[float]:
-    """Of each step, until its rollouts are done: the same rollouts as in the dataflow."""
+    """Simulate each step until its rollouts are done; they are the same rollouts as in the
+    dataflow.
+    """
     seeds = [
         rollout_seeds(derive_seed(0, "unit", work_item + 1), GROUP_SIZE)
         for work_item in range(num_steps * NUM_GROUPS)

@@ -1,5 +1,5 @@
-"""What the service of the dataflow costs, in real time: `python -m flowtrain.dataflow serve` over
-HTTP on loopback, its database on disk.
+"""Measure the service of the dataflow in real time: `python -m flowtrain.dataflow serve` over HTTP
+on loopback, its database on disk.
 
 "alone": one lease, one push and a place in one batch, one after another, while nothing else
 happens: what the service adds to a group. "at once": many groups are leased, then pushed by 8
@@ -164,7 +164,9 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def group(lease: Lease) -> Group:
-    """As large as one of the quickstart, and as hard to compress: what is sampled is drawn."""
+    """Make a group as large as one of the quickstart, and as hard to compress: its tokens are
+    drawn.
+    """
     order = random.Random(lease.seed)
     rollouts = tuple(
         Trajectory(

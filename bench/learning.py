@@ -79,8 +79,8 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         ],
     },
 }
-"""What each arm adds to the quickstart's options: APPO and its rivals on the quickstart's
-questions, InfoFlow on ones of 4 and 5 turns.
+"""Options of each arm beside the quickstart's: APPO and its rivals on the quickstart's questions,
+InfoFlow on questions of 4 and 5 turns.
 
 Steps differ because the tokens of a step do.
 """
@@ -248,7 +248,7 @@ def tokens_to(level: float, run: Curve) -> float | None:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval of the mean."""
+    """Half-width of the 95 % interval of the mean."""
     return T_95[len(values)] * stdev(values) / len(values) ** 0.5
 
 

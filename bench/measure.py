@@ -1,5 +1,5 @@
-"""What benchmarks share: timing rivals in turn, printing rows, keeping them as JSON with the
-versions they were measured under.
+"""Shared parts of the benchmarks: timing rivals in turn, printing rows, keeping them as JSON with
+the versions they were measured under.
 """
 
 from __future__ import annotations

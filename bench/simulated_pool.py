@@ -56,7 +56,7 @@ RETRY_S = 5.0
 """Between requests of a node that gets no lease, at least: the ledger would let it ask sooner,
 which takes the simulation longer."""
 TOKENS = 8
-"""Of a response; the ledger counts them, the simulated trainer does not care."""
+"""Tokens of a response; the ledger counts them, the simulated trainer ignores them."""
 
 
 class World:
@@ -144,13 +144,13 @@ def rollout_seeds(lease_seed: int, group_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a node is, and how strong."""
+    """The place of a node, and its speed."""
 
     name: str
     slots: int = 32
     """Rollouts at a time."""
     speed: float = 1.0
-    """Of its models."""
+    """Speed of the node's models."""
     round_trip_s: float = 0.0
     load_s: float = 2.0
     """To fetch a new version and load it."""
@@ -417,7 +417,7 @@ class Trainer:
 
 
 def staleness(trained: Iterable[tuple[int, Counter[int]]]) -> dict[str, float]:
-    """Of the tokens: the mean, the most, and the share of each."""
+    """Summarise the staleness of tokens: the mean, the most, and the share of each."""
     ages = sum((counts for _, counts in trained), Counter[int]())
     shares = {f"behind_{age}": ages[age] / ages.total() for age in range(max(ages) + 1)}
     return {

@@ -1,5 +1,4 @@
-"""Benchmark of rollouts that wait for tools: the real flow, collector and engine around tools that
-sleep.
+"""Benchmark of rollouts that wait for tools: the real flow, collector and engine, and slow tools.
 
 Each call takes a log-normal time, with a long tail, that its question and turn decide, so both
 rivals wait for the same calls.

@@ -44,7 +44,7 @@ RIVALS: dict[str, type[Transformers]] = {"transformers": Transformers, "trl": Tr
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one step on one path."""
+    """Measurements of one step on one path."""
 
     num_tokens: int
     """Padding included."""
@@ -147,7 +147,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
-    """By path; a backward pass takes twice as many FLOPs as a forward pass."""
+    """Count FLOPs by path; a backward pass takes twice as many as a forward pass."""
     cost, samples = ForwardCost.of(batch.model), batch.samples
     found = {}
     for path, shares in (("tree", True), ("packed", False)):

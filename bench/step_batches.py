@@ -1,8 +1,8 @@
-"""What `bench.step` trains on: a model and samples.
+"""Batches for `bench.step`: a model and samples.
 
 AgentFlow's shape is a group of 8 rollouts of random tokens: a long prompt that is constant for the
 question, a memory that grows with the turns, a response a tenth as long as its prompt. The main
-components's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
+job's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
 planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
 """
 
@@ -47,7 +47,7 @@ Qwen2.5's and want a GPU."""
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Of one optimizer step."""
+    """The samples of one optimizer step."""
 
     name: str
     model: PreTrainedModel
@@ -119,9 +119,7 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
     random.Random(0).shuffle(samples)
     components.close()
     world.leave()
-    return Batch(
-        f"main components, {'recorded' if warm else 'scripted'}", components.model, samples
-    )
+    return Batch(f"main job, {'recorded' if warm else 'scripted'}", components.model, samples)
 
 
 def _policy(components: RunComponents, store: WeightStore) -> Flow:
@@ -143,7 +141,7 @@ def _expert(components: RunComponents) -> Flow:
 
 
 def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list[Sample]:
-    """With the log-probs that the model gives to what the expert has written."""
+    """Give the expert's samples the log-probs of the model."""
     trainer = Trainer(
         copy.deepcopy(components.model), components.world, LossSpec(), OptimSpec(lr=0.0)
     )

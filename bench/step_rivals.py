@@ -1,5 +1,5 @@
-"""What others compute of the same samples: padded batches, one sample a row. Forward and backward
-pass, clipping, AdamW.
+"""Rivals of the token tree on the same samples: padded batches, one sample a row. Forward and
+backward pass, clipping, AdamW.
 
 `Transformers` is a plain loop: full logits, log_softmax, gather, clipped ratio. `Trl` calls
 `GRPOTrainer._compute_loss` of TRL as it is, on the model with TRL's fused head, through an object

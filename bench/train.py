@@ -1,4 +1,4 @@
-"""Where the wall time of a step of `flowtrain.train` goes:  python -m bench.train [--json F]"""
+"""Split the wall time of a step of `flowtrain.train` by stage:  python -m bench.train [--json F]"""
 
 from __future__ import annotations
 

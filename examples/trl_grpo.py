@@ -79,30 +79,23 @@ class FlowGRPOTrainer(GRPOTrainer):
             hook.remove()
 
     def _spec(self) -> LossSpec:
-        """TRL's settings in our words."""
-        self._refuse_what_is_missing()
+        """Translate TRL's settings."""
+        self._check_settings()
         is_cispo = self.loss_type == "cispo"
+        is_sequence = self.importance_sampling_level == "sequence"
         return LossSpec(
-            loss_type="cispo"
-            if is_cispo
-            else "gspo"
-            if self.importance_sampling_level == "sequence"
-            else "clip",
+            loss_type="cispo" if is_cispo else "gspo" if is_sequence else "clip",
             clip_low=self.epsilon_low,
-            clip_high=self.epsilon_high - 1
-            if is_cispo
-            else self.epsilon_high,  # TRL bounds the ratio of CISPO by epsilon_high itself
+            # TRL bounds the ratio of CISPO by epsilon_high itself.
+            clip_high=self.epsilon_high - 1 if is_cispo else self.epsilon_high,
             dual_clip=self.args.delta,
             kl_coef=self.beta,
         )
 
-    def _refuse_what_is_missing(self) -> None:
-        """Settings under which this loss would not be TRL's."""
-        args, is_sequence, is_cispo = (
-            self.args,
-            self.importance_sampling_level == "sequence",
-            self.loss_type == "cispo",
-        )
+    def _check_settings(self) -> None:
+        """Refuse settings under which this loss would not be TRL's."""
+        args, is_cispo = self.args, self.loss_type == "cispo"
+        is_sequence = self.importance_sampling_level == "sequence"
         is_missing = {
             "loss_type": self.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo"),
             "cispo by sequence": is_cispo and is_sequence,

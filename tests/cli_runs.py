@@ -107,7 +107,8 @@ gc.collect()
 gc.freeze()
 job = serve()
 if job is not None:
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)):
+    files = (0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)
+    for number, path, flags in files:
         os.dup2(os.open(path, flags), number)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])
@@ -123,7 +124,7 @@ if job is not None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # All of Python's own exit but taking every module apart, which would copy the memory that is shared with the server.
+    # Python's own exit, without taking apart modules whose memory is shared with the server.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -226,7 +227,7 @@ class Server:
         ]
 
     def resume(self, run: Path, *argv: object) -> None:
-        """Go on with a run to its end, without the picture, which takes longer than all the rest."""
+        """Resume a run to its end, without the picture, which takes longest."""
         code, lines, _ = self.run(
             "train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE
         )
@@ -284,7 +285,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def warm(place: Path) -> Path:
-    """The run folder of a real `python -m flowtrain.rft`; its model can name tools, now and then."""
+    """The run folder of a real `python -m flowtrain.rft`, whose model sometimes names tools."""
     command = [
         sys.executable,
         "-m",

@@ -1,9 +1,10 @@
-"""What several test folders share: one CPU thread, and a tiny tokenizer and model in a folder that
-transformers loads.
+"""Fixtures that several test folders share: one CPU thread, and a tiny tokenizer and model in a
+folder that transformers loads.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 if not Path("/dev/nvidia0").exists():
     # Triton reads this when it is first imported: its kernels then run, value for value, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests run in several processes side by side, and their arrays are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _HERE = Path(__file__).parent
 for _path in _HERE.rglob("*.py"):
@@ -20,6 +23,51 @@ for _path in _HERE.rglob("*.py"):
         # Test modules import a helper by its bare name, or from another folder as tests.<folder>.
         _dotted = ".".join(_path.relative_to(_HERE.parent).with_suffix("").parts)
         pytest.register_assert_rewrite(_path.stem, _dotted)
+
+
+SLOW = (
+    "dataflow/test_bench_dataflow.py",
+    "dataflow/test_chaos.py",
+    "dataflow/test_chaos_processes.py",
+    "dataflow/test_ledger_killed.py",
+    "dataflow/test_ledger_machine.py",
+    "evals/test_evals_cli.py",
+    "kernels/test_aot.py",
+    "kernels/test_lm_head.py",
+    "kernels/test_operators.py",
+    "kernels/test_linear_operators.py",
+    "node/test_node_contract.py",
+    "node/test_node_process.py",
+    "test_examples.py",
+    "test_exact_resume.py",
+    "test_learning.py",
+    "test_learning_verifier.py",
+    "test_rft.py",
+    "test_train_algorithms.py",
+    "test_train_cli.py",
+    "test_train_dataflow.py",
+    "test_train_resume.py",
+    "test_train_roles.py",
+    "test_train_verifier.py",
+    "training/test_flex.py",
+    "training/test_two_ranks.py",
+    "weights/test_delta_fuzz.py",
+    "weights/test_publish_ranks.py",
+    "weights/test_store_killed.py",
+)
+"""Files whose tests take seconds each; `make check` leaves them to `make test`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE) and str(item.path.relative_to(_HERE)) in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over all that was imported, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""What the studies of learning make of curves, by hand."""
+"""The studies of learning against curves by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_tokens_to_a_level_are_those_of_its_first_crossing() -> None:
 
 
 def test_a_row_compares_at_equal_tokens_and_seed_by_seed() -> None:
-    """Up to 2000 tokens: two seeds of a straight line to 1, against a line to 0.2 and then to 0.6."""
+    """Up to 2000 tokens: two seeds of a straight line to 1, against one to 0.2, then 0.6."""
     grid = [0.0, 1000.0, 2000.0]
     row = bench.row("fast", [FAST, FAST], [SLOW, SLOW], grid, 0.8)
     assert (row["final"], row["final +-"], row["gain +-"], row["to level"], row["reached"]) == (

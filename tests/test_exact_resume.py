@@ -153,7 +153,7 @@ def test_the_state_of_the_random_generators_is_of_no_account(
 
 
 def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path]) -> None:
-    """What is collected in a step is trained in it: the place among the tasks is the whole state of
+    """Rollouts are trained in their own step: the position among the tasks is the whole state of
     the loop.
     """
     path = whole(1)

@@ -96,14 +96,14 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer_after_a_step(
-    request: pytest.FixtureRequest, trl_grpo: ModuleType, tmp_path: Path
+    request: pytest.FixtureRequest, trl_grpo: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     """Its buffer holds the batch that the step was taken on, which the weights have left since."""
     trainer = trl_grpo.new_trainer(
         trl_grpo.FlowGRPOTrainer,
-        str(tmp_path),
+        str(tmp_path_factory.mktemp("trainer")),
         max_steps=1,
         delta=1.5,
         temperature=0.9,
@@ -116,7 +116,7 @@ def trainer_after_a_step(
 @pytest.mark.parametrize("trainer_after_a_step", LOSSES.values(), ids=LOSSES, indirect=True)
 @pytest.mark.parametrize("mode", ["train", "eval", "on-policy", "everything"])
 def test_loss_gradients_and_metrics_are_those_of_trl(
-    trainer_after_a_step: Any, trl_grpo: ModuleType, mode: str
+    trainer_after_a_step: Any, trl_grpo: ModuleType, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a batch that TRL made. "everything" adds a reference policy, tokens of a tool, the
     correction for vLLM, and samples for two steps generated at once.
@@ -124,13 +124,18 @@ def test_loss_gradients_and_metrics_are_those_of_trl(
     trainer = trainer_after_a_step
     inputs = dict(trainer._buffered_inputs[1])
     trainer.model.train(mode != "eval")
+    for each in trainer._metrics.values():
+        each.clear()
     if mode == "on-policy":
         del inputs["old_per_token_logps"]
     if mode == "everything":
         rng, old = torch.Generator().manual_seed(0), inputs["old_per_token_logps"]
-        trainer.beta, trainer.args.use_bias_correction_kl = 0.1, False
-        trainer.args.steps_per_generation *= 2
-        trainer.use_vllm, trainer.args.vllm_importance_sampling_mode = True, "sequence_truncate"
+        args = trainer.args
+        monkeypatch.setattr(trainer, "beta", 0.1)
+        monkeypatch.setattr(trainer, "use_vllm", True)
+        monkeypatch.setattr(args, "use_bias_correction_kl", False)
+        monkeypatch.setattr(args, "steps_per_generation", 2 * args.steps_per_generation)
+        monkeypatch.setattr(args, "vllm_importance_sampling_mode", "sequence_truncate")
         inputs["ref_per_token_logps"] = old + 0.3 * torch.randn(old.shape, generator=rng)
         inputs["tool_mask"] = (torch.rand(old.shape, generator=rng) < 0.8).long()
         inputs["importance_sampling_ratio"] = 0.5 + torch.rand(len(old), 1, generator=rng)

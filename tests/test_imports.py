@@ -221,7 +221,7 @@ ALLOWED = {
         "flowtrain.config",
     ),
 }
-"""What a package may import besides the standard library."""
+"""Packages that a package may import besides the standard library."""
 
 ORDER = (
     ("types",),

@@ -56,7 +56,7 @@ def prepared(
 
 
 def stop_share(groups: Sequence[Group], tool: str) -> float:
-    """Of the turns that used a tool."""
+    """Share of STOP among the turns that used a tool."""
     turns = [
         turn
         for group in groups

@@ -1,6 +1,4 @@
-"""What fine-tuning imitates: turns that cannot be trained are left out, counted, and change
-nothing.
-"""
+"""Fine-tuning leaves out and counts turns that cannot be trained, and they change nothing."""
 
 from __future__ import annotations
 

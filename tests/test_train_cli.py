@@ -1,4 +1,4 @@
-"""The two commands as a person runs them: what a run leaves, bad input, a full disk, several ranks."""
+"""The two commands as a person runs them: output, bad input, a full disk, several ranks."""
 
 from __future__ import annotations
 
@@ -312,11 +312,14 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
         import json, sys
         from transformers import AutoModelForCausalLM, AutoTokenizer
         for path in sys.argv[1:]:
-            model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-            ids = tokenizer("Question: What is 3 plus 4?\\nSub-Goal:", return_tensors="pt").input_ids
+            model = AutoModelForCausalLM.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            prompt = "Question: What is 3 plus 4?\\nSub-Goal:"
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
             assert int(ids.max()) < model.config.vocab_size, (ids, model.config.vocab_size)
             out = model.generate(ids, max_new_tokens=3, do_sample=False)
-            print(json.dumps([ids[0].tolist(), tokenizer.eos_token_id, out.shape[1] > ids.shape[1]]))
+            is_longer = out.shape[1] > ids.shape[1]
+            print(json.dumps([ids[0].tolist(), tokenizer.eos_token_id, is_longer]))
         assert not any(name.startswith("flowtrain") for name in sys.modules)
     """
     paths = [str(full / "checkpoints" / "step_00000006"), str(warm / "model")]
@@ -536,23 +539,21 @@ def torchrun(num_ranks: int, *argv: object, cwd: Path) -> subprocess.CompletedPr
     )
 
 
+def ranks(server: Server, num_ranks: int, *argv: object) -> str:
+    """What so many ranks, started without torchrun, print together."""
+    processes = server.start_ranks(num_ranks, *argv, before=[NO_PICTURE] * num_ranks)
+    codes = [process.wait(timeout_s=240) for process in processes]
+    assert not any(codes), [process.err.read_text()[-1500:] for process in processes]
+    return "".join(process.out.read_text() for process in processes)
+
+
 @pytest.mark.dist
-def test_eight_ranks_train_two_steps(words: tuple[str, ...], tmp_path: Path) -> None:
-    done = torchrun(
-        8,
-        *words,
-        "--run.dir",
-        "run",
-        "--rollout.num_questions",
-        "8",
-        "--rft.batch_size",
-        "8",
-        "--train.num_steps",
-        "2",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_eight_ranks_train_two_steps(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
+    few = ("--rollout.num_questions", 8, "--rft.batch_size", 8, "--train.num_steps", 2)
+    printed = ranks(server, 8, *words, "--run.dir", run, *few)
     assert [record["step"] for record in read(run / "metrics.jsonl")] == [0, 1, 2]
     logs = [
         run / ("trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl")
@@ -563,7 +564,7 @@ def test_eight_ranks_train_two_steps(words: tuple[str, ...], tmp_path: Path) -> 
             (step, rank) for step in (1, 2) for _ in range(8)
         ]
     assert "summary.json" in {path.name for path in run.iterdir()}
-    assert done.stdout.count("held-out reward") == 1, "one rank speaks"
+    assert printed.count("held-out reward") == 1, "one rank speaks"
 
 
 @pytest.mark.dist
@@ -587,7 +588,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
 
 @pytest.mark.dist
 def test_two_ranks_train_for_one_and_then_one_for_two(
-    words: tuple[str, ...], full: Path, tmp_path: Path
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
     """The run of one rank, but for the rounding of sums; it is resumed with the ranks placed
     otherwise.
@@ -604,8 +605,7 @@ def test_two_ranks_train_for_one_and_then_one_for_two(
             "--train.num_steps",
             num_steps,
         )
-        done = torchrun(3, *words, *argv, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
+        ranks(server, 3, *words, *argv)
     ours, theirs = (
         load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors")
         for each in (run, full)

@@ -11,14 +11,12 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import ENV, KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of
+from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of
 from http_servers import running
 from safetensors.torch import load_file
 
@@ -491,7 +489,7 @@ def pushed(dataflow: Dataflow, node: str) -> int:
 def test_two_trainers_and_nodes_that_come_and_go(
     server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A torchrun for each policy; of three nodes two are killed and one joins, without which
+    """A process for each policy; of three nodes two are killed and one joins, without which
     training would not end.
     """
     model, num_steps = str(warm / "model"), 2 * NUM_STEPS
@@ -519,7 +517,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
         "planner": (*both, "--policies.verifier.path", model),
         "verifier": (*both, "--policies.planner.path", model, "--train.policy", "verifier"),
     }
-    dataflow, trainers = Dataflow(tmp_path / "ledger.sqlite", *of["planner"]), {}
+    dataflow = Dataflow(tmp_path / "ledger.sqlite", *of["planner"])
     with dataflow.served() as url:
 
         def node(name: str) -> Process:
@@ -534,23 +532,19 @@ def test_two_trainers_and_nodes_that_come_and_go(
                 env={"FLOWTRAIN_TOKEN": TOKEN},
             )
 
-        for name, options in of.items():
-            ranks = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc_per_node",
-                "1",
-                "-m",
-                "flowtrain.train",
-            ]
-            own = [*options, "--dataflow.url", url, "--run.dir", str(tmp_path / name)]
-            log = (tmp_path / f"{name}.log").open("w")
-            env = {**os.environ, **ENV, "FLOWTRAIN_TOKEN": TOKEN}
-            trainers[name] = subprocess.Popen(
-                [*ranks, *own], env=env, stdout=log, stderr=subprocess.STDOUT
+        trainers = {
+            name: server.start(
+                "train",
+                *options,
+                "--dataflow.url",
+                url,
+                "--run.dir",
+                tmp_path / name,
+                before=NO_PICTURE,
+                env={"FLOWTRAIN_TOKEN": TOKEN},
             )
+            for name, options in of.items()
+        }
         nodes = {name: node(name) for name in ("one", "two", "three")}
         nodes["three"].wait_for(lambda: has_logged(tmp_path / "planner", 2), timeout_s=120)
         for name in ("one", "two"):
@@ -561,7 +555,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
         os.kill(nodes["three"].pid, signal.SIGCONT)
         codes = {name: trainer.wait(120) for name, trainer in trainers.items()}
         assert codes == {"planner": 0, "verifier": 0}, [
-            (tmp_path / f"{name}.log").read_text()[-3000:] for name in trainers
+            trainer.err.read_text()[-3000:] for trainer in trainers.values()
         ]
         ends = [each.wait() for each in nodes.values()]
         assert ends == [0, 0], [

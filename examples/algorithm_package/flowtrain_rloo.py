@@ -1,5 +1,5 @@
-"""RLOO (arXiv 2402.14740) as an algorithm of another package: a rollout's baseline is the mean reward
-of the others of its group.
+"""RLOO (arXiv 2402.14740) as an algorithm of another package: a rollout's baseline is the mean
+reward of the others of its group.
 """
 
 from collections.abc import Sequence

@@ -146,7 +146,7 @@ def make_flow(
     chats: Mapping[str, ChatEngine] | None = None,
     verifier: Verifier | None = None,
 ) -> Flow:
-    """Make the flow; a role without an engine is done by rules, the analyst's by nobody.
+    """Make the flow; rules play a role without an engine, and there is no analyst without one.
 
     Args:
         chats: the engine of every role that has one.

@@ -90,7 +90,7 @@ class BranchStart:
     point: BranchPoint
 
     def turns(self) -> list[Turn]:
-        """The turns before the one that is sampled anew, in part or in whole."""
+        """The turns before the one that is sampled again, in part or in whole."""
         return list(self.parent.turns[: self.point.turn])
 
     def prefix(self) -> ResponsePrefix:

@@ -1,5 +1,7 @@
-"""Prompts of the planner. The parts that are constant for a question come first and the memory
-last, so each prompt of a rollout extends the one before.
+"""Prompts of the planner.
+
+The parts that are constant for a question come first and the memory last, so each prompt of a
+rollout extends the one before.
 
 "compact" is for the tiny planner of the quickstart, whose budget is some 100 tokens: it has no
 instructions and no tool descriptions, and it opens the answer with the field that matters. "full"

@@ -48,20 +48,17 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
     ledger = open_ledger(_config(rest), options.database)
+    run = ledger.run
     serving.serve(
-        f"run {ledger.run}",
-        lambda token: Service(ledger, ledger.run, token),
-        options.host,
-        options.port,
+        f"run {run}", lambda token: Service(ledger, run, token), options.host, options.port
     )
     return 0
 
 
 def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _nothing_else(rest)
-    with Client(
-        options.url, os.environ.get(serving.TOKEN_VARIABLE, ""), wait_s=options.wait
-    ) as client:
+    token = os.environ.get(serving.TOKEN_VARIABLE, "")
+    with Client(options.url, token, wait_s=options.wait) as client:
         if options.json:
             print(json.dumps(client.status(), indent=1))
             return 0
@@ -82,10 +79,8 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"problems": audit.problems, "counts": audit.counts}, indent=1))
     else:
-        print(
-            ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
-            or "nothing has happened yet"
-        )
+        counts = ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
+        print(counts or "nothing has happened yet")
         print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
     return 1 if audit.problems else 0
 
@@ -117,13 +112,8 @@ def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _nothing_else(rest)
     with reading(options.database) as transaction:
         timeline = read_timeline(transaction)
-    print(
-        draw_timeline(
-            timeline,
-            Path(options.out),
-            f"{Path(options.database).name}: {len(timeline.pushes):,} groups",
-        )
-    )
+    title = f"{Path(options.database).name}: {len(timeline.pushes):,} groups"
+    print(draw_timeline(timeline, Path(options.out), title))
     return 0
 
 
@@ -147,9 +137,24 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", required=True, metavar="{serve,status,audit,replay,picture}"
     )
 
-    example = "serve --config configs/quickstart.toml --database runs/a/flow.sqlite --port 8400"
-    server = _add(
-        commands, "serve", _serve, "answer nodes and trainers, until Ctrl-C or SIGTERM", example
+    def add(name: str, run: object, what: str, example: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what}.",
+            epilog=f"example: {_COMMAND} {name} {example}",
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    database = "--database runs/a/flow.sqlite"
+    run_options = "--config configs/quickstart.toml " + database
+    server = add(
+        "serve",
+        _serve,
+        "answer nodes and trainers, until Ctrl-C or SIGTERM",
+        f"{run_options} --port 8400",
     )
     server.usage = (
         f"{_COMMAND} serve --database DATABASE [--host HOST] [--port PORT] [--config FILE.toml] "
@@ -167,47 +172,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--port", type=_port, default=8400, help="0: any free one (default: 8400)")
 
-    status = _add(
-        commands,
+    status = add(
         "status",
         _status,
         "rates, buffers, staleness, nodes; a table that goes on in a terminal",
-        "status http://host:8400",
+        "http://host:8400",
     )
     status.add_argument("url", metavar="URL", help="address of the service")
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
-    status.add_argument(
-        "--every",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="seconds between two looks (default: 2)",
-    )
-    status.add_argument(
-        "--wait",
-        type=_seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds to wait for an answer (default: 10)",
-    )
+    for option, default_s, what in (
+        ("--every", 2.0, "between two looks"),
+        ("--wait", 10.0, "to wait for an answer"),
+    ):
+        text = f"seconds {what} (default: {default_s:g})"
+        status.add_argument(option, type=_seconds, default=default_s, metavar="S", help=text)
 
-    audit = _add(
-        commands,
-        "audit",
-        _audit,
-        "check that nothing was lost and nothing trained twice",
-        "audit --database runs/a/flow.sqlite",
-    )
+    audit = add("audit", _audit, "check that nothing was lost and nothing trained twice", database)
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
 
-    example = "replay --config configs/quickstart.toml --database runs/a/flow.sqlite"
-    again = _add(
-        commands,
+    again = add(
         "replay",
         _replay,
         "make every decision of the rules again, and show the first that differs",
-        example,
+        run_options,
     )
     again.usage = (
         f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
@@ -215,34 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     again.epilog = f"{again.epilog}. The options are those that the service has."
     _add_database(again, "it may be in use")
 
-    example = "picture --database runs/a/flow.sqlite"
-    picture = _add(
-        commands,
-        "picture",
-        _picture,
-        "draw rates, rewards, versions and staleness over time",
-        example,
+    picture = add(
+        "picture", _picture, "draw rates, rewards, versions and staleness over time", database
     )
     _add_database(picture, "it may be in use")
     picture.add_argument("--out", default="flow.png", help="PNG to write (default: flow.png)")
-    return parser
-
-
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: object,
-    what: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what}.",
-        epilog=f"example: {_COMMAND} {example}",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
     return parser
 
 

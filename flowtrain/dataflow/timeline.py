@@ -1,4 +1,4 @@
-"""What a ledger saw, as a picture over time: rates by node, rewards, versions and staleness.
+"""A picture of a ledger over time: rates by node, rewards, versions and staleness.
 
 python -m flowtrain.dataflow picture --database runs/a/flow.sqlite --out flow.png
 """
@@ -18,7 +18,7 @@ from flowtrain.report.curves import save_figure
 from flowtrain.types import UserError
 
 _MAX_NODES = 12
-"""With a band of their own; smaller ones share the last."""
+"""Nodes with a band of their own; the others share the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Timeline:
     """(time, node, mean reward) of each committed group with a rollout that finished, in the order
     of time."""
     batches: dict[str, tuple[tuple[float, int, float, float], ...]]
-    """By policy: (time, version that it trains, mean and maximum of the staleness of its groups) of
-    each batch, by step."""
+    """By policy and step, a batch: (time, version that it trains, mean and maximum of the staleness
+    of its groups)."""
     leases: tuple[tuple[float, str, int], ...]
-    """(time, node, +1 or -1): who came and went; a node is there from its first lease to its last
+    """(time, node, +1 or -1) when a node came or went; it is there from its first lease to its last
     push."""
 
     @property
@@ -44,7 +44,7 @@ class Timeline:
 
 
 def read_timeline(transaction: Transaction) -> Timeline:
-    """UserError while nothing has been pushed."""
+    """Read the timeline of a ledger. UserError while nothing has been pushed."""
     groups = transaction.all(
         "SELECT pushed_s, node, rewards FROM groups ORDER BY pushed_s, work_item"
     )
@@ -75,7 +75,7 @@ def read_timeline(transaction: Transaction) -> Timeline:
 
 
 def draw_timeline(timeline: Timeline, out: Path, title: str) -> Path:
-    """Four panels over one clock, as a PNG."""
+    """Draw four panels with one time axis as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,7 +99,7 @@ def draw_timeline(timeline: Timeline, out: Path, title: str) -> Path:
 
 
 def rates(times: Sequence[float], end_s: float, num_bins: int) -> list[float]:
-    """Per second, in bins of equal length from 0 to `end_s`."""
+    """Rates per second, in bins of equal length from 0 to `end_s`."""
     width = max(end_s, 1e-9) / num_bins
     counts = [0] * num_bins
     for time in times:
@@ -108,7 +108,7 @@ def rates(times: Sequence[float], end_s: float, num_bins: int) -> list[float]:
 
 
 def trailing(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to `window` - 1 before it."""
+    """The mean of each value and up to `window` - 1 values before it."""
     sums = [0.0, *accumulate(values)]
     return [
         (sums[end] - sums[max(end - window, 0)]) / min(end, window) for end in range(1, len(sums))
@@ -129,7 +129,7 @@ def _draw_rates(axes: Any, timeline: Timeline) -> None:
     }
     if rest := [time for time, node, _ in timeline.pushes if node not in bands]:
         bands[f"{len(names) - len(bands)} more"] = rest
-    edges = [(place + 0.5) * end_s / num_bins for place in range(num_bins)]
+    edges = [(index + 0.5) * end_s / num_bins for index in range(num_bins)]
     stacked = [rates(times, end_s, num_bins) for times in bands.values()]
     axes.stackplot(edges, stacked, labels=list(bands), colors=[*PALETTE, *PALETTE], alpha=0.85)
     axes.set(title="Groups committed per second, by node", ylabel="groups / s")
@@ -138,10 +138,8 @@ def _draw_rates(axes: Any, timeline: Timeline) -> None:
 def _draw_rewards(axes: Any, timeline: Timeline) -> None:
     from flowtrain.report.panels import BLUE, GREY
 
-    times, rewards = (
-        [time for time, *_ in timeline.pushes],
-        [reward for *_, reward in timeline.pushes],
-    )
+    times = [time for time, *_ in timeline.pushes]
+    rewards = [reward for *_, reward in timeline.pushes]
     window = max(len(rewards) // 20, 1)
     axes.plot(times, rewards, ".", color=GREY, markersize=2, alpha=0.4)
     axes.plot(
@@ -191,4 +189,4 @@ def _draw_staleness(axes: Any, timeline: Timeline) -> None:
             linewidth=1,
             label=f"{policy}: oldest",
         )
-    axes.set(title="Staleness of what is trained", ylabel="versions")
+    axes.set(title="Staleness of trained groups", ylabel="versions")

@@ -1,6 +1,4 @@
-"""The rows of a file of questions: JSONL (one object per line), JSON (a list of objects) or
-Parquet.
-"""
+"""Rows of a file: JSONL (one object per line), JSON (a list of objects) or Parquet."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `bench.flow` claims about its simulated latencies, and that both of its designs do the same
-work.
-"""
+"""`bench.flow` keeps its simulated latencies, and both of its designs do the same work."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]
 
 @pytest.mark.parametrize("memory_tokens", [0, 250])
 def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> None:
-    """Of searches alone; under a budget of the memory it has read what that left."""
+    """Only searches are imitated; under a memory budget the refiner has read what was left."""
     model, tokenizer = Model(), CharTokenizer()
     flow, rollout = make(LLMRefiner(model, 1000), memory_tokens)
     samples = refinements(flow, [rollout], tokenizer, 0, 1000)

@@ -68,8 +68,8 @@ def at_least(text: str) -> bool:
 
 
 def coarse(memory: Memory) -> int:
-    """Of a tokenizer for which the parts together take more than one by one: seven characters are a
-    token, less is none.
+    """Count as a tokenizer whose parts together take more than one by one: seven characters are a
+    token, fewer are none.
     """
     return len(PROMPTS[0].steps(memory)) // 7
 

@@ -26,7 +26,7 @@ from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
 
 
 def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:
-    """Of (tool, result) or (tool, sub-goal, result)."""
+    """Make a memory of (tool, result) or (tool, sub-goal, result)."""
     return Memory(
         tuple(
             MemoryEntry(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1])

@@ -1,5 +1,5 @@
-"""What is read from the replies of planner, executor, verifier and generator: nothing raises,
-nothing that was said is lost.
+"""Parsers of the replies of planner, executor, verifier and generator raise nothing and lose
+nothing.
 """
 
 from __future__ import annotations

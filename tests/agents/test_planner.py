@@ -1,6 +1,4 @@
-"""What the planner reads and writes: the prompts, the four fields and every way a model can get
-them wrong.
-"""
+"""The planner's prompts, its four fields, and every way a model can get them wrong."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def approx(value: Any) -> Any:
 
 
 A = 0.5 / 0.500001
-"""Of rewards 1 and 0: mean 1/2, population std 1/2."""
+"""The advantage of rewards 1 and 0: mean 1/2, population std 1/2."""
 
 
 def test_two_groups_by_hand() -> None:

@@ -1,5 +1,5 @@
-"""Where to branch: the choice by hand, and the scores of real rollouts against those of one sample
-at a time.
+"""Branch points: the choice by hand, and the scores of real rollouts against those of one sample at
+a time.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
 def test_scores_come_back_in_the_order_of_the_samples(
     make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
 ) -> None:
-    """Rows sort samples by their tokens; each token's scores must be those of its own sample alone."""
+    """Rows sort samples by their tokens; each token's scores are those of its own sample."""
     trainer, samples = make_trainer(temperature=0.7), random_samples(9)
     together = score_samples(trainer, samples, 30, against_reference=False)
     alone = [score_samples(trainer, [sample], 1000, against_reference=False) for sample in samples]

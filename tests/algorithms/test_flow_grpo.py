@@ -144,7 +144,6 @@ def test_a_verifier_that_is_no_policy_has_no_samples() -> None:
 
 
 # --- advantages and weights
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_paper_mode_by_hand() -> None:
@@ -158,7 +157,8 @@ def test_paper_mode_by_hand() -> None:
     out = flow_grpo([group])
     a = 0.5 / 0.500001
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
-    # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5); T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
+    # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5);
+    # T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
     assert [s.loss_weights[0] for s in out.samples] == approx(
         [1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40]
     )
@@ -276,7 +276,7 @@ def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
     assert sum(s.advantages[0] for s in released.samples) == pytest.approx(0, abs=1e-6)
 
 
-# --- mini-batches -------------------------------------------------------------------------------------------------------------------
+# --- mini-batches
 
 
 def batch_of(num_groups: int) -> list[Group]:
@@ -337,10 +337,11 @@ def test_minibatches_are_of_equal_size() -> None:
     assert all(s.minibatch == 0 for s in flow_grpo(batch_of(5), "released").samples)
 
 
-# --- down to the gradient -----------------------------------------------------------------------------------------------------------
+# --- down to the gradient
 #
-# The policy: softmax over 3 tokens whose logits are the parameters themselves, the same for every token. theta = (0, ln 2, ln 3) gives
-# p = (1/6, 2/6, 3/6). Old log-probs are set so that each token has the ratio p / p_old that is written beside it.
+# The policy: softmax over 3 tokens whose logits are the parameters themselves, the same for every
+# token. theta = (0, ln 2, ln 3) gives p = (1/6, 2/6, 3/6). Old log-probs are set so that each token
+# has the ratio p / p_old that is written beside it.
 
 THETA = torch.tensor([0.0, math.log(2), math.log(3)], dtype=torch.float64)
 PAPER_LOSS = LossSpec(clip_low=0.2, clip_high=0.2)
@@ -355,7 +356,7 @@ def turn_with_ratios(ids: Sequence[int], ratios: Sequence[float]) -> Turn:
 
 
 def worked_group() -> Group:
-    """Two trajectories: reward 1 with turns of 1 and 3 tokens, reward 0 with one turn of 3 tokens."""
+    """Reward 1 with turns of 1 and 3 tokens, reward 0 with one turn of 3 tokens."""
     good = trajectory(1, turn_with_ratios([0], [1.5]), turn_with_ratios([1, 2, 2], [1.0, 0.5, 1.1]))
     bad = trajectory(0, turn_with_ratios([2, 0, 1], [0.5, 2.0, 4.0]))
     return Group(0, (good, bad))
@@ -364,8 +365,8 @@ def worked_group() -> Group:
 def loss_and_gradient(
     samples: Sequence[Sample], spec: LossSpec, ref: Tensor | None = None
 ) -> tuple[float, Tensor]:
-    """What the trainer does: the weighted sum of token losses over the sum of the weights. fp32, as
-    everywhere.
+    """Compute as the trainer does: the weighted sum of token losses over the sum of the weights, in
+    fp32.
     """
     theta = THETA.float().requires_grad_()
     ids = torch.tensor([i for s in samples for i in s.response_ids])

@@ -1,5 +1,5 @@
-"""What cannot be trained is left out, counted and out of the normaliser; the rest has the gradient
-that it has without it.
+"""Samples that cannot be trained are left out, counted and out of the normaliser; the others have
+the gradient that they have alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, messages, help, interrupts."""
+"""Shared behaviour of the commands: exit codes, messages, help, interrupts."""
 
 from __future__ import annotations
 

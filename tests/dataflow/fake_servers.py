@@ -59,7 +59,7 @@ ANSWERS: dict[str, Any] = {
 }
 
 Answer = Callable[[socket.socket, str], None]
-"""What to do with a connection that has asked for a method; the connection ends after it."""
+"""Handles a connection that has asked for a method; the connection ends after it."""
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ FAULTS = (
     "repeat later",
 )
 _MOST_S = 0.03
-"""Of a delay: requests that come meanwhile overtake, which reorders them."""
+"""Seconds of a delay: requests that come meanwhile overtake, which reorders them."""
 _LATER_S = 0.15
 """Until a request comes a second time, long after its answer."""
 
@@ -53,7 +53,7 @@ class FaultyProxy:
         writer.close()
 
     async def _through(self, fault: str, request: bytes) -> bytes:
-        """What the client gets; nothing where something is lost."""
+        """Return what the client gets; nothing where something is lost."""
         pause_s = self._random.uniform(0, _MOST_S)
         if fault == "lose request":
             return b""

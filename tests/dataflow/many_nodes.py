@@ -115,7 +115,7 @@ class Notes:
                 self._take(*json.loads(line))
 
     def served(self, step: int, groups: list[tuple[int, bytes]]) -> None:
-        """What was served before must be served again."""
+        """Batches that were served before must be served again."""
         if step in self.batches:
             assert self.batches[step] == groups, f"step {step} has other groups than before"
         else:
@@ -179,7 +179,7 @@ def run_trainer(
 
 
 def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
-    """Of two ranks, which ask one after the other."""
+    """Ask for a batch on two ranks, one after the other."""
     found = {}
     for rank in range(2):
         request = BatchRequest("planner", step, rank, 2, wait_s=1.0)

@@ -40,7 +40,7 @@ from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDead
 
 NUM_STEPS, NUM_GROUPS, CHECKPOINT_EVERY = 8, 3, 3
 NUM_LIVES = 6
-"""Of each process; the last one is not killed."""
+"""Lifetime of each process; the last one is not killed."""
 LIMIT_S = 90.0
 PARENT = os.getpid()
 

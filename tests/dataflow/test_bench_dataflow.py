@@ -1,5 +1,5 @@
-"""What `bench.dataflow` assumes and claims: rollouts as those of `bench.flow`, time as it passes,
-rates as those of the parts.
+"""`bench.dataflow` rolls out as `bench.flow` does, time passes as it should, and rates are those of
+the parts.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
 
 
 class FaultyCalls:
-    """What a client is before the services of one database: each request reaches any of them, now
-    or later, once or more often or not at all, and is asked again until it is answered. Now and
-    then a service begins anew.
+    """A client before the services of one database: each request reaches any of them, now or later,
+    once or more often or not at all, and is repeated until it is answered. Now and then a service
+    restarts.
     """
 
     def __init__(

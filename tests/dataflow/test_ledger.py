@@ -1,4 +1,4 @@
-"""What the ledger answers, one rule after the other, on both databases, by itself and through a
+"""The ledger's answers, one rule after the other, on both databases, by itself and through a
 service.
 """
 

@@ -47,7 +47,7 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 
 class Trainer:
-    """What one knows of itself; a crash takes it back to its checkpoint."""
+    """A trainer's own knowledge; a crash takes it back to its checkpoint."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -134,7 +134,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def push(self, data: st.DataObject) -> None:
-        """Of any lease ever granted: in time, late, again, after the work item went to others."""
+        """Push for any lease ever granted: in time, late, again, after the work item went to
+        others.
+        """
         if not self.leases:
             return
         node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]

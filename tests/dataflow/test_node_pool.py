@@ -105,7 +105,7 @@ class Plant:
     node_rate: float
     """Groups per second of a node."""
     step_s: float
-    """Of training on a batch of 8."""
+    """Seconds of training on a batch of 8."""
     kept: float = 1.0
     noise: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))

@@ -21,7 +21,7 @@ def outcome(task: str, rewards: Sequence[float]) -> Outcome:
 
 
 def probability(prompt_filter: PromptFilter, task: str) -> float:
-    """Of being admitted, to 2^-40, from the decisions alone."""
+    """Estimate the probability of being admitted, to 2^-40, from the decisions alone."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2

@@ -36,7 +36,7 @@ print(json.dumps([*answers, prompt_filter.admits("a", "", 0.5)]))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pip has installed the package."""
+    """The folder in which pip has installed the package."""
     pytest.importorskip("setuptools", "77", "the package is built with what is installed")
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(

@@ -1,4 +1,4 @@
-"""What is kept, what a batch is made of, and what is trained again."""
+"""Group filters, the make-up of a batch, and replay."""
 
 from __future__ import annotations
 

@@ -4,11 +4,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from kernel_truth import IMPLS
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreter
+
+    interpreter.speed_up()
 
 
 @pytest.fixture(params=IMPLS)

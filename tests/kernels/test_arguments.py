@@ -360,7 +360,7 @@ def refused(function: Callable[..., Any], arguments_: Batch, needles: tuple[str,
 
 
 @pytest.mark.parametrize("case", LOSS)
-def test_policy_loss_refuses_what_does_not_fit_before_it_writes_anything(case: str) -> None:
+def test_policy_loss_refuses_wrong_arguments_before_it_writes(case: str) -> None:
     change, *needles = LOSS[case]
     batch = full_batch()
     logits = batch["logits_TV"].clone().requires_grad_()
@@ -596,7 +596,7 @@ def assert_guard_holds(around: Tensor) -> None:
 @pytest.mark.parametrize("target", [VOCAB, VOCAB + 3, 2**32 + 1, 2**62])
 @pytest.mark.parametrize("spec", [SPEC, FUSED], ids=["gspo", "clip"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_target_outside_the_vocabulary_that_nobody_checked_gives_nan_and_writes_nowhere_else(
+def test_unchecked_target_outside_the_vocabulary_gives_nan_and_writes_nowhere_else(
     impl: str, spec: LossSpec, target: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments, "checks_values", lambda device: False)
@@ -626,7 +626,7 @@ def test_a_target_outside_the_vocabulary_that_nobody_checked_gives_nan_and_write
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 3, 2**40, -(2**40)])
 @pytest.mark.parametrize("spec", [SPEC, FUSED], ids=["gspo", "clip"])
-def test_an_unchecked_mask_id_outside_the_vocabulary_gives_nan_and_writes_nowhere_else(
+def test_unchecked_mask_id_outside_the_vocabulary_gives_nan_and_writes_nowhere_else(
     spec: LossSpec, bad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the kernels; torch raises an error of its own."""

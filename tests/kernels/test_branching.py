@@ -195,7 +195,7 @@ def test_scan_of_a_long_sequence_stays_within_rounding(
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_scan_of_a_value_that_is_not_finite_shows_it_up_to_there_and_nowhere_else(
+def test_scan_propagates_non_finite_values_to_earlier_positions_alone(
     impl: str, value: float
 ) -> None:
     lengths, spot = [5, 700, 5], 5 + 600  # in the second block of the second sequence
@@ -291,7 +291,7 @@ def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_score_takes_the_standard_deviation_of_the_population_and_a_candidate_needs_both_z_scores(
+def test_score_uses_population_std_and_candidates_need_both_z_scores(
     impl: str,
 ) -> None:
     """Worked by hand: H is 1 +- 1 and Omega 1 +- 0.1, so every z-score is +-1 but for the 1e-6;
@@ -337,7 +337,7 @@ def test_score_is_that_of_the_entropy_where_omega_is_flat(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_an_omega_that_is_clipped_everywhere_is_flat_however_many_blocks_there_are(
+def test_omega_clipped_everywhere_is_flat_for_any_number_of_blocks(
     impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small blocks, so that many of them are soon scanned: the mean of equal numbers is that
@@ -365,9 +365,7 @@ def test_a_constant_entropy_has_no_candidates(impl: str, num: int) -> None:
 
 @pytest.mark.parametrize("where", ["ratio", "entropy"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_nan_of_a_generated_token_leaves_its_sequence_without_candidates_and_is_seen(
-    impl: str, where: str
-) -> None:
+def test_nan_of_a_generated_token_shows_and_leaves_no_candidates(impl: str, where: str) -> None:
     lengths = [40, 600, 40]
     log_ratios, entropies = normals(680, 0.05), normals(680, seed=1)
     clean = score(log_ratios, entropies, lengths, impl)

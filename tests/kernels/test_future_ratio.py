@@ -120,7 +120,7 @@ def test_equal_policies_leave_a_constant_factor(impl: str) -> None:
     assert future.loss.item() == pytest.approx(twice.loss.item(), rel=1e-5)
 
 
-def test_a_ratio_of_the_past_changes_nothing() -> None:
+def test_future_ratio_ignores_earlier_tokens() -> None:
     """Sequence (d0, d1, d2): A_fut of the last token is its own ratio, whatever came before."""
     old, logprob = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.2, -1.3, -0.95])
     ones, bounds = torch.ones(3), torch.tensor([0, 3])

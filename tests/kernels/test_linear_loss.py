@@ -311,7 +311,7 @@ def test_temperature_softcap_masks_and_no_bias(name: str, softcap: float | None,
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_the_gradients_are_scaled_by_what_follows_the_loss(name: str, impl: str) -> None:
+def test_gradients_are_scaled_by_the_upstream_factor(name: str, impl: str) -> None:
     batch = head_batch()
     _, gradients = ours(SPECS[name], batch, impl, scale=-0.37)
     close(gradients, head_truth(SPECS[name], batch)[1], factor=-0.37)
@@ -322,7 +322,7 @@ def test_the_gradients_are_scaled_by_what_follows_the_loss(name: str, impl: str)
     [("hidden_TD",), ("weight_VD",), ("bias_V",), ("hidden_TD", "bias_V"), ("weight_VD", "bias_V")],
 )
 @pytest.mark.parametrize("name", MAIN)
-def test_what_needs_no_gradient_gets_none_and_changes_nothing(
+def test_tensors_without_requires_grad_get_no_gradient(
     name: str, needs: tuple[str, ...], impl: str
 ) -> None:
     """A frozen head, hidden states that are given, a bias trained alone."""

@@ -299,7 +299,7 @@ def test_the_weights_gradient_is_added_to_a_buffer(name: str, impl: str) -> None
     assert torch.equal(total, before)
 
 
-def test_a_factor_after_a_loss_with_a_buffer_cannot_go_unseen(impl: str) -> None:
+def test_upstream_factor_with_a_gradient_buffer_is_refused(impl: str) -> None:
     total = torch.zeros(VOCAB, 24, device=device_of(impl))
     if device_of(impl) == "cpu":
         with pytest.raises(

@@ -27,7 +27,7 @@ WIDE = LossSpec(clip_low=0.95, clip_high=20.0)
         (0.005, 0.05),  # none may stay
     ],
 )
-def test_the_bound_lies_between_the_largest_that_stays_and_the_smallest_that_goes(
+def test_bound_lies_between_the_largest_kept_and_the_smallest_dropped(
     threshold: float, tau: float
 ) -> None:
     assert second_moment_bound(torch.tensor([0.4, 0.1, 0.3, 0.2]), threshold) == pytest.approx(tau)
@@ -52,7 +52,7 @@ def masked(size: list[float], threshold: float) -> list[float]:
 
 
 @given(st.lists(st.integers(1, 10**6), unique=True, max_size=30), st.integers(1, 2**20))
-def test_it_keeps_what_is_left_when_the_largest_go_one_by_one(
+def test_kept_tokens_match_dropping_the_largest_one_by_one(
     sizes: list[int], threshold: int
 ) -> None:
     """Sizes are multiples of 2^-10, whose squares and sums are exact."""
@@ -77,7 +77,7 @@ def test_the_clip_is_never_wider_than_it_was() -> None:
     )
 
 
-def test_only_tokens_that_count_and_move_away_are_looked_at() -> None:
+def test_divergent_log_ratios_are_those_of_counted_tokens_moving_away() -> None:
     log_ratio_T = torch.tensor([0.5, -0.5, 0.25, -0.25, 9.0, 0.0, 9.0])
     advantage_T = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 0.0])
     weight_T = torch.tensor([1.0, 1.0, 1.0, 0.1, 0.0, 1.0, 1.0])

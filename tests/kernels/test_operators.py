@@ -284,7 +284,7 @@ def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
     assert len(graphs.forward) == 1
 
 
-def test_compiling_goes_on_when_the_spec_changes_or_all_is_dynamic() -> None:
+def test_compile_works_when_the_spec_changes_or_all_is_dynamic() -> None:
     """Numbers that change from call to call become symbols for torch.compile."""
     batch, graphs = random_batch(8, "torch"), Graphs()
 
@@ -482,9 +482,7 @@ def test_results_repeat_bit_for_bit_in_deterministic_mode(impl: str, name: str) 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_in_place_hands_the_storage_of_the_logits_on_as_their_gradient(
-    impl: str, name: str
-) -> None:
+def test_in_place_gradient_uses_the_storage_of_the_logits(impl: str, name: str) -> None:
     batch, seen = random_batch(6, impl), []
     logits = batch["logits_TV"].requires_grad_() * 1
     storage = logits.data_ptr()

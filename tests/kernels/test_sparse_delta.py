@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 Words = NDArray[np.uint16]
-SIZES = (0, 1, 65535, 65536, 65537, 200_000)
+SIZES = (0, 1, 65535, 65536, 65537, 132_000)
 DENSITIES = (0.0, 1e-5, 0.01, 0.3, 1.0)
 FIRSTS = (0, 1, 2**32 - 3, 5 * 2**40 + 16)
 LAST = 2**63 - 1
@@ -142,7 +142,7 @@ def test_the_digest_matches_numpy(impl: str, num: int, first: int) -> None:
     assert digest(digest_words(tensor(words, impl), first, impl=impl)) == numpy_digest(words, first)
 
 
-def test_the_digest_of_pieces_adds_up_and_knows_where_each_word_is(impl: str) -> None:
+def test_digests_of_pieces_add_up_and_depend_on_positions(impl: str) -> None:
     words, _ = random_change(70_001, 0.0)
     whole = digest(digest_words(tensor(words, impl), 11, impl=impl))
     parts = [
@@ -227,7 +227,7 @@ def test_wider_elements_are_several_words_each(impl: str, dtype: torch.dtype) ->
     assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def test_a_piece_within_a_larger_tensor_is_all_that_is_read_and_written(impl: str) -> None:
+def test_only_the_piece_within_a_larger_tensor_is_read_and_written(impl: str) -> None:
     """The piece starts at an odd word, so that no load of it is aligned."""
     old, new = random_change(66_000, 1.0)
     weights, target = tensor(old, impl), tensor(new, impl)
@@ -250,7 +250,7 @@ def test_a_parameter_is_patched_and_autograd_learns_of_it(impl: str) -> None:
         product.backward()
 
 
-def test_scattering_on_other_words_tells_by_its_digest_change(impl: str) -> None:
+def test_scattering_on_wrong_words_changes_the_digest_otherwise(impl: str) -> None:
     old, new = random_change(70_000, 0.01)
     diff = diff_words(tensor(old, impl), tensor(new, impl), impl=impl)
     met = old.copy()
@@ -267,9 +267,9 @@ def test_scattering_on_other_words_tells_by_its_digest_change(impl: str) -> None
 
 @pytest.mark.parametrize(("a", "b"), [(0.01, 0.3), (1.0, 1e-5)])
 def test_one_delta_after_another_is_the_delta_of_both(impl: str, a: float, b: float) -> None:
-    old, middle = random_change(70_000, a)
-    _, other = random_change(70_000, b, seed=1)
-    new = np.where(np.arange(70_000) % 2 == 0, middle, other)
+    old, middle = random_change(66_000, a)
+    _, other = random_change(66_000, b, seed=1)
+    new = np.where(np.arange(66_000) % 2 == 0, middle, other)
     words, changes = tensor(old, impl), []
     for target in (middle, new):
         diff = diff_words(words, tensor(target, impl), impl=impl)

@@ -446,7 +446,7 @@ def test_masked_importance_sampling_drops_tokens() -> None:
     assert both[5].isnan() and weight.tolist() == [0, 1, 1, 1, 0, 1]
 
 
-def test_without_a_correction_nothing_is_needed_or_changed() -> None:
+def test_no_sampler_correction_needs_nothing_and_changes_nothing() -> None:
     advantage, weight = torch.ones(2), torch.ones(2)
     assert correct_for_sampler(LossSpec(), advantage, weight, None, None) == (advantage, weight)
     for spec in (LossSpec(tis=2.0), LossSpec(mis=(0.5, 2.0))):

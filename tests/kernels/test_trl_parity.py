@@ -298,7 +298,7 @@ def test_loss_and_gradient_are_those_of_trl(name: str, change: str, impl: str) -
         ("cispo", "loss_type", "clip"),
     ],
 )
-def test_the_batch_tells_every_setting(name: str, field: str, value: Any) -> None:
+def test_every_setting_changes_the_loss_or_the_gradient(name: str, field: str, value: Any) -> None:
     """If one setting is changed on our side, loss and gradient leave TRL's: each setting has tokens
     that depend on it.
     """

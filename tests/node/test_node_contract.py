@@ -1,4 +1,4 @@
-"""What every node must do, whoever wrote it: the same tests for our node and for the one of the
+"""The contract of every node, whoever wrote it: the same tests for our node and for the one of the
 examples, each as a real process.
 """
 

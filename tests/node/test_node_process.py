@@ -85,7 +85,7 @@ def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def versions(groups: list[Group]) -> list[set[int]]:
-    """Of each rollout."""
+    """Read the versions of each rollout."""
     return [
         {span.version for turn in t.turns for span in turn.calls["planner"].spans}
         for group in groups

@@ -280,7 +280,7 @@ def served(*groups: Group, first: int = 0) -> list[AssignedGroup]:
 
 @pytest.mark.parametrize("step", [6, 7])
 def test_a_token_that_is_too_old_is_an_error_that_names_it(place: Place, step: int) -> None:
-    """Of every span: the first and the last of this group are fresh."""
+    """Every span counts: the first and the last of this group are fresh."""
     batch_source = place.batch_source(
         client=Serving(*served(spans(6), spans(6, 4, 6), spans(6), spans(6)))
     )

@@ -86,8 +86,8 @@ def with_layers(number: int) -> Qwen3Config:
 
 
 def kept_bytes(config: Any) -> int:
-    """What autograd keeps of a real forward pass on one chain of tokens, parameters and the row's
-    own tensors left out.
+    """Count what autograd keeps of a real forward pass on one chain of tokens, without parameters
+    and the row's own tensors.
     """
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).train()
     forest = Forest.of(torch.full((NUM_TOKENS,), NUM_TOKENS))
@@ -272,8 +272,8 @@ SURE = {"weights": 8, "gradients": 8, "moments": 16, "reference": 4, "published"
 def test_what_is_needed_for_sure_is_compared_to_the_byte(
     vllm: int, sleeps: bool, needed: int
 ) -> None:
-    """What depends on the length of rows does not count; a vLLM that sleeps and the gradients are
-    not there at the same time.
+    """The parts that depend on the length of rows do not count; a vLLM that sleeps and the
+    gradients are never there at the same time.
     """
     parts = {
         **{name: number * BILLION for name, number in SURE.items()},

@@ -19,7 +19,7 @@ class Program:
 def program(
     code: str, seccomp: str, bubblewrap: str | None = None, limits: str | None = None
 ) -> Program:
-    """What is not said is as in the stricter sandbox before."""
+    """Write a program; results that are not given are as in the stricter sandbox before."""
     bubblewrap = seccomp if bubblewrap is None else bubblewrap
     return Program(code, seccomp, bubblewrap, bubblewrap if limits is None else limits)
 

@@ -1,5 +1,5 @@
-"""What may be read: forms of a URL, addresses behind a name, and that the address that was checked
-is the one that is connected to.
+"""Addresses that may be read: forms of a URL, addresses behind a name, and the checked address is
+the one that is connected to.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What bubblewrap and limits add to seccomp: packages, a scratch folder; how one is chosen; and
-what holds when there is no filter.
+"""Bubblewrap and limits add packages and a scratch folder to seccomp; how one is chosen; what holds
+without a filter.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def alone() -> World:
 
 @pytest.fixture
 def random_samples() -> Callable[..., list[Sample]]:
-    """Samples of 1 to 9 prompt and 1 to 7 response tokens; log-probs near those of a random policy."""
+    """Samples of 1 to 9 prompt and 1 to 7 response tokens, as of a random policy."""
 
     def make(number: int, seed: int = 0, minibatch: int = 0, vocab: int = 280) -> list[Sample]:
         rng = torch.Generator().manual_seed(seed)

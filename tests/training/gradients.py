@@ -1,4 +1,4 @@
-"""The gradient that a trainer's optimizer sees, and the same from plain transformers and autograd."""
+"""The gradient that a trainer's optimizer sees, and that of plain transformers and autograd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ fp32."""
 
 
 def gradient_of(trainer: Trainer, minibatch: Sequence[PackedRow]) -> dict[str, Tensor]:
-    """What the optimizer gets to see in one step; the weights stay."""
+    """Compute the gradient that the optimizer sees in one step; the weights stay."""
     grads: dict[str, Tensor] = {}
 
     def keep() -> None:

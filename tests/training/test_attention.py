@@ -106,7 +106,7 @@ def test_any_forest(num_tokens: int, seed: int, deep: float) -> None:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_little_is_spent_on_padding(lengths: list[int]) -> None:
-    """At most a third as many slots again as there are tokens, whatever the lengths of the trees."""
+    """Padding adds at most a third to the tokens, whatever the lengths of the trees."""
     ends = torch.tensor(lengths).cumsum(0)
     forest = Forest.of(torch.repeat_interleave(ends, torch.tensor(lengths)))
     assert 0.75 * sum(len(block.query_SQ) for block in forest.blocks) <= sum(lengths)

@@ -23,7 +23,7 @@ costs_of_ranks = st.lists(st.lists(st.integers(1, 100), max_size=5), min_size=1,
 
 
 def lock_step(costs: Sequence[Sequence[float]]) -> float:
-    """What the passes cost when each takes as long as its dearest row."""
+    """Sum the passes' costs when each takes as long as its dearest row."""
     return sum(max(row) for row in itertools.zip_longest(*costs, fillvalue=0))
 
 

@@ -217,7 +217,7 @@ def test_saving_a_step_again_replaces_it(setup: Setup) -> None:
 
 
 def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None:
-    """A process that is killed leaves a folder under the other name, with whatever it got to write."""
+    """A killed process leaves a partial folder under the temporary name."""
     path = setup.save(1)
     left_over = setup.root / "step_00000002.writing"
     left_over.mkdir()

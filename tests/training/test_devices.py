@@ -1,4 +1,4 @@
-"""What a device can do, by its name."""
+"""Peak FLOP/s of a device, by its name."""
 
 from __future__ import annotations
 

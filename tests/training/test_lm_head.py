@@ -97,7 +97,8 @@ def test_a_task_that_fails_leaves_the_layer_as_it_was(
 
 def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
     config = Gemma2Config(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         final_logit_softcapping=5.0, attn_logit_softcapping=None, layer_types=["full_attention"],
     )  # fmt: skip
     config._attn_implementation = attention.NAME

@@ -23,7 +23,7 @@ MakeSamples = Callable[..., list[Sample]]
 
 
 def gradient_of(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
-    """Of one batch, over all parameters; prepared as `step` does."""
+    """Compute the gradient of one batch, over all parameters; prepared as `step` does."""
     prepared = trainer._prepare(rows)
     trainer.forward_backward(
         prepared, sum(float(row.loss_weight_T.sum()) for row in prepared), StepMetrics()

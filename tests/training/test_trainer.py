@@ -30,7 +30,6 @@ def weights_of(trainer: Trainer) -> list[Tensor]:
 
 
 # --- the gradient
-# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_an_ignored_token_poisons_nothing(
     assert after == before and all(map(math.isfinite, after.values()))
 
 
-# --- the optimizer step ------------------------------------------------------------------------------------------------------------
+# --- the optimizer step
 
 
 def test_learning_rate_0_moves_no_bit(
@@ -164,7 +163,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(
         scout.optimizer.step()
         scout.optimizer.zero_grad()
         for ours, theirs in zip(trainer.model.parameters(), scout.model.parameters(), strict=True):
-            # A step is at most lr = 0.03 per weight; Adam magnifies the rounding of gradients that are almost zero.
+            # A step is at most lr = 0.03 per weight; Adam magnifies rounding of tiny gradients.
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=3e-4)
 
 
@@ -240,7 +239,7 @@ def test_batches_without_samples_move_nothing(
     )
 
 
-# --- what is not finite ---------------------------------------------------------------------------------------------------------------
+# --- what is not finite
 
 
 def broken(samples: Sequence[Sample]) -> list[Sample]:
@@ -323,12 +322,12 @@ def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer, random_samples: M
     trainer.step([bad, bad], 42)
     with pytest.raises(
         UserError,
-        match=r"^step 43: 3 optimizer steps in a row were skipped.* gradient norm of nan and a loss of nan",
+        match=r"^step 43: 3 optimizer steps in a row were skipped.* norm of nan and a loss of nan",
     ):
         trainer.step([bad], 43)
 
 
-# --- other policies: the sampler, the one before the batch, the reference ------------------------------------------------------------
+# --- other policies: the sampler, the one before the batch, the reference
 
 
 def scored(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
@@ -432,12 +431,12 @@ def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer)
         make_trainer(LossSpec(kl_coef=0.1))
 
 
-# --- statistics --------------------------------------------------------------------------------------------------------------------
+# --- statistics
 
 
 def flops(sample: Sample) -> float:
-    """Of the tiny model's forward pass: 2 layers of width 32 with an MLP of 85, 280 words; counted
-    product by product.
+    """Count the FLOPs of the tiny model's forward pass, product by product: 2 layers of width 32
+    with an MLP of 85, 280 words.
     """
     num_tokens, num_targets = (
         len(sample.prompt_ids) + len(sample.response_ids) - 1,

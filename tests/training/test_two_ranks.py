@@ -35,8 +35,8 @@ from flowtrain.types import Sample, SampleId, UserError
 pytestmark = pytest.mark.dist
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
-"""Of fp32 weights of size 1 after three steps of learning rate 0.01: what sums in another order can
-do."""
+"""Tolerance of fp32 weights of size 1 after three steps of learning rate 0.01: sums in another
+order."""
 CASES = {
     "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
     "by_layer": (LossSpec(), {"rescore": True}),
@@ -165,7 +165,7 @@ class Ranks:
 
 
 def run(path: str, out: Path, num_samplers: int) -> None:
-    """What every rank does."""
+    """Run the part of every rank."""
     torch.set_num_threads(1)
     ranks = Ranks.join(path, num_samplers)
     for name in SPLIT_CASES if num_samplers else CASES:
@@ -421,7 +421,7 @@ def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(
 def test_a_checkpoint_restores_on_another_number_of_ranks(
     results: dict[int, Path], alone: World, tiny_path: str, name: str, size: int
 ) -> None:
-    """What two ranks saved before their last step, one rank takes up and ends with their weights."""
+    """One rank resumes the checkpoint of two ranks and ends with their weights."""
     loss, options = CASES[name]
     trainer = make_trainer(tiny_path, alone, loss, options)
     path = checkpoint.latest(results[size] / f"{name}.checkpoints")

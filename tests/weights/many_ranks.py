@@ -19,7 +19,7 @@ from flowtrain.weights.tensor_shards import TensorShard, spec_of
 
 @dataclass
 class Meeting:
-    """Where the ranks exchange their texts."""
+    """A place where the ranks exchange their texts."""
 
     size: int
     texts: list[str] = field(default_factory=list)

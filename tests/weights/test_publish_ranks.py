@@ -40,9 +40,7 @@ def change(model: torch.nn.Module, version: int) -> None:
 
 
 def run(path: str, out: Path) -> None:
-    """What every rank does: seven versions, of which the fourth fails at first, on the last rank
-    alone.
-    """
+    """Publish seven versions on every rank; the fourth fails at first, on the last rank alone."""
     torch.set_num_threads(1)
     world = World.join("cpu", timeout_s=60)
     gathered = world.gather_text(TEXTS[world.rank])

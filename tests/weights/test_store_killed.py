@@ -79,7 +79,7 @@ def in_child(
 
 
 def go_on(store: WeightStore, versions: list[Weights], up_to: int) -> None:
-    """What a restarted trainer does."""
+    """Do what a restarted trainer does."""
     head = store.head()
     publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=3))
     if head is not None:

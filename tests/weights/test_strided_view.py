@@ -51,7 +51,7 @@ def target_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> ShardedTarget
 
 
 def on_ranks(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
-    """What `run` returns on each rank, or the exception that it raised there."""
+    """Collect what `run` returns on each rank, or the exception that it raised there."""
     meeting = Meeting(size)
 
     def one(rank: int) -> Any:

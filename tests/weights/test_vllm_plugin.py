@@ -764,7 +764,9 @@ async def _serve(
 
 
 class FakeGroup:
-    """What vLLM's layers ask their tensor parallel group for, on the rank of the asking thread."""
+    """The methods that vLLM's layers ask of their tensor parallel group, on the rank of the asking
+    thread.
+    """
 
     def __init__(self, size: int) -> None:
         self.world_size, self.here = size, threading.local()

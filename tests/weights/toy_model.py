@@ -89,7 +89,7 @@ def toy_weights(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 def held_by(
     found: dict[str, Tensor], rank: int, size: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Tensor]:
-    """What the loader itself makes of weights."""
+    """Load weights with the model's own loader."""
     toy = Toy(rank, size, dtype)
     toy.load_weights(found.items())
     return toy.held

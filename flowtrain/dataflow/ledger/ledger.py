@@ -9,23 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import (
-    Batch,
-    BatchRequest,
-    Done,
-    Join,
-    Joined,
-    LeaseRequest,
-    Leases,
-    Progress,
-    Push,
-    Pushed,
-    Register,
-    Registered,
-    Release,
-    Renewal,
-    Renewed,
-)
 from flowtrain.dataflow.ledger.audit import Audit, audit
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.leases import LeaseBook
@@ -50,8 +33,8 @@ from flowtrain.tasks.sets import task_set
 
 
 class Ledger:
-    """Answers from a database, the path of an SQLite file or the URL of a PostgreSQL server. Many
-    threads may use it at once, and many processes the same database.
+    """`contract.Dataflow` on a database, the path of an SQLite file or the URL of a PostgreSQL
+    server. Many threads may use it at once, and many processes the same database.
     """
 
     def __init__(
@@ -77,37 +60,22 @@ class Ledger:
         arrivals = Arrivals()
         common = (self.database, config, clock)
         self._clock = clock
-        self._nodes = Nodes(*common)
-        self._leases = LeaseBook(*common, prompts=self._prompts)
-        self._pushes = Pushes(*common, group_filter=rules.group_filter, arrivals=arrivals)
-        self._trainers = Trainers(*common)
-        self._batches = Batches(*common, selector=rules.selector, arrivals=arrivals)
+        nodes = Nodes(*common)
+        leases = LeaseBook(*common, prompts=self._prompts)
+        pushes = Pushes(*common, group_filter=rules.group_filter, arrivals=arrivals)
+        trainers = Trainers(*common)
+        batches = Batches(*common, selector=rules.selector, arrivals=arrivals)
+        # The requests of `Dataflow`, each answered by its part.
+        self.join = nodes.join
+        self.lease = leases.lease
+        self.renew = leases.renew
+        self.push = pushes.push
+        self.release = leases.release
+        self.register = trainers.register
+        self.batch = batches.batch
+        self.progress = trainers.progress
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
-
-    def join(self, request: Join) -> Joined:
-        return self._nodes.join(request)
-
-    def lease(self, request: LeaseRequest) -> Leases:
-        return self._leases.lease(request)
-
-    def renew(self, request: Renewal) -> Renewed:
-        return self._leases.renew(request)
-
-    def push(self, request: Push) -> Pushed:
-        return self._pushes.push(request)
-
-    def release(self, request: Release) -> Done:
-        return self._leases.release(request)
-
-    def register(self, request: Register) -> Registered:
-        return self._trainers.register(request)
-
-    def batch(self, request: BatchRequest) -> Batch:
-        return self._batches.batch(request)
-
-    def progress(self, request: Progress) -> Done:
-        return self._trainers.progress(request)
 
     def status(self) -> dict[str, Any]:
         with self.database.read() as transaction:

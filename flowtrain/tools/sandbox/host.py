@@ -1,6 +1,4 @@
-"""The host side of a sandbox: threads that send code to fork servers (`child.py`) and wait, with a
-deadline, for the answers.
-"""
+"""The host side of a sandbox: threads that send code to fork servers (`child.py`), in time."""
 
 from __future__ import annotations
 

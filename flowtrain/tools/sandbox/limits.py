@@ -1,6 +1,4 @@
-"""Fallback when code needs files and bubblewrap is missing: resource limits only, on the host's
-file system, with a warning.
-"""
+"""Fallback without bubblewrap: resource limits only, on the host's file system, with a warning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The strictest and fastest sandbox: the code can compute and print, and the kernel refuses it
-every other system call.
-"""
+"""The strictest and fastest sandbox: the kernel lets the code compute and print, no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is told: notes on what is missing, outcomes to filter by, prompts and tokens that
+"""The data of the page: notes on what is missing, outcomes to filter by, prompts and tokens that
 come out as they went in.
 """
 

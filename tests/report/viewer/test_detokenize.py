@@ -23,7 +23,7 @@ def test_the_pieces_of_a_text_are_the_text(tokenizer: Tokenizer, text: str) -> N
 @ANY_FIXTURE
 @given(ids=st.lists(st.integers(0, 299), max_size=60))
 def test_any_ids_have_a_piece_each_and_none_is_lost(tokenizer: Tokenizer, ids: list[int]) -> None:
-    """What a model samples need be no UTF-8 at all."""
+    """Sampled bytes need not be UTF-8."""
     texts = pieces(tokenizer, ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == text_of(tokenizer, ids)

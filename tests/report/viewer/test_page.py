@@ -52,7 +52,7 @@ TAGS += ["header", "section", "main", "div", "script", "script"]
 
 
 class Tags(HTMLParser):
-    """What a browser would take for markup."""
+    """Collects what a browser would take for markup."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
