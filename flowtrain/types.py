@@ -20,14 +20,11 @@ else:
     Int32s = array
 
 PolicyName = Literal["planner", "verifier"]
-"""The modules of the flow that can be trained, each with a model, a trainer and weight versions of
-its own."""
+"""Modules of the flow that can be trained, each with its own model, trainer and versions."""
 
 
 class UserError(ValueError):
-    """A mistake of the user (a key, a file, a folder). The command line prints its one line and
-    exits with code 2.
-    """
+    """A user's mistake. The command line prints its one line and exits with code 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,7 @@ class PlanStep:
 
 @dataclass(frozen=True, slots=True)
 class SubGoal:
-    """Something that a solver finds out on the way, e.g. SubGoal(("Chad",), 0.5, "country with
-    capital N'Djamena").
-    """
+    """A finding on the way, e.g. SubGoal(("Chad",), 0.5, "country of N'Djamena")."""
 
     names: tuple[str, ...]
     """Its accepted names."""
@@ -56,17 +51,14 @@ class SubGoal:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question. Example: Task("texts-17", "What is the capital of Chad?", ("N'Djamena",),
-    "lookup", 1, "exact").
-    """
+    """One question, e.g. Task("t-1", "Capital of Chad?", ("N'Djamena",), "lookup", 1)."""
 
     id: str
     """Unique within a run; trajectories, seeds and resume refer to it."""
     question: str
     """The text that the planner reads."""
     answers: tuple[str, ...]
-    """Accepted answers; for "gameof24" the four numbers, because any right expression is accepted.
-    """
+    """Accepted answers; for "gameof24" the four numbers, as any right expression counts."""
     kind: str = ""
     """A label to group results by ("lookup", "chain", "sum", ...)."""
     num_turns: int = 1
@@ -74,13 +66,11 @@ class Task:
     scorer: str = "exact"
     """Name of the rule in `flowtrain.rewards` that scores an answer."""
     plan: tuple[PlanStep, ...] = ()
-    """How a perfect planner solves it: what the scripted expert of `flowtrain.rft` follows; the
-    policy never sees it."""
+    """Steps of a perfect planner, for the scripted expert; the policy never sees them."""
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
     sub_goals: tuple[SubGoal, ...] = ()
-    """Findings that earn part of a reward (InfoFlow), in the order in which they are needed; the
-    policy never sees them."""
+    """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
 
 
 class FinishReason(enum.StrEnum):
@@ -105,8 +95,7 @@ class Sampling:
     """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from
     all. Greedy knows no such bound."""
     top_p: float = 1.0
-    """Sample from the fewest of those whose probabilities sum to this. Below 1 it needs a top_k,
-    which bounds what has to be kept."""
+    """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False
@@ -133,9 +122,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k and top-p left the sampler to choose from, token after token of a
-    response. They are many, so they are arrays.
-    """
+    """The ids that top-k and top-p left to choose from, token after token of a response."""
 
     ids: Int32s
     """int32; those of one token differ from each other."""
@@ -165,19 +152,16 @@ class Completion:
     """The answer of an engine to one prompt."""
 
     ids: tuple[int, ...]
-    """Sampled token ids, the end-of-sequence token included when it was sampled; empty only when
-    the deadline struck first."""
+    """Sampled ids, end-of-sequence included; () only when the deadline struck first."""
     logprobs: tuple[float, ...]
-    """One per id, from the sampler, at the sampler's temperature and among the tokens of the
-    sampling mask."""
+    """One per id, at the sampler's temperature and within the sampling mask."""
     spans: tuple[VersionSpan, ...]
     """Which weights sampled which ids; they cover [0, len(ids))."""
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
     """The ids that each id was sampled from, itself included; None: all ids."""
     entropies: tuple[float, ...] = ()
-    """One per id, in nats, over all tokens at the sampler's temperature; () where the engine does
-    not tell."""
+    """One per id, in nats, over all tokens; () where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +172,12 @@ class Action:
     context: str
     sub_goal: str
     tool_name: str
-    """Canonical name of a tool in the toolset, or "No matched tool given: ..." when the planner
-    named another."""
+    """Canonical name of a tool, or "No matched tool given: ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one tool command: an output, or an error that says why there is none. Never
-    both.
-    """
+    """The result of one tool command: an output, or an error that says why there is none."""
 
     output: str = ""
     error: str | None = None
@@ -222,11 +203,9 @@ class TurnTraining:
     advantage: float
     """Mean over the response's tokens."""
     minibatch: int
-    """Which optimizer step of the batch it was in; the trainer's weights had then made so many
-    steps since the turn was sampled."""
+    """Its optimizer step in the batch: so many steps older were the sampler's weights."""
     logprobs: tuple[float, ...]
-    """The trainer's, one per response token, as that step took them; NaN where a token did not
-    count."""
+    """The trainer's at that step, one per token; NaN where a token did not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +230,7 @@ class Call:
     prompt_text: str = ""
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     training: TurnTraining | None = None
-    """None until `training.token_scores.with_training_stats` fills it, and for a call that was not
-    trained."""
+    """Filled by `token_scores.with_training_stats`; None for a call that was not trained."""
 
     @classmethod
     def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
@@ -292,9 +270,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """The place where a rollout left its parent in the group; everything before it is the parent's,
-    tokens and tool results alike.
-    """
+    """The point at which a rollout left its parent; everything before it is the parent's."""
 
     parent: int
     """Number of the rollout it left, within its group."""
@@ -339,9 +315,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of the planner's responses that were sampled for this rollout, without those of
-        its parent.
-        """
+        """Planner tokens that were sampled for this rollout, without those of its parent."""
         num_tokens = [len(turn.calls["planner"].response_ids) for turn in self.turns]
         if self.branch is None:
             return sum(num_tokens)
@@ -350,9 +324,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G trajectories of one task that were sampled together; branches come after the rollouts
-    they left.
-    """
+    """The G trajectories of one task; branches come after the rollouts they left."""
 
     index: int
     """Place of the task within the step's batch over all ranks; decides the mini-batch."""
@@ -360,9 +332,7 @@ class Group:
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
-        """Without those that failed (`Trajectory.error`): what has a reward, and what algorithms
-        look at.
-        """
+        """The trajectories that did not fail: these have a reward, and algorithms read them."""
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
 
 
@@ -379,9 +349,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trained sequence: the prompt and response of one call with what the algorithm decided
-    about its tokens.
-    """
+    """One trained sequence: a call's tokens with what the algorithm decided about them."""
 
     prompt_ids: tuple[int, ...]
     """At least one token."""
