@@ -6,6 +6,7 @@ A group is compressed, because the prompts of its turns repeat each other.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from array import array
 from typing import Any, TypeVar
@@ -33,7 +34,8 @@ def pack(message: object) -> bytes:
 def unpack(data: bytes, kind: type[T]) -> T:
     """Decode a record. Raises Refused when the bytes are no such record."""
     try:
-        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded, ext_hook=_array)
+        decoded: T = _decoder(kind).decode(data)
+        return decoded
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise Refused(f"malformed {kind.__name__}: {error}") from error
 
@@ -56,6 +58,14 @@ def unpack_group(data: bytes) -> Group:
     return unpack(plain, Group)
 
 
+def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
+    """Make the decoder of a record once. msgspec crashes when two threads make one of a kind."""
+    with _LOCK:
+        if kind not in _DECODERS:
+            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_array)
+        return _DECODERS[kind]
+
+
 def _encoded(value: Any) -> Any:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
@@ -76,4 +86,6 @@ def _decoded(kind: type, value: Any) -> Any:
     raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
 
 
+_LOCK = threading.Lock()
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
