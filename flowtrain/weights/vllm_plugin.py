@@ -143,7 +143,7 @@ class SparseDeltaEngine(WeightTransferEngine):
     supports_draft_weight_update = False
 
     loaded: Loaded | None
-    """What the last update did; None before the first."""
+    """Metrics of the last update; None before the first."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Find where the model has the store's tensors, and prove it.
