@@ -71,8 +71,7 @@ def rft(config: Config) -> int:
 def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) -> int:
     config = components.config
     started = time.monotonic()
-    flow = _open_flow(components, cleanup)
-    run_dir = components.open_run_dir()
+    flow, run_dir = _open(components, cleanup)
     demonstrations = _demonstrate(components, flow)
     kept = [
         trajectory
@@ -88,8 +87,8 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
     return INTERRUPTED if interrupt.requested else 0
 
 
-def _open_flow(components: RunComponents, cleanup: ExitStack) -> Flow:
-    """Start the engines, with weights that come through the store as in training."""
+def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Flow, report.RunDir]:
+    """Start the engines, make the run folder, and load the weights through a store in it."""
     config = components.config
     if not _asks_policy(config):
         engines = components.make_no_engines()
@@ -99,10 +98,11 @@ def _open_flow(components: RunComponents, cleanup: ExitStack) -> Flow:
     for engine in engines.values():
         cleanup.callback(engine.close)
     flow = _expert(components, components.make_flow(engines, config.agent.max_turns))
+    run_dir = components.open_run_dir()
     if _asks_policy(config):
         publish_start(components, store)
         engines[config.train.policy].load(0)
-    return flow
+    return flow, run_dir
 
 
 def _imitated(
@@ -154,7 +154,7 @@ def _count(
     return {
         "num_rollouts": config.num_rollouts,
         "num_turns": num_samples,
-        "num_filtered": num_filtered,
+        "num_excluded": num_filtered,
     }
 
 

@@ -85,7 +85,9 @@ arm({module!r}, {path!r}, {number}, {after})
 """
 """Python that kills the process before or after the `number`-th call of a function."""
 
-NO_PICTURE = "import flowtrain.run.run; flowtrain.run.run.plot_curves = lambda path: None\n"
+NO_PICTURE = (
+    "import flowtrain.run.run_logger; flowtrain.run.run_logger.plot_curves = lambda path: None\n"
+)
 
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback

@@ -33,7 +33,7 @@ SLOW = (
     "dataflow/test_ledger_machine.py",
     "evals/test_evals_cli.py",
     "kernels/test_aot.py",
-    "kernels/test_lm_head.py",
+    "kernels/test_fused_lm_head.py",
     "kernels/test_operators.py",
     "kernels/test_linear_operators.py",
     "node/test_node_contract.py",

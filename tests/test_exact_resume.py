@@ -29,21 +29,23 @@ EXACT = (
     "--algorithm.mode",
     "released",
 )
-AFTER_STEP_3 = KILL.format(module="flowtrain.run.run", path="Run.log", number=3, after=True)
+AFTER_STEP_3 = KILL.format(
+    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
+)
 IN_A_CHECKPOINT = KILL.format(
     module="flowtrain.training.checkpoint", path="save_file", number=2, after=True
 )
 NOISE = """
 import os, random
 import numpy, torch, flowtrain.run.run
-real = flowtrain.run.run.Run.collect_options
+real = flowtrain.run.run.Run.flow_of
 
 def noisy(self, step):
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(int.from_bytes(os.urandom(4), "little"))
     return real(self, step)
 
-flowtrain.run.run.Run.collect_options = noisy
+flowtrain.run.run.Run.flow_of = noisy
 """
 """Every step begins with another state of the process's random generators."""
 

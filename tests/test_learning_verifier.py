@@ -22,6 +22,7 @@ from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
 from flowtrain.run.policy_trainer import PolicyTrainer
+from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Verdict
@@ -117,7 +118,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
                 components.config.train.num_minibatches,
                 components.config.train.token_budget,
             )
-            policy_trainer.train(step + 1, rows)
+            policy_trainer.train(step + 1, rows, TokenScores())
             policy_trainer.publish(step + 1)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, (

@@ -45,10 +45,10 @@ def test_appos_config_branches_and_trains(server: Server, warm: Path, tmp_path: 
         assert len(of_step) == 4 * 8
         for index in range(4):
             group = [rollout for rollout in of_step if rollout["group_index"] == index]
-            assert [rollout.get("branch", {}).get("root") is None for rollout in group] == [
+            assert [rollout.get("branch", {}).get("parent") is None for rollout in group] == [
                 True
             ] * 4 + [False] * 4
-            assert sorted(rollout["branch"]["root"] for rollout in group[4:]) == [0, 1, 2, 3], (
+            assert sorted(rollout["branch"]["parent"] for rollout in group[4:]) == [0, 1, 2, 3], (
                 "one of each root"
             )
             assert not any(turn["training"] for rollout in group[4:] for turn in rollout["turns"])

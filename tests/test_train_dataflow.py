@@ -87,7 +87,7 @@ WORDS = (
     *("--dataflow.wait_s", "60"),
 )
 AFTER_STEP_3 = NO_PICTURE + KILL.format(
-    module="flowtrain.run.run", path="Run.log", number=3, after=True
+    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 
 

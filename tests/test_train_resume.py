@@ -18,11 +18,19 @@ pytest_plugins = ("cli_runs",)
     ("module", "path", "number", "after"),
     [
         pytest.param(
-            "flowtrain.run.run", "evaluate", 1, False, id="while the warm planner is evaluated"
+            "flowtrain.run.evaluation",
+            "evaluate",
+            1,
+            False,
+            id="while the warm planner is evaluated",
         ),
-        pytest.param("flowtrain.run.run", "Run.log", 3, True, id="after step 3"),
+        pytest.param("flowtrain.run.run_logger", "RunLogger.log", 3, True, id="after step 3"),
         pytest.param(
-            "flowtrain.run.run", "Run._write", 4, False, id="between the two logs of step 3"
+            "flowtrain.run.run_logger",
+            "RunLogger.write",
+            4,
+            False,
+            id="between the two logs of step 3",
         ),
         pytest.param(
             "flowtrain.training.checkpoint",
@@ -41,7 +49,9 @@ pytest_plugins = ("cli_runs",)
             False,
             id="before version 5 is the newest",
         ),
-        pytest.param("flowtrain.run.run", "plot_curves", 1, False, id="in the report at the end"),
+        pytest.param(
+            "flowtrain.run.run_logger", "plot_curves", 1, False, id="in the report at the end"
+        ),
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
@@ -176,7 +186,7 @@ def test_appo_trains_and_resumes_like_a_run_that_nothing_disturbed(
                 branch["branch"],
                 [r for r in roots if r["group_index"] == branch["group_index"]],
             )
-            ours, theirs = branch["turns"][at["turn"]], group[at["root"]]["turns"][at["turn"]]
+            ours, theirs = branch["turns"][at["turn"]], group[at["parent"]]["turns"][at["turn"]]
             assert ours["response_ids"][: at["token"]] == theirs["response_ids"][: at["token"]]
             assert (
                 ours["response_logprobs"][: at["token"]]
