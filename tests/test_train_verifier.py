@@ -145,8 +145,7 @@ def test_a_run_with_two_policies_is_resumed_exactly(
     [
         (
             ("--roles.verifier", "own"),
-            "policies.verifier.path must be the folder or hub name of a model: this policy is not "
-            "trained here",
+            "policies.verifier.path must be the folder or hub name of a model",
         ),
         (
             ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
