@@ -9,14 +9,15 @@ from torch import Tensor
 
 from flowkernels.logprobs import Score, Slopes, State
 from flowkernels.rows_triton import (
+    GRADIENT_LAUNCH,
     LN2,
     LOG2E,
+    SCORE_LAUNCH,
     backward_row,
     grid,
     mask_statistics,
     row_arguments,
     row_statistics,
-    score_config,
     target_logit,
 )
 from flowkernels.targets import Targets
@@ -36,7 +37,7 @@ NUM_STATES = tl.constexpr(State.NUM)
 def score_kernel(
     logits_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr,
     score_ptr, state_ptr, num_rows, num_vocab, row_stride, temperature_stride, softcap,
-    LANES: tl.constexpr, WIDTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes score [3, T] and state [4, T] of every row."""
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -46,8 +47,9 @@ def score_kernel(
             temperature = tl.load(temperature_ptr + row * temperature_stride)
             scale = 1.0 / temperature * LOG2E
             top, log2_total, entropy = row_statistics(
-                row_ptr, num_vocab, scale, softcap=softcap, LANES=LANES, WIDTH=WIDTH
-            )
+                row_ptr, num_vocab, scale, softcap=softcap, IS_ALIGNED=IS_ALIGNED, LANES=LANES,
+                WIDTH=WIDTH, EVICTION="evict_first",
+            )  # fmt: skip
             x_target = target_logit(row_ptr, target, num_vocab, softcap)
             masked_top, masked_log2_total = top, log2_total
             if mask_ids_ptr is not None:
@@ -59,10 +61,10 @@ def score_kernel(
                         row_ptr, mask, target, x_target=x_target, num_vocab=num_vocab, scale=scale,
                         softcap=softcap, BLOCK=LANES,
                     )  # fmt: skip
-            logp = ((x_target - masked_top) * scale - masked_log2_total) * LN2
+            logp = ((x_target * scale - masked_top) - masked_log2_total) * LN2
             tl.store(score_ptr + LOGPROB * num_rows + row, logp)
             tl.store(score_ptr + ENTROPY * num_rows + row, entropy)
-            tl.store(score_ptr + LSE * num_rows + row, top / temperature + log2_total * LN2)
+            tl.store(score_ptr + LSE * num_rows + row, (top + log2_total) * LN2)
             tl.store(state_ptr + TOP * num_rows + row, top)
             tl.store(state_ptr + LOG_TOTAL * num_rows + row, log2_total * LN2)
             tl.store(state_ptr + MASKED_TOP * num_rows + row, masked_top)
@@ -78,7 +80,8 @@ def score_kernel(
 def gradient_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, score_ptr, state_ptr, dlogprob_ptr, dentropy_ptr, num_rows, num_vocab,
-    row_stride, out_stride, temperature_stride, softcap, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    row_stride, out_stride, temperature_stride, softcap,
+    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """The gradient with respect to the logits for any upstream gradient of logp and entropy; `out`
     may be the logits.
@@ -94,7 +97,7 @@ def gradient_kernel(
         if dentropy_ptr is not None:
             c = tl.where(target >= 0, -tl.load(dentropy_ptr + row) / temperature, 0.0)
         begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
-        x_target = 0.0
+        x_target = target_logit(row_ptr, target, num_vocab, softcap)
         top = tl.load(state_ptr + TOP * num_rows + row)
         log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + row) * LOG2E
         masked_top = tl.load(state_ptr + MASKED_TOP * num_rows + row)
@@ -102,7 +105,6 @@ def gradient_kernel(
         if mask_ids_ptr is not None:
             begin = tl.load(mask_offsets_ptr + row)
             end = tl.load(mask_offsets_ptr + row + 1)
-            x_target = target_logit(row_ptr, target, num_vocab, softcap)
             if end > begin:  # for the copy of the logits
                 mask_statistics(
                     row_ptr, (mask_ids_ptr, mask_copy_ptr, begin, end), target, x_target=x_target,
@@ -113,7 +115,7 @@ def gradient_kernel(
             row_ptr, row_out_ptr, num_vocab, mask=(mask_ids_ptr, mask_copy_ptr, begin, end),
             target=target, x_target=x_target, full=(top, log2_total, entropy),
             masked=(masked_top, masked_log2_total), a=a, c=c, scale=scale, softcap=softcap,
-            HAS_ENTROPY=dentropy_ptr is not None, LANES=LANES, WIDTH=WIDTH,
+            HAS_ENTROPY=dentropy_ptr is not None, IS_ALIGNED=IS_ALIGNED, LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
 
 
@@ -122,12 +124,10 @@ def scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     score_3T = torch.empty(Score.NUM, len(targets), device=logits_TV.device)
     state_4T = torch.empty(State.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        config = score_config(logits_TV)
-        score_kernel[grid(config, logits_TV)](
-            **row_arguments(logits_TV, targets),
+        score_kernel[grid(SCORE_LAUNCH, logits_TV)](
+            **row_arguments(logits_TV, targets, SCORE_LAUNCH),
             score_ptr=score_3T,
             state_ptr=state_4T,
-            **config.arguments(),
         )
     return score_3T, state_4T
 
@@ -145,14 +145,12 @@ def gradient(
     assert out_TV.stride(1) == 1
     assert all(x.is_contiguous() for x in (score_3T, state_4T, dlogprob_T))
     if len(targets):
-        config = score_config(logits_TV)
-        gradient_kernel[grid(config, logits_TV)](
-            **row_arguments(logits_TV, targets),
+        gradient_kernel[grid(GRADIENT_LAUNCH, logits_TV)](
+            **row_arguments(logits_TV, targets, GRADIENT_LAUNCH, out_TV),
             out_ptr=out_TV,
             out_stride=out_TV.stride(0),
             score_ptr=score_3T,
             state_ptr=state_4T,
             dlogprob_ptr=dlogprob_T,
             dentropy_ptr=dentropy_T,
-            **config.arguments(),
         )

@@ -12,9 +12,9 @@ from torch import Tensor
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
+    LOSS_LAUNCH,
     backward_row,
     grid,
-    loss_config,
     mask_statistics,
     row_arguments,
     row_statistics,
@@ -100,7 +100,7 @@ def loss_kernel(
     mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,
     row_stride, out_stride, temperature_stride, softcap, clip_low, clip_high, dual_clip, kl_coef,
     entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr,
-    LANES: tl.constexpr, WIDTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
     Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
@@ -119,8 +119,9 @@ def loss_kernel(
             advantage = tl.load(advantage_ptr + row)
             x_target = target_logit(row_ptr, target, num_vocab, softcap)
             top, log2_total, entropy = row_statistics(
-                row_ptr, num_vocab, scale, softcap=softcap, LANES=LANES, WIDTH=WIDTH
-            )
+                row_ptr, num_vocab, scale, softcap=softcap, IS_ALIGNED=IS_ALIGNED, LANES=LANES,
+                WIDTH=WIDTH, EVICTION="evict_first" if out_ptr is None else "evict_last",
+            )  # fmt: skip
             masked_top, masked_log2_total = top, log2_total
             begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
             if mask_ids_ptr is not None:
@@ -132,7 +133,7 @@ def loss_kernel(
                         row_ptr, mask, target, x_target=x_target, num_vocab=num_vocab, scale=scale,
                         softcap=softcap, BLOCK=LANES,
                     )  # fmt: skip
-            logp = ((x_target - masked_top) * scale - masked_log2_total) * LN2
+            logp = ((x_target * scale - masked_top) - masked_log2_total) * LN2
             old = logp
             if old_ptr is not None:
                 old = tl.load(old_ptr + row)
@@ -167,13 +168,14 @@ def loss_kernel(
                     mask=(mask_ids_ptr, mask_copy_ptr, begin, end), target=target,
                     x_target=x_target, full=(top, log2_total, entropy),
                     masked=(masked_top, masked_log2_total), a=a, c=c, scale=scale, softcap=softcap,
-                    HAS_ENTROPY=entropy_coef is not None, LANES=LANES, WIDTH=WIDTH,
+                    HAS_ENTROPY=entropy_coef is not None, IS_ALIGNED=IS_ALIGNED, LANES=LANES,
+                    WIDTH=WIDTH,
                 )  # fmt: skip
         else:
             for i in tl.static_range(NUM_COLUMNS):
                 tl.store(column_ptr + i * num_rows + row, 0.0)
             if out_ptr is not None:
-                write_zeros(row_out_ptr, num_vocab, LANES, WIDTH)
+                write_zeros(row_out_ptr, num_vocab, IS_ALIGNED, LANES, WIDTH)
 
 
 @triton.jit
@@ -270,9 +272,8 @@ def loss(
     """
     column_7T = torch.empty(Column.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        config = loss_config(logits_TV)
-        loss_kernel[grid(config, logits_TV)](
-            **row_arguments(logits_TV, targets),
+        loss_kernel[grid(LOSS_LAUNCH, logits_TV)](
+            **row_arguments(logits_TV, targets, LOSS_LAUNCH, out_TV),
             out_ptr=out_TV,
             out_stride=0 if out_TV is None else out_TV.stride(0),
             advantage_ptr=inputs.advantage_T,
@@ -288,7 +289,6 @@ def loss(
             limit=spec.log_ratio_limit,
             LOSS_TYPE=_LOSS_TYPES[spec.loss_type],
             KL=KLS.index(spec.kl),
-            **config.arguments(),
         )
     return column_7T
 
