@@ -2,7 +2,8 @@
 imported everything once.
 
 Importing takes ten times as long as these runs do. What a fork could hide (a fresh interpreter, its
-exit, torchrun) the tests try with real subprocesses.
+exit, torchrun) the tests try with real subprocesses. Nor do they predict the memory of activations,
+which takes a third of such a run; `run/test_memory_plan.py` does.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ NO_PICTURE = (
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.expert, flowtrain.report.panels
+import flowtrain.run.memory_plan
+
+flowtrain.run.memory_plan.activations = lambda *_: (0, 0)
 
 def serve():
     for line in sys.stdin:

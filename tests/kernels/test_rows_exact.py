@@ -8,6 +8,7 @@ logits the floor alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -211,6 +212,19 @@ def run_last_of(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "set_grid_idx", lambda *index: set_index(num_programs - 1, 0, 0))
 
 
+@pytest.fixture
+def overflow_is_checked() -> Iterator[None]:
+    if device_of("triton") == "cuda":
+        yield
+        return
+    import interpreter
+
+    interpreter.check_overflow(True)
+    yield
+    interpreter.check_overflow(False)
+
+
+@pytest.mark.usefixtures("overflow_is_checked")
 def test_more_tokens_than_16_bits_count_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows on a GPU; in the interpreter the rows that count, which are those of one program."""
     batch = many_tokens(33)
@@ -227,6 +241,7 @@ def test_more_tokens_than_16_bits_count_in_kernels(monkeypatch: pytest.MonkeyPat
         assert (gradient[~rows] == 0).all() and (out.logprob_T.cpu()[~rows] == 0).all()
 
 
+@pytest.mark.usefixtures("overflow_is_checked")
 def test_statistics_of_more_tokens_than_16_bits_count() -> None:
     from flowkernels import policy_loss_triton
     from flowkernels.statistics import Column
@@ -250,6 +265,7 @@ def test_statistics_of_more_tokens_than_16_bits_count() -> None:
     )
 
 
+@pytest.mark.usefixtures("overflow_is_checked")
 def test_elements_beyond_32_bits(impl: str) -> None:
     """Row 8 begins at element 2^31 of a buffer of 4.3 GB, of which only what is looked at is ever
     touched.
