@@ -10,7 +10,7 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import AssignedGroup, Batch, BatchRequest, Refused
-from flowtrain.dataflow.ledger.prompts import number_groups, outcome
+from flowtrain.dataflow.ledger.prompts import candidate, number_groups
 from flowtrain.dataflow.ledger.pushes import Arrivals
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
@@ -123,7 +123,7 @@ def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
         " ORDER BY g.event",
         policy.name,
     )
-    return [_candidate(row, policy.max_staleness) for row in rows]
+    return [candidate(row, policy.max_staleness) for row in rows]
 
 
 def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
@@ -138,11 +138,7 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
         policy.name,
         step - 1 - policy.max_staleness,
     )
-    return [_candidate(row, policy.max_staleness) for row in rows]
-
-
-def _candidate(row: Any, max_staleness: int) -> Candidate:
-    return Candidate(outcome(row), row.min_version + max_staleness, row.event)
+    return [candidate(row, policy.max_staleness) for row in rows]
 
 
 def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.ledger.sql import Transaction, marks
-from flowtrain.dataflow.rules import Outcome, PromptFilter
+from flowtrain.dataflow.rules import Candidate, Outcome, PromptFilter
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_uniform
 
@@ -85,6 +85,11 @@ def read_decisions(transaction: Transaction) -> list[Decision]:
 def outcome(row: Any) -> Outcome:
     rewards = tuple(json.loads(row.rewards))
     return Outcome(row.work_item, row.task_id, row.kind, rewards, row.num_tokens)
+
+
+def candidate(row: Any, max_staleness: int) -> Candidate:
+    """Make a candidate from the row of a share with its group and work item."""
+    return Candidate(outcome(row), row.min_version + max_staleness, row.event)
 
 
 class Cursor(Protocol):
