@@ -253,7 +253,7 @@ def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest:
 
     trained(Restarted())  # type: ignore[arg-type]
     again, went_on = ledger(tmp_path / "ledger.db", **RULES), ledger(honest, **RULES)
-    assert again.decisions() == went_on.decisions()
+    assert again.history().decisions == went_on.history().decisions
     assert again.history().assignments == went_on.history().assignments
     again.close()
     went_on.close()

@@ -34,19 +34,6 @@ class Event:
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The prompt filter's decision about one position in the order of tasks."""
-
-    position: int
-    task_id: str
-    kind: str
-    draw: float
-    num_events: int
-    """Number of events that it had seen."""
-    is_admitted: bool
-
-
 def number_groups(transaction: Transaction, num_events: int) -> int:
     """Number the groups committed since the last call and return the number of events. The caller
     holds the lock of `meta`.
@@ -73,13 +60,6 @@ def read_events(transaction: Transaction, after: int) -> list[Event]:
     found = [Event(row.event, outcome(row)) for row in groups]
     found += [Event(row.event, None, row.version) for row in bumps]
     return sorted(found, key=lambda event: event.number)
-
-
-def read_decisions(transaction: Transaction) -> list[Decision]:
-    return [
-        Decision(row.position, row.task_id, row.kind, row.draw, row.num_events, bool(row.admitted))
-        for row in transaction.all("SELECT * FROM decisions ORDER BY position")
-    ]
 
 
 def outcome(row: Any) -> Outcome:

@@ -14,14 +14,12 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger.prompts import (
-    Decision,
     Event,
     Prompts,
     candidate,
     draw_of,
     observe,
     outcome,
-    read_decisions,
     read_events,
 )
 from flowtrain.dataflow.ledger.sql import Transaction
@@ -41,7 +39,8 @@ class History:
     """New rules, which have observed nothing."""
     tasks: tuple[Task, ...]
     """In their order, as many as were decided about."""
-    decisions: tuple[Decision, ...]
+    decisions: list[Any]
+    """Rows of decisions of the prompt filter, in order."""
     events: tuple[Event, ...]
     shares: list[Any]
     """Rows of shares, each with its group and work item, in the order of their commits."""
@@ -54,7 +53,7 @@ class History:
 def read_history(
     transaction: Transaction, config: Config, rules: Rules, prompts: Prompts
 ) -> History:
-    decisions = tuple(read_decisions(transaction))
+    decisions = transaction.all("SELECT * FROM decisions ORDER BY position")
     return History(
         seed=config.run.seed,
         replay_share=config.dataflow.replay_share,
@@ -119,10 +118,10 @@ def check_prompt_filter(history: History) -> Iterator[str]:
                 )
                 return
             observe(prompt_filter, event)
-        if (admits := prompt_filter.admits(task.id, task.kind, draw)) != decision.is_admitted:
+        if (admits := prompt_filter.admits(task.id, task.kind, draw)) != bool(decision.admitted):
             yield (
                 f"{where}, {task.id!r}: the prompt filter says {_yes(admits)}, the ledger has "
-                f"{_yes(decision.is_admitted)}"
+                f"{_yes(decision.admitted)}"
             )
 
 
@@ -151,6 +150,9 @@ def check_selector(history: History) -> Iterator[str]:
 
 def _check_batches(history: History, shares: list[Any], batches: list[Any]) -> Iterator[str]:
     by_work_item = {share.work_item: share for share in shares}
+    assigned: dict[tuple[str, int], list[Any]] = {}
+    for row in history.assignments:
+        assigned.setdefault((row.policy, row.step), []).append(row)
     waiting: dict[int, Any] = {}
     trained: list[Any] = []
     coming = iter([share for share in shares if share.event])
@@ -173,13 +175,9 @@ def _check_batches(history: History, shares: list[Any], batches: list[Any]) -> I
         candidates = [candidate(each, batch.max_staleness) for each in waiting.values()]
         seed = derive_seed(history.seed, "select", batch.policy, batch.step)
         fresh = history.rules.selector.select(candidates, batch.num_groups - len(again), seed)
-        assigned = [
-            row
-            for row in history.assignments
-            if (row.policy, row.step) == (batch.policy, batch.step)
-        ]
-        old_fresh = [row.work_item for row in assigned if not row.is_replay]
-        old_again = [row.work_item for row in assigned if row.is_replay]
+        rows = assigned.get((batch.policy, batch.step), [])
+        old_fresh = [row.work_item for row in rows if not row.is_replay]
+        old_again = [row.work_item for row in rows if row.is_replay]
         if (list(fresh), list(again)) != (old_fresh, old_again):
             yield (
                 f"batch of step {batch.step}, {batch.policy}: the selector takes {fresh} and again "
