@@ -166,7 +166,6 @@ def test_arguments_come_through_whatever_is_around_them(
         (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
         (f"> {CALL}", (CHAD, 1)),
         (f"`{CALL}`", (CHAD, 1)),
-        ('Here:\nexecution = tool.execute(\n  query="area of Chad"\n)\nDone.', (CHAD, 1)),
         ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
         (
             r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```",
