@@ -40,7 +40,7 @@ from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
 from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
-from flowtrain.tasks import TaskCursor
+from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
 from flowtrain.utils.seeds import derive_seed
 
