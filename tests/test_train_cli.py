@@ -581,9 +581,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
         "metrics.jsonl",
         "trajectories.jsonl",
     ]
-    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, (
-        "what one rank shows, once"
-    )
+    assert done.stdout.count("held-out reward") == 1, "what one rank shows, once"
 
 
 @pytest.mark.dist
