@@ -20,11 +20,14 @@ from torch.nn.functional import pad
 from flowkernels.arguments import check_head
 from flowkernels.logprobs import Score, Slopes, compute_scores, write_gradient
 from flowkernels.policy_loss import run_loss
-from flowkernels.statistics import Column, to_columns
+from flowkernels.statistics import Column, reduce, to_columns
 from flowkernels.targets import Targets
 from flowkernels.token_loss import LossSpec, TokenInputs, token_loss
 from flowkernels.vocab_parallel import VocabParallel, merge_scores
 
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
+OPTIONS = "bool fp32_logits, SymInt chunk_rows, bool batch_invariant, str impl"
+"""Hidden states and their head, and how to walk over it, in the schema of an operator."""
 DENSE = 0.9
 """A chunk with a larger share of active rows is not compacted: copying would cost more than it
 spares."""
@@ -56,6 +59,10 @@ class LMHead:
         """Chunks of `num_rows` rows from `start` on."""
         size, stop = self.chunk_rows, start + num_rows
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
+
+    def options(self, impl: str) -> tuple[bool, int, bool, str]:
+        """The values of `OPTIONS`."""
+        return self.fp32_logits, self.chunk_rows, self.batch_invariant, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states."""
@@ -228,17 +235,17 @@ class ScoredChunk:
     def of(cls, head: LMHead, hidden_CD: Tensor, targets: Targets, impl: str) -> ScoredChunk:
         logits_CV, shard = head.logits(hidden_CD), head.shard
         if shard is None:
-            return cls(logits_CV, targets, compute_scores(logits_CV, targets, impl))
+            return cls(logits_CV, targets, compute_scores(impl, logits_CV, targets))
         num_local = len(head.weight_VD)
         targets = replace(targets, ids_T=shard.local_ids(targets.ids_T, num_local))
-        local = compute_scores(logits_CV, targets, impl)
+        local = compute_scores(impl, logits_CV, targets)
         return cls(logits_CV, targets, merge_scores(shard, num_local, targets, *local))
 
     def gradient(self, slopes: Slopes, dtype: torch.dtype, impl: str) -> Tensor:
         """The gradient by the logits, in the dtype of the hidden states."""
         out_CV = gradient_buffer(self.logits_CV, dtype)
         write_gradient(
-            self.logits_CV, self.targets, self.scored, slopes=slopes, impl=impl, out_TV=out_CV
+            impl, self.logits_CV, self.targets, scored=self.scored, slopes=slopes, out_TV=out_CV
         )
         return out_CV
 
@@ -298,14 +305,23 @@ class LossWalk:
     targets: Targets
     inputs: TokenInputs
     spec: LossSpec
-    gradients: Gradients | None
-    """The gradients are added up here; None: nobody needs one."""
     impl: str
     compact: bool
+    gradients: Gradients | None = None
+    """The gradients are added up here; None: nobody needs one."""
     row_T: Tensor | None = None
     """Positions of these rows among all; None: they are all."""
 
-    def run(self) -> Tensor:
+    def run(
+        self, needs: Sequence[bool], weight_grad_VD: Tensor | None = None
+    ) -> tuple[Tensor, Gradients, Tensor, Tensor]:
+        """(loss, gradients, columns, statistics); see `Gradients.empty` for the arguments."""
+        gradients = Gradients.empty(self.hidden_TD, self.head, needs, weight_grad_VD)
+        column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
+        loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
+        return loss, gradients, column_7T, stats
+
+    def _columns(self) -> Tensor:
         """Return `column_7T`, and add up the gradients."""
         counts_T = (self.inputs.weight_T != 0) & (self.targets.ids_T >= 0)
         index_A = counts_T.nonzero()[:, 0] if self.compact else None
@@ -354,7 +370,7 @@ class LossWalk:
         logits_CV = self.head.logits(hidden_CD)
         out_CV = None if self.gradients is None else gradient_buffer(logits_CV, hidden_CD.dtype)
         column_7C = run_loss(
-            logits_CV, self.targets[chunk], self.spec, self.inputs[chunk], out_CV, impl=self.impl
+            self.impl, logits_CV, self.targets[chunk], self.spec, self.inputs[chunk], out_CV
         )
         if out_CV is not None:
             self._add(chunk, out_CV, column_7C)
