@@ -45,7 +45,8 @@ def score_kernel(
             temperature = tl.load(temperature_ptr + index * temperature_stride)
             row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
             logp, scored = score_row(row, index, target, mask_ptrs=mask_ptrs, LANES=LANES)
-            _, (top, log2_total, entropy), masked, _ = scored
+            _, full, masked, _ = scored
+            top, log2_total, entropy = full
             lse = top / temperature + log2_total * LN2
             # In the order of `Score` and `State`.
             store_all(score_ptr + index, num_rows, (logp, entropy, lse), NUM_SCORES)
@@ -74,9 +75,10 @@ def gradient_kernel(
         row_ptr = logits_ptr + index * tl.cast(row_stride, tl.int64)
         row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
         a = tl.where(target >= 0, -tl.load(dlogprob_ptr + index) / temperature, 0.0)
-        c = None
+        slopes = (a, None)
         if dentropy_ptr is not None:
             c = tl.where(target >= 0, -tl.load(dentropy_ptr + index) / temperature, 0.0)
+            slopes = (a, c)
         top = tl.load(state_ptr + TOP * num_rows + index)
         log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + index) * LOG2E
         full = (top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
@@ -88,7 +90,7 @@ def gradient_kernel(
         scored = (x_target, full, (masked_top, masked_log2_total), bounds)
         row_out_ptr = out_ptr + index * tl.cast(out_stride, tl.int64)
         backward_row(
-            row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c), LANES=LANES
+            row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes, LANES=LANES
         )
 
 

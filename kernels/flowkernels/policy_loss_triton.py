@@ -125,11 +125,12 @@ def loss_kernel(
             else:
                 kl, dkl = _kl(old - logp, limit, K3)
             a = -weight * dlogp / temperature
-            c = None
+            slopes = (a, None)
             has_gradient = a != 0.0
             if entropy_coef is not None:
                 loss -= entropy_coef * entropy
                 c = weight * entropy_coef / temperature
+                slopes = (a, c)
                 has_gradient = has_gradient | (c != 0.0)
             columns = (  # in the order of `Column`
                 weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),
@@ -138,7 +139,7 @@ def loss_kernel(
             store_all(column_ptr + index, num_rows, columns, NUM_COLUMNS)
             if out_ptr is not None:
                 backward_row(
-                    row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c),
+                    row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
                     LANES=LANES,
                 )  # fmt: skip
         else:

@@ -201,7 +201,9 @@ def _mask_statistics(
     """`masked` over the mask's ids and the target. Their logits are copied, because the gradient
     will overwrite them.
     """
-    scale, (ids_ptr, _, copy_ptr), (begin, end) = row[2], mask_ptrs, bounds
+    ids_ptr, _, copy_ptr = mask_ptrs
+    begin, end = bounds
+    scale = row[2]
     offsets = tl.arange(0, BLOCK)
     top = x_target
     has_target = 0
@@ -248,8 +250,8 @@ def score_row(
     """(log-prob of the target, `scored`)."""
     full = _row_statistics(row, LANES)
     scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
-    x_target, (top, log2_total) = scored[0], scored[2]
-    return ((x_target - top) * row[2] - log2_total) * LN2, scored
+    top, log2_total = scored[2]
+    return ((scored[0] - top) * row[2] - log2_total) * LN2, scored
 
 
 @triton.jit
@@ -263,7 +265,8 @@ def _uncap(g, x, softcap) -> tl.tensor:
 @triton.jit
 def _gradient(x, full, slopes, scale) -> tl.tensor:
     """p (a + c (log p + H)) without the target's term."""
-    (top, log2_total, entropy), (factor, c) = full, slopes
+    top, log2_total, entropy = full
+    factor, c = slopes
     log2_p = (x - top) * scale - log2_total
     if c is not None:
         factor = factor + c * (_not_far(log2_p) * LN2 + entropy)
@@ -284,20 +287,20 @@ def _write_block(row, out_ptr, columns, is_in, target, full, slopes) -> None:
 @triton.jit
 def _write_gradient(row, out_ptr, target, full, slopes, LANES: tl.constexpr) -> None:
     """Goes from the end of the row to its beginning: cache most likely holds what was read last."""
-    row_ptr, num_vocab, scale, softcap = row
+    row_ptr, num_vocab, scale, _ = row
     BLOCK: tl.constexpr = LANES * WIDTH
     columns = _columns(LANES)
     target = target.to(tl.int32)  # a comparison of 64 bits per element would cost twice
     num_full = num_vocab // BLOCK * BLOCK
     if num_full < num_vocab:
-        block = (row_ptr + num_full, num_vocab, scale, softcap)
+        block = (row_ptr + num_full, num_vocab, scale, row[3])
         _write_block(
             block, out_ptr + num_full, columns, is_in=num_full + columns < num_vocab,
             target=target - num_full, full=full, slopes=slopes,
         )  # fmt: skip
     for back in range(BLOCK, num_full + BLOCK, BLOCK):
         start = num_full - back
-        block = (row_ptr + start, num_vocab, scale, softcap)
+        block = (row_ptr + start, num_vocab, scale, row[3])
         _write_block(
             block, out_ptr + start, columns, is_in=None, target=target - start, full=full,
             slopes=slopes,
@@ -334,7 +337,8 @@ def _write_at(row, out_ptr, ids, is_in, x, target, scored, slopes) -> None:
 @triton.jit
 def backward_row(row, out_ptr, target, scored, mask_ptrs, slopes, LANES: tl.constexpr) -> None:
     """Gradient of a row. Rows that have none are written without being read."""
-    x_target, full, _, (begin, end) = scored
+    x_target, full, _, bounds = scored
+    begin, end = bounds
     ids_ptr, _, copy_ptr = mask_ptrs
     a, c = slopes
     is_zero = a == 0.0
@@ -345,7 +349,7 @@ def backward_row(row, out_ptr, target, scored, mask_ptrs, slopes, LANES: tl.cons
     elif ids_ptr is None:
         _write_gradient(row, out_ptr, target, full=full, slopes=slopes, LANES=LANES)
     else:
-        of_row = (tl.where(end > begin, 0.0, a), c)
+        of_row = (tl.where(end > begin, 0.0, a), slopes[1])
         _write_gradient(row, out_ptr, target, full=full, slopes=of_row, LANES=LANES)
         if end > begin:
             offsets = tl.arange(0, LANES)
