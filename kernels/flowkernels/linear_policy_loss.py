@@ -20,7 +20,8 @@ from torch import Tensor
 from flowkernels.arguments import check_targets, check_token_inputs
 from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
-from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, LossWalk, new_head
+from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
+from flowkernels.loss_walk import LossWalk
 from flowkernels.policy_loss import (
     HandOver,
     PolicyLoss,
