@@ -7,10 +7,13 @@ takes one exp2 per element plus one per WIDTH; the lanes meet once, at the end o
 of exp(z - maximum) and of exp(z - maximum) (z - maximum): neither overflows, and the entropy is not
 the small difference of two large numbers.
 
-Functions share these arguments: `scale` = log2(e) / temperature; `softcap` may be None; `full` =
-(top, log2_total, entropy) of the row, `masked` = (top, log2_total) over its sampling mask, with t =
-(x - top) * scale and log2_total = log2 of sum 2^t; `mask` = (ids_ptr, copy_ptr, begin, end): the
-ids of all masks, room for a copy of their logits, and where those of the row are.
+Functions share these arguments: `row` = (pointer, num_vocab, scale, softcap) with scale = log2(e) /
+temperature and a softcap that may be None; `full` = (top, log2_total, entropy) of the row, `masked`
+= (top, log2_total) over its sampling mask, with t = (x - top) * scale and log2_total = log2 of sum
+2^t; `mask_ptrs` = (ids, offsets, copy): the ids of all masks, where those of each row are, and room
+for a copy of their logits; `scored` = (logit of the target, full, masked, (begin, end) of the row's
+ids in the mask); `slopes` = (a, c), the weights of the log-probability and of the entropy in the
+gradient, c None where it has no entropy.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from flowkernels.targets import Targets
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-WIDTH = 8
+WIDTH = tl.constexpr(8)
 """Elements per lane: 16 bytes of bf16, the widest load there is."""
 _INF = tl.constexpr(float("inf"))
 _FAR = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which 0 times -inf is not
@@ -51,7 +54,7 @@ class Config:
 
     def arguments(self) -> dict[str, int]:
         limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
-        return {"LANES": self.lanes, "WIDTH": WIDTH, "num_warps": self.num_warps, **limit}
+        return {"LANES": self.lanes, "num_warps": self.num_warps, **limit}
 
 
 def score_config(logits_TV: Tensor) -> Config:
@@ -102,17 +105,38 @@ def row_arguments(logits_TV: Tensor, targets: Targets) -> dict[str, Any]:
 
 
 @triton.jit
+def clamp(x, low, high) -> tl.tensor:
+    """NaN stays NaN."""
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _not_far(x) -> tl.tensor:
+    return tl.maximum(x, _FAR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def store_all(ptr, stride, values, NUM: tl.constexpr) -> None:
+    """Store the NUM values, `stride` elements apart."""
+    for i in tl.static_range(NUM):
+        tl.store(ptr + i * stride, values[i])
+
+
+@triton.jit
+def _columns(LANES: tl.constexpr) -> tl.tensor:
+    return tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
 def _absorb(x, top, total, moment, scale) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take the block x [LANES, WIDTH] into the running state [LANES]."""
     new_top = tl.maximum(top, tl.max(x, axis=1))
     base = tl.where(new_top == -_INF, 0.0, new_top)
     t = (x - base[:, None]) * scale
     e = tl.exp2(t)
-    shift = tl.maximum((top - base) * scale, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    shift = _not_far((top - base) * scale)
     shrink = tl.exp2(shift)
-    moment = shrink * (moment + total * shift) + tl.sum(
-        e * tl.maximum(t, _FAR, propagate_nan=tl.PropagateNan.ALL), axis=1
-    )
+    moment = shrink * (moment + total * shift) + tl.sum(e * _not_far(t), axis=1)
     total = shrink * total + tl.sum(e, axis=1)
     return new_top, total, moment
 
@@ -126,29 +150,35 @@ def _cap(x, softcap) -> tl.tensor:
 
 
 @triton.jit
-def row_statistics(
-    row_ptr, num_vocab, scale, softcap, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _read(ptr, is_in, softcap, POLICY: tl.constexpr) -> tl.tensor:
+    """Logits in fp32, capped; `is_in` may be None."""
+    if is_in is None:
+        x = tl.load(ptr, eviction_policy=POLICY)
+    else:
+        x = tl.load(ptr, mask=is_in, other=0.0, eviction_policy=POLICY)
+    return _cap(x.to(tl.float32), softcap)
+
+
+@triton.jit
+def _row_statistics(row, LANES: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`full` of a row; its entropy is in nats."""
+    row_ptr, num_vocab, scale, softcap = row
     BLOCK: tl.constexpr = LANES * WIDTH
-    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    columns = _columns(LANES)
     top = tl.full([LANES], -_INF, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     moment = tl.zeros([LANES], tl.float32)
     num_full = num_vocab // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
-        x = tl.load(row_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
-        top, total, moment = _absorb(_cap(x, softcap), top, total, moment, scale)
+        x = _read(row_ptr + start + columns, None, softcap, "evict_last")
+        top, total, moment = _absorb(x, top, total, moment, scale)
     if num_full < num_vocab:
         is_in = num_full + columns < num_vocab
-        x = tl.load(
-            row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_last"
-        ).to(tl.float32)
-        x = tl.where(is_in, _cap(x, softcap), -_INF)
-        top, total, moment = _absorb(x, top, total, moment, scale)
+        x = _read(row_ptr + num_full + columns, is_in, softcap, "evict_last")
+        top, total, moment = _absorb(tl.where(is_in, x, -_INF), top, total, moment, scale)
     row_top = tl.max(top, axis=0)
     base = tl.where(row_top == -_INF, 0.0, row_top)
-    shift = tl.maximum((top - base) * scale, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    shift = _not_far((top - base) * scale)
     shrink = tl.exp2(shift)
     row_moment = tl.sum(shrink * (moment + total * shift), axis=0)
     row_total = tl.sum(shrink * total, axis=0)
@@ -157,32 +187,30 @@ def row_statistics(
 
 
 @triton.jit
-def target_logit(row_ptr, target, num_vocab, softcap) -> tl.tensor:
-    """NaN for a target outside the vocabulary, so that a wrong id cannot go unseen."""
-    x = tl.load(row_ptr + target, mask=(target >= 0) & (target < num_vocab), other=float("nan")).to(
-        tl.float32
-    )
-    return _cap(x, softcap)
+def _logits_at(row, ids, is_in) -> tl.tensor:
+    """NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
+    row_ptr, num_vocab, _, softcap = row
+    is_in = is_in & (ids >= 0) & (ids < num_vocab)
+    return _cap(tl.load(row_ptr + ids, mask=is_in, other=float("nan")).to(tl.float32), softcap)
 
 
 @triton.jit
-def mask_statistics(
-    row_ptr, mask, target, x_target, num_vocab, scale, softcap, BLOCK: tl.constexpr
+def _mask_statistics(
+    row, mask_ptrs, bounds, target, x_target, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """`masked` over the mask's ids and the target. Their logits are copied, because the gradient
     will overwrite them.
     """
-    ids_ptr, copy_ptr, begin, end = mask
+    ids_ptr, _, copy_ptr = mask_ptrs
+    begin, end = bounds
+    scale = row[2]
     offsets = tl.arange(0, BLOCK)
     top = x_target
     has_target = 0
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
         ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=-1)
-        x = tl.load(
-            row_ptr + ids, mask=is_in & (ids >= 0) & (ids < num_vocab), other=float("nan")
-        ).to(tl.float32)
-        x = _cap(x, softcap)
+        x = _logits_at(row, ids, is_in)
         tl.store(copy_ptr + start + offsets, x, mask=is_in)
         top = tl.maximum(
             top, tl.max(tl.where(is_in, x, -_INF), axis=0), propagate_nan=tl.PropagateNan.ALL
@@ -199,6 +227,34 @@ def mask_statistics(
 
 
 @triton.jit
+def add_mask(
+    row, index, target, mask_ptrs, full, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`scored` of the row with this index, whose `full` is known."""
+    x_target = _logits_at(row, target, True)
+    top, log2_total, _ = full
+    begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
+    if mask_ptrs[0] is not None:
+        begin, end = tl.load(mask_ptrs[1] + index), tl.load(mask_ptrs[1] + index + 1)
+        if end > begin:
+            top, log2_total = _mask_statistics(
+                row, mask_ptrs, (begin, end), target=target, x_target=x_target, BLOCK=BLOCK
+            )
+    return x_target, full, (top, log2_total), (begin, end)
+
+
+@triton.jit
+def score_row(
+    row, index, target, mask_ptrs, LANES: tl.constexpr
+) -> tuple[tl.tensor, tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]]:
+    """(log-prob of the target, `scored`)."""
+    full = _row_statistics(row, LANES)
+    scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
+    top, log2_total = scored[2]
+    return ((scored[0] - top) * row[2] - log2_total) * LN2, scored
+
+
+@triton.jit
 def _uncap(g, x, softcap) -> tl.tensor:
     """The gradient by the raw logit, from that by the capped logit x."""
     if softcap is not None:
@@ -207,126 +263,106 @@ def _uncap(g, x, softcap) -> tl.tensor:
 
 
 @triton.jit
-def _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY: tl.constexpr) -> tl.tensor:
+def _gradient(x, full, slopes, scale) -> tl.tensor:
     """p (a + c (log p + H)) without the target's term."""
+    top, log2_total, entropy = full
+    factor, c = slopes
     log2_p = (x - top) * scale - log2_total
-    p = tl.exp2(log2_p)
-    factor = a
-    if HAS_ENTROPY:
-        factor = a + c * (
-            tl.maximum(log2_p, _FAR, propagate_nan=tl.PropagateNan.ALL) * LN2 + entropy
-        )
-    return p * factor
+    if c is not None:
+        factor = factor + c * (_not_far(log2_p) * LN2 + entropy)
+    return tl.exp2(log2_p) * factor
 
 
 @triton.jit
-def _write_gradient(
-    row_ptr, out_ptr, num_vocab, target, full, a, c, scale, softcap,
-    HAS_ENTROPY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+def _write_block(row, out_ptr, columns, is_in, target, full, slopes) -> None:
+    """The gradient of some columns; pointers and target are relative to the block."""
+    row_ptr, _, scale, softcap = row
+    x = _read(row_ptr + columns, is_in, softcap, "evict_first")
+    g = _gradient(x, full, slopes, scale)
+    g = _uncap(tl.where(columns == target, g - slopes[0], g), x, softcap)
+    g = g.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + columns, g, mask=is_in, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_gradient(row, out_ptr, target, full, slopes, LANES: tl.constexpr) -> None:
     """Goes from the end of the row to its beginning: cache most likely holds what was read last."""
+    row_ptr, num_vocab, scale, _ = row
     BLOCK: tl.constexpr = LANES * WIDTH
-    top, log2_total, entropy = full
-    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    columns = _columns(LANES)
     target = target.to(tl.int32)  # a comparison of 64 bits per element would cost twice
     num_full = num_vocab // BLOCK * BLOCK
     if num_full < num_vocab:
-        is_in = num_full + columns < num_vocab
-        x = tl.load(
-            row_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
-        x = _cap(x, softcap)
-        g = _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY)
-        g = _uncap(tl.where(num_full + columns == target, g - a, g), x, softcap)
-        tl.store(
-            out_ptr + num_full + columns,
-            g.to(out_ptr.dtype.element_ty),
-            mask=is_in,
-            eviction_policy="evict_first",
-        )
+        block = (row_ptr + num_full, num_vocab, scale, row[3])
+        _write_block(
+            block, out_ptr + num_full, columns, is_in=num_full + columns < num_vocab,
+            target=target - num_full, full=full, slopes=slopes,
+        )  # fmt: skip
     for back in range(BLOCK, num_full + BLOCK, BLOCK):
         start = num_full - back
-        x = tl.load(row_ptr + start + columns, eviction_policy="evict_first").to(tl.float32)
-        x = _cap(x, softcap)
-        g = _gradient(x, top, log2_total, entropy, a, c, scale, HAS_ENTROPY)
-        g = _uncap(tl.where(start + columns == target, g - a, g), x, softcap)
-        tl.store(
-            out_ptr + start + columns, g.to(out_ptr.dtype.element_ty), eviction_policy="evict_first"
-        )
+        block = (row_ptr + start, num_vocab, scale, row[3])
+        _write_block(
+            block, out_ptr + start, columns, is_in=None, target=target - start, full=full,
+            slopes=slopes,
+        )  # fmt: skip
 
 
 @triton.jit
-def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr, WIDTH: tl.constexpr) -> None:
+def write_zeros(out_ptr, num_vocab, LANES: tl.constexpr) -> None:
     BLOCK: tl.constexpr = LANES * WIDTH
-    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    columns = _columns(LANES)
     zeros = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
     for start in range(0, num_vocab, BLOCK):
-        tl.store(
-            out_ptr + start + columns,
-            zeros,
-            mask=start + columns < num_vocab,
-            eviction_policy="evict_first",
-        )
+        is_in = start + columns < num_vocab
+        tl.store(out_ptr + start + columns, zeros, mask=is_in, eviction_policy="evict_first")
 
 
 @triton.jit
-def _write_masked_gradient(
-    out_ptr, num_vocab, mask, target, x_target, full, masked, a, c, scale, softcap,
-    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _write_at(row, out_ptr, ids, is_in, x, target, scored, slopes) -> None:
     """Write the gradient of the log-probability, which the mask's ids and the target alone have,
     over that of the entropy, which the whole row has.
     """
-    ids_ptr, copy_ptr, begin, end = mask
-    top, log2_total, entropy = full
-    masked_top, masked_log2_total = masked
-    offsets = tl.arange(0, BLOCK)
-    tl.debug_barrier()  # the row was written by other threads
-    for start in range(begin, end, BLOCK):
-        is_in = start + offsets < end
-        ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
-        x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
-        g = _gradient(x, masked_top, masked_log2_total, 0.0, a, 0.0, scale, False)
-        if HAS_ENTROPY:
-            g += _gradient(x, top, log2_total, entropy, 0.0, c, scale, True)
-        g = _uncap(tl.where(ids == target, g - a, g), x, softcap)
-        tl.store(
-            out_ptr + ids,
-            g.to(out_ptr.dtype.element_ty),
-            mask=is_in & (ids >= 0) & (ids < num_vocab),
-        )
-    tl.debug_barrier()
-    g = _gradient(x_target, masked_top, masked_log2_total, 0.0, a, 0.0, scale, False) - a
-    if HAS_ENTROPY:
-        g += _gradient(x_target, top, log2_total, entropy, 0.0, c, scale, True)
-    g = _uncap(g, x_target, softcap)
-    tl.store(
-        out_ptr + target, g.to(out_ptr.dtype.element_ty), mask=(target >= 0) & (target < num_vocab)
-    )
+    _, num_vocab, scale, softcap = row
+    _, full, masked, _ = scored
+    a, c = slopes
+    g = _gradient(x, (masked[0], masked[1], 0.0), (a, None), scale)
+    g = tl.where(ids == target, g - a, g)
+    if c is not None:
+        g += _gradient(x, full, (0.0, c), scale)
+    g = _uncap(g, x, softcap)
+    is_in = is_in & (ids >= 0) & (ids < num_vocab)
+    tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
-def backward_row(
-    row_ptr, out_ptr, num_vocab, mask, target, x_target, full, masked, a, c, scale, softcap,
-    HAS_ENTROPY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    """Gradient of a row: a weighs the log-probability, c the entropy. Rows that have none are
-    written without being read.
-    """
-    ids_ptr, _, begin, end = mask
-    if (a == 0.0) & (c == 0.0):
-        write_zeros(out_ptr, num_vocab, LANES, WIDTH)
+def backward_row(row, out_ptr, target, scored, mask_ptrs, slopes, LANES: tl.constexpr) -> None:
+    """Gradient of a row. Rows that have none are written without being read."""
+    x_target, full, _, bounds = scored
+    begin, end = bounds
+    ids_ptr, _, copy_ptr = mask_ptrs
+    a, c = slopes
+    is_zero = a == 0.0
+    if c is not None:
+        is_zero = is_zero & (c == 0.0)
+    if is_zero:
+        write_zeros(out_ptr, row[1], LANES)
+    elif ids_ptr is None:
+        _write_gradient(row, out_ptr, target, full=full, slopes=slopes, LANES=LANES)
     else:
-        a_row = a
-        if ids_ptr is not None:
-            a_row = tl.where(end > begin, 0.0, a)
-        _write_gradient(
-            row_ptr, out_ptr, num_vocab, target, full, a=a_row, c=c, scale=scale, softcap=softcap,
-            HAS_ENTROPY=HAS_ENTROPY, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
-        if ids_ptr is not None:
-            if end > begin:
-                _write_masked_gradient(
-                    out_ptr, num_vocab, mask, target, x_target, full=full, masked=masked, a=a, c=c,
-                    scale=scale, softcap=softcap, HAS_ENTROPY=HAS_ENTROPY, BLOCK=LANES,
-                )  # fmt: skip
+        of_row = (tl.where(end > begin, 0.0, a), slopes[1])
+        _write_gradient(row, out_ptr, target, full=full, slopes=of_row, LANES=LANES)
+        if end > begin:
+            offsets = tl.arange(0, LANES)
+            tl.debug_barrier()  # the row was written by other threads
+            for start in range(begin, end, LANES):
+                is_in = start + offsets < end
+                ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
+                x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
+                _write_at(
+                    row, out_ptr, ids, is_in=is_in, x=x, target=target, scored=scored, slopes=slopes
+                )
+            tl.debug_barrier()
+            _write_at(
+                row, out_ptr, target, is_in=True, x=x_target, target=target, scored=scored,
+                slopes=slopes,
+            )  # fmt: skip
