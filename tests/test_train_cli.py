@@ -540,7 +540,7 @@ def torchrun(num_ranks: int, *argv: object, cwd: Path) -> subprocess.CompletedPr
 
 
 def ranks(server: Server, num_ranks: int, *argv: object) -> str:
-    """What so many ranks, started without torchrun, print together."""
+    """Returns the output of so many ranks together, started without torchrun."""
     processes = server.start_ranks(num_ranks, *argv, before=[NO_PICTURE] * num_ranks)
     codes = [process.wait(timeout_s=240) for process in processes]
     assert not any(codes), [process.err.read_text()[-1500:] for process in processes]

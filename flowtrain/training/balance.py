@@ -10,18 +10,18 @@ the sum over all rows, no matter which rank trains them.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import SampleId
-
-T = TypeVar("T")
 
 
 def balance(
@@ -37,17 +37,19 @@ def balance(
     """
     if world.size == 1:
         return [list(rows) for rows in minibatches]
-    costs = world.gather([[cost(row) for row in rows] for rows in minibatches])
+    own = json.dumps([[cost(row) for row in rows] for rows in minibatches])
+    costs: list[list[list[float]]] = [json.loads(text) for text in world.gather_text(own)]
     plans = [assign(of_ranks, num_takers) for of_ranks in zip(*costs, strict=True)]
-    sent: list[dict[tuple[int, int], PackedRow]] = [{} for _ in range(world.size)]
+    sent: list[dict[str, PackedRow]] = [{} for _ in range(world.size)]
     for number, plan in enumerate(plans):
         for taker, places in enumerate(plan):
             for place, (giver, index) in enumerate(places):
                 if giver == world.rank:
-                    sent[taker][number, place] = minibatches[number][index]
-    mine = {key: row for rows in _exchange(sent, world) for key, row in rows.items()}
+                    sent[taker][f"{number}.{place}"] = minibatches[number][index]
+    received = _exchange([_encode(rows) for rows in sent], world)
+    mine = {key: row for data in received for key, row in _decode(data).items()}
     return [
-        [mine[number, place] for place in range(len(plan[world.rank]))]
+        [mine[f"{number}.{place}"] for place in range(len(plan[world.rank]))]
         for number, plan in enumerate(plans)
     ]
 
@@ -61,11 +63,25 @@ def return_logprobs(
         logprobs: those of the samples that this rank trained.
         sample_ids: the samples that it gave.
     """
-    sent = [
-        {sample_id: tuple(logprobs[sample_id]) for sample_id in wanted if sample_id in logprobs}
-        for wanted in world.gather(list(sample_ids))
+    if world.size == 1:
+        return {sample_id: tuple(found) for sample_id, found in logprobs.items()}
+    wanted = [
+        [SampleId(*each) for each in json.loads(text)]
+        for text in world.gather_text(json.dumps(sample_ids))
     ]
-    return {key: found for part in _exchange(sent, world) for key, found in part.items()}
+    sent = [
+        {
+            json.dumps(sample_id): torch.tensor(logprobs[sample_id], dtype=torch.float64)
+            for sample_id in of_rank
+            if sample_id in logprobs
+        }
+        for of_rank in wanted
+    ]
+    return {
+        SampleId(*json.loads(key)): tuple(found.tolist())
+        for data in _exchange([save(each) for each in sent], world)
+        for key, found in load(data).items()
+    }
 
 
 def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple[int, int]]]:
@@ -80,14 +96,34 @@ def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple
     return [places[rank::num_takers] if rank < num_takers else [] for rank in range(len(costs))]
 
 
-def _exchange(values: Sequence[T], world: World) -> list[T]:
-    """Send values[r] to rank r; return what each rank sent to this one."""
-    if world.size == 1:
-        return list(values)
-    data = [pickle.dumps(value) for value in values]
-    sizes = world.gather([len(each) for each in data])
+def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
+    """Send data[r] to rank r; return what each rank sent to this one."""
+    sizes: list[list[int]] = [
+        json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))
+    ]
     ours = [size[world.rank] for size in sizes]
     sending = torch.tensor(bytearray(b"".join(data)), dtype=torch.uint8, device=world.device)
     receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
     dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.group)
-    return [pickle.loads(part.numpy().tobytes()) for part in receiving.cpu().split(ours)]
+    return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
+
+
+def _encode(rows: Mapping[str, PackedRow]) -> bytes:
+    """Write tensors under "<key>/<field>": no entry for None, a tensor for a number or for ids."""
+    values = {
+        f"{key}/{f.name}": getattr(row, f.name) for key, row in rows.items() for f in fields(row)
+    }
+    # Copies, because safetensors refuses tensors that share memory.
+    return save(
+        {key: torch.as_tensor(value).clone() for key, value in values.items() if value is not None}
+    )
+
+
+def _decode(data: bytes) -> dict[str, PackedRow]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in load(data).items():
+        key, field = name.split("/")
+        found.setdefault(key, {})[field] = tensor if tensor.dim() else int(tensor)
+    for values in found.values():
+        values["sample_ids"] = tuple(SampleId(*each) for each in values["sample_ids"].tolist())
+    return {key: PackedRow(**values) for key, values in found.items()}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from flowkernels import (
     LogProbs,
@@ -242,8 +243,10 @@ class Trainer:
             divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for s, r in zip(scores, rows, strict=True)
         ]
-        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).cpu()
-        return m2po_clip(self._loss, torch.cat(self._world.gather(mine)), threshold)
+        mine = torch.cat([torch.zeros(0, device=self._world.device), *found])
+        every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
+        ratios = torch.from_numpy(np.frombuffer(every, np.float32).copy())
+        return m2po_clip(self._loss, ratios, threshold)
 
     def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
         """FLOPs of the forward and backward pass and of the scores that the loss asks for, without

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain.types import UserError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +112,21 @@ class World:
             0
         ).tolist()
 
-    def gather(self, value: T) -> list[T]:
-        """The value of each rank, on every rank; anything that pickle takes."""
-        if self.size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
-
     def gather_text(self, text: str) -> list[str]:
-        """See `weights.ranks.Ranks`."""
-        return self.gather(text)
+        """The text of each rank, on every rank."""
+        return [data.decode() for data in self.gather_bytes(text.encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of each rank, on every rank."""
+        if self.size == 1:
+            return [data]
+        longest = int(self.max([len(data)])[0])
+        padded = bytearray(len(data).to_bytes(8, "little") + data + bytes(longest - len(data)))
+        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+        gathered = torch.empty(self.size, len(own), dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(gathered.flatten(), own, group=self.group)
+        rows = [row.numpy().tobytes() for row in gathered.cpu()]
+        return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
     def barrier(self) -> None:
         """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier

@@ -1,4 +1,4 @@
-"""What the ends of subtrees say of the forest of a row."""
+"""Checks of the forest of a row by the ends of its subtrees."""
 
 from __future__ import annotations
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from flowtrain.training import balance as balancing
 from flowtrain.training.balance import assign, balance, return_logprobs
-from flowtrain.training.tree import pack_rows
+from flowtrain.training.tree import PackedRow, empty_row, pack_row, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId
+from flowtrain.types import Sample, SampleId, SamplingMask
 
 costs_of_ranks = st.lists(st.lists(st.integers(1, 100), max_size=5), min_size=1, max_size=4)
 
@@ -54,6 +59,34 @@ def test_no_other_deal_makes_two_ranks_wait_less(costs: list[int]) -> None:
 
 def test_rows_of_equal_cost_are_assigned_in_one_way() -> None:
     assert assign([[5, 5], [5]], 2) == [[(0, 0), (1, 0)], [(0, 1)]]
+
+
+def same(ours: PackedRow, theirs: PackedRow) -> bool:
+    pairs = [(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(PackedRow)]
+    return all(
+        torch.equal(a.nan_to_num(9e9), b.nan_to_num(9e9)) and a.dtype == b.dtype
+        if isinstance(a, Tensor)
+        else a == b
+        for a, b in pairs
+    )
+
+
+def test_row_codec_roundtrip(random_samples: Callable[..., list[Sample]]) -> None:
+    samples = [replace(s, sample_id=SampleId(n, 2, 3)) for n, s in enumerate(random_samples(9))]
+    masks = [
+        SamplingMask.of([(token, 7), (token,)][n % 2] for n, token in enumerate(s.response_ids))
+        for s in samples
+    ]
+    masked = [replace(s, sampling_mask=mask) for s, mask in zip(samples, masks, strict=True)]
+    whole = pack_rows(samples, 20)
+    rows = [*whole, empty_row(), pack_row(masked), pack_row([samples[0], masked[1]])]
+    rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2)
+    rows[2] = replace(rows[2], advantage_T=rows[2].advantage_T * math.nan)
+    given = {f"0.{place}": row for place, row in enumerate(rows)}
+    found = balancing._decode(balancing._encode(given))
+    assert found.keys() == given.keys() and len(rows) > 5
+    assert all(same(found[key], row) for key, row in given.items())
+    assert balancing._decode(balancing._encode({})) == {}
 
 
 def test_one_rank_keeps_its_rows(random_samples: Callable[..., list[Sample]], alone: World) -> None:

@@ -289,8 +289,10 @@ class PostgresDatabase(Database):
             "statement_timeout": wait,
             "idle_in_transaction_session_timeout": wait,
         }
-        given = self._psycopg.conninfo.conninfo_to_dict(self._url).get("options", "")
-        options = " ".join([given, *(f"-c {name}={value}" for name, value in settings.items())])
+        given = self._psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
+        options = " ".join(
+            [str(given), *(f"-c {name}={value}" for name, value in settings.items())]
+        )
         return self._psycopg.connect(
             self._url,
             autocommit=True,

@@ -14,7 +14,7 @@ from flowtrain.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """Where a service is and how it answers."""
+    """A search service: its address and the form of its answers."""
 
     url: str
     """Its address, where it has only one."""
