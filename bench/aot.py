@@ -1,9 +1,10 @@
 """Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:
-python -m bench.aot [--json F]
+python -m bench.aot [--roofline] [--targets T,T] [--kernels K,K] [--json F]
 
-Each kernel is compiled at its production block size in the variants that matter (dtype, and every
-optional term on or off) for the targets below, by the compiler that Triton carries; a spill in any
-of them is an error (exit code 1).
+Each kernel is compiled at its production block size in the variants that matter (dtype, vocabulary
+and stride, and every optional term on or off) for the targets below, by the compiler that Triton
+carries; a spill in any of them is an error (exit code 1). With --roofline the machine code for
+NVIDIA's is disassembled, and a kernel that could not reach its goal is an error too: `roofline.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
 from flowkernels import (
     branching_triton,
@@ -26,10 +27,12 @@ from flowkernels import (
     sparse_delta_triton,
 )
 from flowkernels.statistics import BIN_WIDTH, NUM_BINS
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
+from bench import roofline
 from bench.measure import print_table, write_json
 
 TARGETS = {
@@ -38,6 +41,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_SIZES = ("num_vocab", "num_words", "num_elements", "row_stride", "out_stride")
 _POINTERS = {
     "targets_ptr": "*i64",
     "mask_ids_ptr": "*i64",
@@ -57,6 +61,25 @@ _POINTERS = {
 }
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with the arguments that its machine code depends on."""
+
+    kernel: str
+    name: str
+    function: Any
+    constants: Mapping[str, Any]
+    """Constexprs and absent arguments."""
+    options: Mapping[str, int]
+    """Of the compiler."""
+    dtype: str
+    """That of the logits (->gradient)."""
+    is_aligned: bool = True
+    """Sizes and strides are multiples of 16 elements, which Triton tells the compiler."""
+    goal: roofline.Goal | None = None
+    programs_per_sm: int | None = None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
@@ -65,97 +88,150 @@ def main() -> None:
         default=",".join(TARGETS),
         help=f"comma-separated (default: {','.join(TARGETS)})",
     )
+    parser.add_argument("--kernels", metavar="K,K", help="only these kernels (default: all)")
+    parser.add_argument(
+        "--roofline", action="store_true", help="add what the machine code allows (NVIDIA)"
+    )
     args = parser.parse_args()
-    rows = table(args.targets.split(","))
+    kernels = args.kernels.split(",") if args.kernels else None
+    rows = table(args.targets.split(","), kernels, has_roofline=args.roofline)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
-    spilled = [
-        f"{row['kernel']} {row['variant']} on {row['target']}" for row in rows if row["spills"]
+    faults = [
+        f"{row['kernel']} {row['variant']} on {row['target']}: {fault}"
+        for row in rows
+        for fault in faults_of(row)
     ]
-    if spilled:
-        sys.exit(f"spills: {'; '.join(spilled)}")
+    if faults:
+        sys.exit("; ".join(faults))
 
 
-def table(targets: list[str]) -> list[dict[str, Any]]:
+def faults_of(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a row of the table."""
+    spilled = [f"spills {row['spills']} bytes"] if row["spills"] else []
+    return [*spilled, *filter(None, [row.get("fault")])]
+
+
+def table(
+    targets: Sequence[str], kernels: Sequence[str] | None = None, *, has_roofline: bool = False
+) -> list[dict[str, Any]]:
+    chosen = [v for v in variants() if kernels is None or v.kernel in kernels]
+    progress = tqdm([(v, t) for v in chosen for t in targets], disable=None, unit="kernel")
     return [
         {
-            "kernel": name,
-            "variant": variant,
+            "kernel": variant.kernel,
+            "variant": variant.name,
             "target": target,
-            **compile_one(kernel, constants, dtype, TARGETS[target], options),
+            **compile_one(variant, target, has_roofline=has_roofline),
         }
-        for name, variant, kernel, constants, dtype, options in variants()
-        for target in targets
+        for variant, target in progress
     ]
 
 
-def variants() -> Iterator[tuple[str, str, Any, dict[str, Any], str, dict[str, int]]]:
-    """(kernel, variant, function, constexprs and absent arguments, dtype of the logits
-    (->gradient), compiler options).
+def variants() -> Iterator[Variant]:
+    yield from _row_variants()
+    for dtype in ("bf16", "fp32"):
+        constants, options = _split({"BLOCK": 4096, "num_warps": 8})
+        scale = policy_loss_triton.scale_kernel
+        yield Variant("scale", dtype, scale, constants, options, dtype)
+    statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
+    tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
+    others = [
+        ("statistics", "", policy_loss_triton.statistics_kernel, statistics, "fp32"),
+        ("scan", "", branching_triton.scan_kernel, branching_triton.LAUNCH, "fp32"),
+        ("branching", "", branching_triton.score_kernel, branching_triton.LAUNCH, "fp32"),
+        ("delta count", "", sparse_delta_triton.count_kernel, tile, "int16"),
+        ("delta compact", "", sparse_delta_triton.compact_kernel, tile, "int16"),
+        *(
+            (
+                "delta scatter",
+                name,
+                sparse_delta_triton.scatter_kernel,
+                {"WRITES": name == "", **scatter},
+                "int16",
+            )
+            for name in ("", "no write")
+        ),
+        (
+            "delta digest",
+            "",
+            sparse_delta_triton.digest_kernel,
+            sparse_delta_triton.DIGEST,
+            "int16",
+        ),
+    ]
+    for kernel, name, function, arguments, dtype in others:
+        yield Variant(kernel, name, function, *_split(arguments), dtype)
+
+
+def _row_variants() -> Iterator[Variant]:
+    """The kernels of rows, in every dtype, for vocabularies and strides that are multiples of 16
+    bytes and that are not, with no optional term and with all of them.
     """
     no_mask = {"mask_ids_ptr": None, "mask_offsets_ptr": None, "mask_copy_ptr": None}
     few = {**no_mask, "softcap": None}
     clip = {"LOSS_TYPE": 0, "KL": 2}
-    clip_only = {**clip, **few, "ref_ptr": None, "dual_clip": None, "entropy_coef": None}
-    score_kernel, gradient_kernel = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
-    loss_kernel, scale_kernel = policy_loss_triton.loss_kernel, policy_loss_triton.scale_kernel
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        logits = torch.empty(1, 1, dtype=dtype)
-        score = rows_triton.score_config(logits).arguments()
-        loss = rows_triton.loss_config(logits).arguments()
-        yield "score", name, score_kernel, *_split({**few, **score}, name)
-        yield "score", f"{name} all", score_kernel, *_split({**score}, name)
-        no_entropy = {**few, "dentropy_ptr": None, **score}
-        yield "gradient", name, gradient_kernel, *_split(no_entropy, name)
-        yield "gradient", f"{name} all", gradient_kernel, *_split({**score}, name)
-        yield "loss", name, loss_kernel, *_split({**clip_only, **loss}, name)
-        yield "loss", f"{name} all", loss_kernel, *_split({**clip, **loss}, name)
-        scored_only = {**clip_only, "out_ptr": None, **loss}
-        yield "loss", f"{name} no gradient", loss_kernel, *_split(scored_only, name)
-        yield "scale", name, scale_kernel, *_split({"BLOCK": 4096, "num_warps": 8}, name)
-    mixed = rows_triton.loss_config(torch.empty(1, 1)).arguments()
-    yield "loss", "fp32->bf16", loss_kernel, *_split({**clip_only, **mixed}, "fp32->bf16")
-    statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
-    yield "statistics", "", policy_loss_triton.statistics_kernel, *_split(statistics, "fp32")
-    scan = {**branching_triton.LAUNCH}
-    yield "scan", "", branching_triton.scan_kernel, *_split({**scan}, "fp32")
-    yield "branching", "", branching_triton.score_kernel, *_split({**scan}, "fp32")
-    tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
-    yield "delta count", "", sparse_delta_triton.count_kernel, *_split({**tile}, "int16")
-    yield "delta compact", "", sparse_delta_triton.compact_kernel, *_split({**tile}, "int16")
-    for name, writes in (("", True), ("no write", False)):
-        constants = {"WRITES": writes, **scatter}
-        yield "delta scatter", name, sparse_delta_triton.scatter_kernel, *_split(constants, "int16")
-    digest = {**sparse_delta_triton.DIGEST}
-    yield "delta digest", "", sparse_delta_triton.digest_kernel, *_split(digest, "int16")
+    clip_only = {**clip, "ref_ptr": None, "dual_clip": None, "entropy_coef": None}
+    with_entropy = {**few, **clip, "ref_ptr": None, "dual_clip": None}
+    one, two = rows_triton.ONE_PASS, rows_triton.TWO_PASSES
+    score, gradient = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
+    loss = policy_loss_triton.loss_kernel
+    kinds = [
+        ("score", "", score, one, few, roofline.SCORE),
+        ("score", "all", score, one, {}, replace(roofline.SCORE, share=roofline.CAPPED)),
+        ("gradient", "", gradient, one, {**few, "dentropy_ptr": None}, roofline.GRADIENT),
+        ("gradient", "all", gradient, one, {}, replace(roofline.GRADIENT, share=roofline.CAPPED)),
+        ("loss", "", loss, two, {**few, **clip_only}, roofline.LOSS),
+        ("loss", "all", loss, two, clip, replace(roofline.LOSS, share=roofline.CAPPED)),
+    ]
+    more = [
+        ("score", "mask", score, one, {"softcap": None}, roofline.SCORE),
+        ("loss", "entropy", loss, two, with_entropy, roofline.LOSS),
+        ("loss", "no gradient", loss, one, {**few, **clip_only, "out_ptr": None}, roofline.SCORE),
+    ]
+    dtypes = {"bf16": 2, "fp16": 2, "fp32": 4}
+    shapes = [(dtype, is_aligned) for dtype in dtypes for is_aligned in (True, False)]
+    for kinds_of, shapes_of in ((kinds, shapes), (more, shapes[:1])):
+        for kernel, extra, function, launch, absent, goal in kinds_of:
+            for dtype, is_aligned in shapes_of:
+                arguments = {
+                    **absent,
+                    "ALIGNMENT": "whole" if is_aligned else "alike",
+                    **launch.options(dtypes[dtype]),
+                }
+                yield Variant(
+                    kernel,
+                    " ".join(filter(None, [dtype, "" if is_aligned else "odd", extra])),
+                    function,
+                    *_split(arguments),
+                    dtype,
+                    is_aligned=is_aligned,
+                    goal=goal,
+                    programs_per_sm=launch.rows_per_sm,
+                )
+    mixed = {**few, **clip_only, "ALIGNMENT": "whole", **two.options(4)}
+    yield Variant("loss", "fp32->bf16", loss, *_split(mixed), "fp32->bf16")
 
 
-def _split(arguments: dict[str, Any], dtype: str) -> tuple[dict[str, Any], str, dict[str, int]]:
+def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Launch arguments into the kernel's own and the compiler's."""
-    options: dict[str, int] = {
-        name: arguments.pop(name) for name in ("num_warps", "maxnreg") if name in arguments
-    }
-    return arguments, dtype, options
+    options = {name: x for name, x in arguments.items() if name in ("num_warps", "maxnreg")}
+    return {name: x for name, x in arguments.items() if name not in options}, options
 
 
-def compile_one(
-    kernel: Any, constants: dict[str, Any], dtype: str, target: GPUTarget, options: dict[str, int]
-) -> dict[str, Any]:
+def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> dict[str, Any]:
     """Registers per thread, shared bytes per program and bytes spilled to memory per thread."""
+    kernel, target = variant.function, TARGETS[target_name]
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], constexprs[(index,)] = "constexpr", constants[name]
+        if name in variant.constants:
+            signature[name], constexprs[(index,)] = "constexpr", variant.constants[name]
         else:
-            signature[name] = _type(name, dtype)
-            if signature[name].startswith("*") or name in (
-                "num_vocab",
-                "num_words",
-                "row_stride",
-                "out_stride",
-            ):
+            signature[name] = _type(name, variant.dtype)
+            if signature[name].startswith("*") or (variant.is_aligned and name in _SIZES):
                 attributes[(index,)] = [["tt.divisibility", 16]]
+    options = dict(variant.options)
     if target.backend == "hip":  # a warp is twice as wide there, and no register limit is set
         options = {"num_warps": max(1, options["num_warps"] * 32 // target.warp_size)}
     compiled = triton.compile(
@@ -172,7 +248,16 @@ def compile_one(
             "spills": spills,
             "shared": shared,
         }
-    return {**_ptxas(compiled.asm["ptx"], target.arch), "shared": shared}
+    found = {**_ptxas(compiled.asm["ptx"], target.arch), "shared": shared}
+    if has_roofline:
+        resources = roofline.Resources(
+            found["registers"], shared, options["num_warps"], variant.programs_per_sm
+        )
+        size = 4 if variant.dtype.startswith("fp32") else 2
+        program = roofline.disassemble(compiled.asm["cubin"])
+        device = roofline.DEVICES[target_name]
+        found |= roofline.row(program, device, resources, goal=variant.goal, element_size=size)
+    return found
 
 
 def _type(name: str, dtype: str) -> str:

@@ -26,11 +26,13 @@ from functools import partial
 from typing import Any
 
 from bench.measure import print_table, write_json
-from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Plan, PolicyPlanner, ResponsePrefix
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import Plan, PolicyPlanner
+from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import ToolCard

@@ -95,7 +95,7 @@ SHORT = [
         "--checkpoint.every",
         "0",
     ),
-    *("--log.num_rollouts", "0", "--log.tensorboard", "false"),
+    *("--log.tensorboard", "false"),
 ]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, two-sided, by number of seeds."""

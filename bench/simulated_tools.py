@@ -19,7 +19,8 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, ResponsePrefix
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.engines.protocol import Engine
 from flowtrain.tools import ToolCard

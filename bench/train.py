@@ -60,8 +60,6 @@ def stage_rows(num_steps: int) -> list[dict[str, Any]]:
             "20",
             "--checkpoint.every",
             "0",
-            "--log.num_rollouts",
-            "0",
         ]
         short = [
             "--train.num_steps",

@@ -333,7 +333,7 @@ def words(place: Path, warm: Path) -> tuple[str, ...]:
         ),
         # Without the tool that takes time: what shares a batch then never depends on the clock, and
         # neither does any bit of the result.
-        *("--log.num_rollouts", "2", "--agent.tools", '["Search", "Base_Generator"]'),
+        *("--agent.tools", '["Search", "Base_Generator"]'),
     )
 
 

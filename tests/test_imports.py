@@ -383,7 +383,7 @@ def test_the_walk_sees_the_house() -> None:
     } <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
     assert ("flowtrain.run.run_logger", "flowtrain.report.curves") in found
-    assert ("flowtrain.agents.build", "flowtrain.tasks.sets") in found, (
+    assert ("flowtrain.tools.registry", "flowtrain.tasks.sets") in found, (
         "under TYPE_CHECKING, but there"
     )
     assert ("flowtrain.engines.torch_engine", "torch") in found

@@ -94,7 +94,7 @@ def config(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> Conf
         "train": {"num_steps": 20, "lr": 3e-4},
         "eval": {"every": 0, "num_tasks": 64},
         "checkpoint": {"every": 0},
-        "log": {"tensorboard": False, "num_rollouts": 0},
+        "log": {"tensorboard": False},
     }
     for name, section in sections.items():
         values[name] = values[name] | section if name in values else section

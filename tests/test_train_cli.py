@@ -540,7 +540,7 @@ def torchrun(num_ranks: int, *argv: object, cwd: Path) -> subprocess.CompletedPr
 
 
 def ranks(server: Server, num_ranks: int, *argv: object) -> str:
-    """What so many ranks, started without torchrun, print together."""
+    """Returns the output of so many ranks together, started without torchrun."""
     processes = server.start_ranks(num_ranks, *argv, before=[NO_PICTURE] * num_ranks)
     codes = [process.wait(timeout_s=240) for process in processes]
     assert not any(codes), [process.err.read_text()[-1500:] for process in processes]
@@ -581,9 +581,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
         "metrics.jsonl",
         "trajectories.jsonl",
     ]
-    assert done.stdout.count("held-out reward") == 1 and done.stdout.count("accepted") == 2, (
-        "what one rank shows, once"
-    )
+    assert done.stdout.count("held-out reward") == 1, "what one rank shows, once"
 
 
 @pytest.mark.dist

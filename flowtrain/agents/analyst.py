@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import shorten
@@ -17,15 +16,8 @@ _MAX_CHARS = 8_000
 """Characters of an analysis that are kept, some 2,000 tokens; every prompt of a rollout has it."""
 
 
-class Analyst(Protocol):
-    """Reads a question before anything has been done about it."""
-
-    async def analyse(self, question: str) -> str:
-        """Return the analysis by a deadline of the analyst's own. Raises EngineError."""
-
-
 @dataclass(slots=True)
-class LLMAnalyst:
+class Analyst:
     """AgentFlow's query analysis, one for all rollouts of a question, whose prompts share it.
 
     The first rollout asks and the others wait for the same reply. Replies are kept for one event
@@ -40,6 +32,7 @@ class LLMAnalyst:
     _asked: dict[str, asyncio.Task[str]] = field(default_factory=dict, init=False)
 
     async def analyse(self, question: str) -> str:
+        """Return the analysis within `timeout_s`. Raises EngineError."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop

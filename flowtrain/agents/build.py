@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from flowtrain import config as cfg
 from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
-from flowtrain.agents.analyst import LLMAnalyst
+from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import (
@@ -34,11 +33,8 @@ from flowtrain.agents.verifier import (
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.tools import Tool, registry
+from flowtrain.tools import Tool
 from flowtrain.types import PolicyName, UserError
-
-if TYPE_CHECKING:
-    from flowtrain.tasks.sets import TaskSet
 
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles of a flow besides the planner."""
@@ -48,17 +44,6 @@ _RULES = {
     "file": (any_result_enough, last_result),
 }
 """The rules of the verifier and the generator, by family of tasks."""
-
-
-def make_tools(
-    config: cfg.Config, tasks: TaskSet, chat: ChatEngine | None = None
-) -> dict[str, Tool]:
-    """Make the tools of `agent.tools`, by name; close them when done.
-
-    `chat` is the model inside tools that want one.
-    """
-    context = registry.ToolContext(config, tasks.passages, tasks.guesses, chat)
-    return registry.make_tools(config.agent.tools, context)
 
 
 def make_prompt(
@@ -163,11 +148,11 @@ def make_flow(
     run_executor: Executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
     if chat := chats.get("executor"):
         run_executor = LLMExecutor(
-            chat,
             tools,
-            timeout_s=agent.tool_timeout_s,
+            agent.tool_timeout_s,
+            agent.max_result_chars,
+            engine=chat,
             ask_timeout_s=agent.module_timeout_s,
-            max_chars=agent.max_result_chars,
         )
     if chat := chats.get("verifier"):
         verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
@@ -180,7 +165,7 @@ def make_flow(
     analyse = None
     if chat := chats.get("analyst"):
         timeout_s = min(agent.module_timeout_s, agent.rollout_timeout_s)
-        analyse = LLMAnalyst(chat, tools_text(tools.values()), timeout_s)
+        analyse = Analyst(chat, tools_text(tools.values()), timeout_s)
     return Flow(
         planner,
         executor=run_executor,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.flow import BranchStart, Flow
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
+
+T = TypeVar("T")
 
 
 def collect(
@@ -99,8 +101,13 @@ def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> li
 
 def _run(flow: Flow, requests: Sequence[RolloutRequest], *options: Any) -> Iterator[Trajectory]:
     """Run `_collect` on a new event loop; yield the rollouts in the order of the requests."""
+    return iter(run_to_end(_collect(flow, requests, *options)))
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a new event loop; among its failures a UserError comes first."""
     try:
-        return iter(asyncio.run(_collect(flow, requests, *options)))
+        return asyncio.run(work)
     except ExceptionGroup as failures:
         if mistake := next(user_errors(failures), None):
             raise mistake from None

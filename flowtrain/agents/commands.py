@@ -10,20 +10,21 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from flowtrain.tools import ToolCard
+from flowtrain.utils.text import encodable
 
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_BARE = 8
-"""Commands outside of code fences that are tried."""
-_MAX_LINES = 20
-"""Lines of such a command."""
+"""Commands outside of code fences that are tried, each on a line of its own."""
+_BARE = re.compile(r"^[ \t>`]*((?:execution\s*=\s*)?tool\.execute\(.*)", re.MULTILINE)
 _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
-    """Write the command on one line; `parse_command` reads the same arguments from it."""
+    """Write the command on one line; `find_command` reads the same arguments from it."""
     pairs = (
         f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
         for name, value in arguments.items()
@@ -31,27 +32,12 @@ def write_command(arguments: Mapping[str, object]) -> str:
     return f"execution = tool.execute({', '.join(pairs)})"
 
 
-def parse_command(command: str) -> dict[str, object]:
-    """Return the keyword arguments of `execution = tool.execute(name=literal, ...)`.
-
-    Raises ValueError for anything but that one call with literal arguments.
-    """
-    try:
-        (statement,) = _parse(command)
-        call = _tool_call(statement)
-        if isinstance(statement, ast.Assign) and call is not None and not call.args:
-            return _arguments(call, {}, ())
-    except _NOT_PYTHON:
-        pass
-    raise ValueError(f"not a tool command: {command[:80]!r}")
-
-
 def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
     """Return the arguments of the first readable command in a model's reply, and how many follow.
 
     The search goes where AgentFlow's does, in this order: the field "command" of a JSON object, the
-    code after the last "Generated Command:", code fences from the longest on; then a command on
-    lines of its own. It accepts more than AgentFlow: calls over several lines, arguments by
+    code after the last "Generated Command:", code fences from the longest on; then a command on a
+    line of its own. It accepts more than AgentFlow: calls over several lines, arguments by
     position, and names that were set to a literal before the call, `q = "..."`. It accepts nothing
     that is not literal. The count includes the first and covers one piece of code. Raises
     ValueError when there is no command.
@@ -75,18 +61,8 @@ def _candidates(reply: str) -> Iterator[str]:
     if label:
         yield from _fences(tail)[:1]
     yield from sorted(_fences(reply), key=len, reverse=True)
-    lines = reply.split("\n")
-    starts = [
-        n
-        for n, line in enumerate(lines)
-        if re.match(r"[\s>`]*(execution\s*=\s*)?tool\.execute\(", line)
-    ][:_MAX_BARE]
-    for start in starts:
-        head = lines[start].lstrip(" \t>`")
-        yield from (
-            "\n".join([head, *lines[start + 1 : end]]).rstrip("`")
-            for end in range(start + 1, start + 1 + _MAX_LINES)
-        )
+    for bare in islice(_BARE.finditer(reply), _MAX_BARE):
+        yield bare[1].rstrip("`")
 
 
 def _fences(text: str) -> list[str]:
@@ -159,4 +135,4 @@ def _literal(node: ast.expr, known: Mapping[str, object]) -> object:
     else:
         value = ast.literal_eval(node)
     # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+    return encodable(value) if isinstance(value, str) else value

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.commands import find_command, parse_command, write_command
+from flowtrain.agents.commands import find_command, write_command
 from flowtrain.agents.deadlines import Deadline
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
@@ -39,7 +39,7 @@ class RuleExecutor:
     timeout_s: float
     """Seconds per command."""
     max_chars: int
-    """Characters of a result that are kept."""
+    """Characters of a result that are kept, and of a reply that holds no command."""
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
@@ -47,26 +47,22 @@ class RuleExecutor:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
-        command = write_command({"query": action.sub_goal})
+        arguments = {"query": action.sub_goal}
         timeout_s = min(self.timeout_s, deadline_s)
-        return command, await run_tool(tool, parse_command(command), timeout_s, self.max_chars)
+        result = await run_tool(tool, arguments, timeout_s, self.max_chars)
+        return write_command(arguments), result
 
 
 @dataclass(frozen=True, slots=True)
-class LLMExecutor:
+class LLMExecutor(RuleExecutor):
     """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
 
     It runs the first command that can be read; a note in the command says when there were more.
     """
 
     engine: ChatEngine
-    tools: Mapping[str, Tool]
-    timeout_s: float
-    """Seconds per command."""
     ask_timeout_s: float
     """Seconds that the model may take to write it."""
-    max_chars: int
-    """Characters that are kept of a result, and of a reply that holds no command."""
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float

@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, PolicyPlanner, ResponsePrefix
+from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
+from flowtrain.types import Action, PlanStep, Task, Verdict
 from flowtrain.utils.seeds import derive_seed
 
 EARLY_STOP = 0.3
@@ -17,12 +17,11 @@ EARLY_STOP = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptedPlanner:
+class ScriptedPlanner(Planner):
     """Takes the next step of `task.plan`; with probability `error` it guesses instead.
 
     A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any
-    expression of the numbers. Its tokens are those of `like`, the planner that learns from it; its
-    log-probs are 0, because nobody sampled them.
+    expression of the numbers. Its tokens are those of `like`, the planner that learns from it.
     """
 
     like: PolicyPlanner
@@ -42,15 +41,10 @@ class ScriptedPlanner:
             else Action("", "", step.sub_goal, step.tool_name)
         )
         text = self.like.prompt.write(action)
-        ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Plan(Call.of(self.like.encode(task.question, memory), completion, text), action)
+        return Plan(self.like.imitate(task.question, memory, text, self.end_id), action)
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
-
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        raise AssertionError("nobody branches from an expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +64,7 @@ class ScriptedVerifier:
         stops = random.Random(seed).random() < self.early_stop or not steps_left(task, memory)
         verdict = Verdict.STOP if stops else Verdict.CONTINUE
         text = self.like.prompt.write(verdict)
-        ids = (*self.like.tokenizer.encode(text, add_special_tokens=False), self.end_id)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        call = Call.of(self.like.encode(task.question, memory), completion, text)
+        call = self.like.imitate(task.question, memory, text, self.end_id)
         return Verification(verdict, self.like.prompt.prefix + text, call)
 
 

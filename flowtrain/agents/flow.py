@@ -24,7 +24,8 @@ from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.generator import Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import Plan, Planner, PromptTooLong, ResponsePrefix
+from flowtrain.agents.planner import Plan, Planner
+from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.refiner import Finding, Refiner
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
@@ -89,13 +90,6 @@ class BranchStart:
     parent: Trajectory
     point: BranchPoint
 
-    def turns(self) -> list[Turn]:
-        """The turns before the one that is sampled again, in part or in whole."""
-        return list(self.parent.turns[: self.point.turn])
-
-    def prefix(self) -> ResponsePrefix:
-        return ResponsePrefix.of(self.parent.turns[self.point.turn], self.point.token)
-
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -124,10 +118,11 @@ class Flow:
         started = time.monotonic()
         rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s))
         if start is not None:
-            rollout.turns = start.turns()
-            rollout.memory = _memory_before(start.parent, start.point.turn)
+            parent, point = start.parent, start.point
+            rollout.turns = list(parent.turns[: point.turn])
+            rollout.memory = _memory_before(parent, point.turn)
             rollout.shown = self._shown(rollout.memory)
-            rollout.prefix = start.prefix()
+            rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, output, error = "", "", "", ""
         try:
             truncated = await self._turns(rollout, cutoff or Cutoff())

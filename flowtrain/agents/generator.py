@@ -13,6 +13,7 @@ from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import analysis_text, memory_json
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
+from flowtrain.utils.text import final_answer
 
 
 class Generator(Protocol):
@@ -50,13 +51,6 @@ class LLMGenerator:
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         return final_answer(output), output
-
-
-def final_answer(output: str) -> str:
-    """Return the text between the last <answer> and </answer>, or all of a text without them."""
-    end = output.rfind("</answer>")
-    start = output.rfind("<answer>", 0, max(end, 0))
-    return output[start + len("<answer>") : end].strip() if start >= 0 else output.strip()
 
 
 def last_result(memory: Memory) -> str:

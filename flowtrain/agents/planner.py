@@ -5,30 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
+from flowtrain.agents.policy import PolicyModule, ResponsePrefix
 from flowtrain.agents.prompts import PlannerPrompt
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import (
-    Action,
-    Call,
-    Completion,
-    FinishReason,
-    Sampling,
-    Task,
-    Turn,
-    VersionSpan,
-)
+from flowtrain.types import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import encodable
 
 NO_TOOL = "No matched tool given: "
-
-
-class PromptTooLong(Exception):
-    """The memory has outgrown the model's positions; the rollout ends with what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +25,6 @@ class Plan:
     call: Call
     action: Action | None
     """None when the text was malformed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResponsePrefix:
-    """The prompt and the beginning of the response that a branch shares with its parent's turn."""
-
-    prompt_ids: tuple[int, ...]
-    response: Completion
-
-    @classmethod
-    def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
-        """Take the first `num_tokens` tokens of a turn's response."""
-        call = turn.calls["planner"]
-        spans = tuple(
-            replace(span, end=min(span.end, num_tokens))
-            for span in call.spans
-            if span.start < num_tokens
-        )
-        ids = call.response_ids[:num_tokens]
-        logprobs = call.logprobs[:num_tokens]
-        mask = None if call.sampling_mask is None else call.sampling_mask.first(num_tokens)
-        return cls(call.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, mask))
-
-    def joined(self, rest: Completion) -> Completion:
-        """Return the whole response, of which `rest` was sampled now."""
-        shift = len(self.response.ids)
-        spans = (
-            *self.response.spans,
-            *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans),
-        )
-        ours = self.response.sampling_mask
-        theirs = rest.sampling_mask
-        return Completion(
-            self.response.ids + rest.ids,
-            self.response.logprobs + rest.logprobs,
-            spans,
-            rest.finish_reason,
-            sampling_mask=None if ours is None or theirs is None else ours + theirs,
-        )
 
 
 class Planner(Protocol):
@@ -91,62 +39,32 @@ class Planner(Protocol):
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
         """Complete the response at which a branch leaves its parent."""
+        raise AssertionError("nobody branches from this planner")
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPlanner:
-    """Samples from a policy's engine; it reads the question and the memory, no more of the task."""
+class PolicyPlanner(PolicyModule):
+    """The planner as a policy."""
 
-    engine: Engine
-    tokenizer: ChatTokenizer
     prompt: PlannerPrompt
-    tool_names: tuple[str, ...]
-    max_new_tokens: int
-    temperature: float
-    request_timeout_s: float
-    top_k: int = 0
-    top_p: float = 1.0
+    tool_names: tuple[str, ...] = ()
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
         """Raises PromptTooLong."""
         prompt_ids = self.encode(task.question, memory)
-        if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
-            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        completion = await self.engine.generate(
-            prompt_ids, self._sampling(self.max_new_tokens, turn, seed, deadline_s)
-        )
-        return self._plan(prompt_ids, completion)
+        return self._read(await self.sample(prompt_ids, derive_seed(seed, turn), deadline_s))
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        ids = prefix.response.ids
-        sampling = self._sampling(self.max_new_tokens - len(ids), turn, seed, deadline_s)
-        rest = await self.engine.generate(prefix.prompt_ids + ids, sampling)
-        return self._plan(prefix.prompt_ids, prefix.joined(rest))
+        own_seed = derive_seed(seed, turn)
+        return self._read(await self.sample(prefix.prompt_ids, own_seed, deadline_s, prefix=prefix))
 
     def measure(self, memory: Memory) -> int:
         return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
 
-    def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
-        return tuple(
-            self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False)
-        )
-
-    def _sampling(self, max_new_tokens: int, turn: int, seed: int, deadline_s: float) -> Sampling:
-        return Sampling(
-            max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=derive_seed(seed, turn),
-            deadline_s=min(self.request_timeout_s, deadline_s),
-        )
-
-    def _plan(self, prompt_ids: tuple[int, ...], completion: Completion) -> Plan:
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        action = parse_action(self.prompt.prefix + text, self.tool_names)
-        return Plan(Call.of(prompt_ids, completion, text), action)
+    def _read(self, call: Call) -> Plan:
+        return Plan(call, parse_action(self.prompt.prefix + call.text, self.tool_names))
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
@@ -189,7 +107,7 @@ def _json_fields(text: str) -> dict[str, str]:
     keys = dict(zip(("justification", "context", "sub_goal", "tool_name"), _LABELS, strict=True))
     # JSON can spell half a surrogate pair, which no tokenizer takes.
     return {
-        label: str(value[key]).encode(errors="replace").decode().strip()
+        label: encodable(str(value[key])).strip()
         for key, label in keys.items()
         if value.get(key) is not None
     }

@@ -17,17 +17,14 @@ from typing import Protocol
 
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.memory import Memory
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.agents.policy import Prompt
+from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Action
 
 
-class PlannerPrompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the planner's answer that the prompt contains."""
-
-    prefix: str
-
-    def render(self, question: str, memory: Memory) -> str: ...
+class PlannerPrompt(Prompt, Protocol):
+    """Renders the prompt of the planner."""
 
     def steps(self, memory: Memory) -> str:
         """Render the part of the prompt that grows with each turn, and that the budget bounds."""
@@ -62,9 +59,12 @@ class FullPrompt:
     prefix = ""
 
     def __init__(
-        self, tools: Iterable[Tool], tokenizer: ChatTokenizer, order: str = "shared"
+        self, tools: Iterable[Tool], tokenizer: ChatTokenizer | None, order: str = "shared"
     ) -> None:
-        """Use the template of `order`, a value of `agent.prompt_order`."""
+        """Use the template of `order`, a value of `agent.prompt_order`.
+
+        Without a tokenizer the prompt stays the text of one user message.
+        """
         self._template = TEMPLATES[order]
         self._tools = tools_text(tools)
         self._tokenizer = tokenizer
@@ -76,9 +76,7 @@ class FullPrompt:
             tools=self._tools,
             memory=self.steps(memory),
         )
-        return self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        return chat_text(self._tokenizer, message) if self._tokenizer else message
 
     def steps(self, memory: Memory) -> str:
         return "\n".join([memory_json(memory), *hint_lines(memory)])

@@ -6,14 +6,12 @@ not train it; fine-tuning on good rollouts does where it is the policy (`rft.py`
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
 from flowtrain.engines.chat import ChatEngine
-
-_WORD = re.compile(r"\w+")
+from flowtrain.utils.text import words
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,11 @@ class RuleRefiner:
     """
 
     async def refine(self, finding: Finding, seed: int, deadline_s: float) -> str:
-        wanted = set(_WORD.findall(finding.sub_goal.casefold()))
+        wanted = set(words(finding.sub_goal))
         lines = [line for line in finding.passages.splitlines() if line.strip()]
         return max(
             lines,
-            key=lambda line: len(wanted & set(_WORD.findall(line.casefold()))),
+            key=lambda line: len(wanted.intersection(words(line))),
             default=finding.passages,
         )
 

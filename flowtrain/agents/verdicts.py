@@ -7,17 +7,14 @@ import re
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
+from flowtrain.agents.policy import Prompt
 from flowtrain.agents.prompts import analysis_text, compact_steps, memory_json
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.types import Verdict
 
 
-class VerdictPrompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the reply that the prompt contains."""
-
-    prefix: str
-
-    def render(self, question: str, memory: Memory) -> str: ...
+class VerdictPrompt(Prompt, Protocol):
+    """Renders the prompt of a policy."""
 
     def write(self, verdict: Verdict) -> str:
         """Write the reply that states `verdict`, without the prefix, for a scripted expert."""
@@ -51,10 +48,7 @@ class FullVerdictPrompt:
         self._tokenizer = tokenizer
 
     def render(self, question: str, memory: Memory) -> str:
-        message = verdict_message(question, memory, self._tools)
-        return self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        return chat_text(self._tokenizer, verdict_message(question, memory, self._tools))
 
     def write(self, verdict: Verdict) -> str:
         return f"Conclusion: {verdict.value}"

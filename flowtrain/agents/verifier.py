@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import PromptTooLong
+from flowtrain.agents.policy import PolicyModule
 from flowtrain.agents.verdicts import VerdictPrompt, parse_verdict, read_verdict, verdict_message
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import Engine, EngineError
-from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import Call, Sampling, Task, Verdict
+from flowtrain.engines.protocol import EngineError
+from flowtrain.types import Call, Task, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,42 +71,18 @@ class LLMVerifier:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyVerifier:
-    """Samples the verdict from a policy of its own, tokens in, tokens out, as the planner does.
+class PolicyVerifier(PolicyModule):
+    """The verifier as a policy of its own; a malformed verdict counts as CONTINUE."""
 
-    A malformed verdict counts as CONTINUE.
-    """
-
-    engine: Engine
-    tokenizer: ChatTokenizer
     prompt: VerdictPrompt
-    max_new_tokens: int
-    temperature: float
-    request_timeout_s: float
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
     ) -> Verification:
         """Raises PromptTooLong."""
-        prompt_ids = self.encode(task.question, memory)
-        if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
-            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        sampling = Sampling(
-            self.max_new_tokens,
-            self.temperature,
-            seed=seed,
-            deadline_s=min(self.request_timeout_s, deadline_s),
-        )
-        done = await self.engine.generate(prompt_ids, sampling)
-        text = self.tokenizer.decode(done.ids, skip_special_tokens=True)
-        call = Call.of(prompt_ids, done, text)
-        reply = self.prompt.prefix + text
+        call = await self.sample(self.encode(task.question, memory), seed, deadline_s)
+        reply = self.prompt.prefix + call.text
         return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
-
-    def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
-        return tuple(
-            self.tokenizer.encode(self.prompt.render(question, memory), add_special_tokens=False)
-        )
 
 
 def facts_enough(question: str, memory: Memory) -> bool:

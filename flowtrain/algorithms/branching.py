@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from flowkernels import BranchingScore, branch_points, branching_score
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.algorithms.advantages import make_sample
 from flowtrain.algorithms.base import Branches
+from flowtrain.config import Appo as Options
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack_rows, packing_order
@@ -42,21 +43,6 @@ _ROUNDING = 1e-5
 
 Candidate = tuple[float, int, int, int]
 """(score, root, turn, token)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchRule:
-    """The rule that chooses branch points."""
-
-    kind: Literal["score", "entropy", "arpo"] = "score"
-    spread: Literal["root", "question"] = "root"
-    """Give every root of a question as many branches, or take the question's best points."""
-    spacing: int
-    """Tokens between two branch points of a root, at least."""
-    gamma: float = 1.0
-    clip: float = 0.2
-    keeps_token: bool = False
-    """A branch keeps the chosen token and goes on after it, as the released code does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +73,11 @@ def branch(
         against_reference=algorithm.branches_against_reference,
         entropies=entropies if algorithm.records_entropies else None,
     )
-    appo = config.appo
-    rule = BranchRule(
-        kind=appo.rule,
-        spread=appo.spread,
-        spacing=appo.spacing,
-        gamma=appo.gamma,
-        clip=appo.clip,
-        keeps_token=appo.keep_token,
-    )
     points = find_points(
         groups,
         scores,
-        rule,
-        num_branches=config.rollout.group_size - appo.num_roots,
+        config.appo,
+        num_branches=config.rollout.group_size - config.appo.num_roots,
         seed=derive_seed(config.run.seed, "branch", step),
         is_blank_V=blank_tokens(tokenizer, trainer.model.config.vocab_size),
     )
@@ -200,7 +177,7 @@ def blank_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Tensor:
 def find_points(
     groups: Sequence[Group],
     scores: ResponseScores,
-    rule: BranchRule,
+    options: Options,
     *,
     num_branches: int,
     seed: int,
@@ -215,24 +192,24 @@ def find_points(
     """
     roots, calls = _root_calls(groups)
     positions = _TokenPositions.of(calls, len(roots), scores.logprob_T.device)
-    if rule.kind == "arpo":
+    if options.rule == "arpo":
         found = _after_tools(positions, scores.entropy_T, random.Random(seed))
-        options = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
-        chosen = [sorted(each, reverse=True)[:num_branches] for each in options]
+        by_group = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
+        chosen = [sorted(each, reverse=True)[:num_branches] for each in by_group]
     else:
         ids = [token for *_, call in calls for token in call.response_ids]
         allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
-        if rule.keeps_token:  # nothing could follow the last token of a turn
+        if options.keep_token:  # nothing could follow the last token of a turn
             allowed_T[torch.tensor(positions.turn_bounds[1:]) - 1] = False
         allowed_T = allowed_T.to(positions.device)
-        strict, loose = _best(positions, scores, rule, num_branches, allowed_T)
+        strict, loose = _best(positions, scores, options, num_branches, allowed_T)
         chosen = []
         for g in range(len(groups)):
             mine = [s for s, root in enumerate(roots) if root[0] == g]
             strict_here = [strict[s] for s in mine]
             loose_here = [loose[s] for s in mine]
-            chosen.append(choose(strict_here, loose_here, num_branches, rule.spread))
-    shift = int(rule.keeps_token)
+            chosen.append(choose(strict_here, loose_here, num_branches, options.spread))
+    shift = int(options.keep_token)
     return [
         [BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in each]
         for each in chosen
@@ -322,22 +299,22 @@ class _TokenPositions:
 def _best(
     positions: _TokenPositions,
     scores: ResponseScores,
-    rule: BranchRule,
+    options: Options,
     num_points: int,
     allowed_T: Tensor,
 ) -> tuple[list[list[Candidate]], list[list[Candidate]]]:
     """Return the best candidates of every root, and the best of all its allowed tokens."""
     found = branching_score(
         scores.logprob_T,
-        scores.logprob_T if rule.kind == "entropy" else scores.baseline_logprob_T,
+        scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
         scores.entropy_T,
         positions.cu_seqlens_S1,
-        gamma=rule.gamma,
-        clip=rule.clip,
+        gamma=options.gamma,
+        clip=options.clip,
     )
     everything = replace(found, is_candidate_T=torch.ones_like(found.is_candidate_T))
-    strict = _listed(positions, found, rule.spacing, num_points, allowed_T)
-    return strict, _listed(positions, everything, rule.spacing, num_points, allowed_T)
+    strict = _listed(positions, found, options.spacing, num_points, allowed_T)
+    return strict, _listed(positions, everything, options.spacing, num_points, allowed_T)
 
 
 def _listed(

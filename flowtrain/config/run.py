@@ -55,5 +55,3 @@ class Log(Section):
     """write TensorBoard files into run.dir"""
     wandb_project: str = ""
     """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
-    num_rollouts: int = Field(5, ge=0)
-    """held-out rollouts to print at the end"""

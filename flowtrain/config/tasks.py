@@ -40,7 +40,6 @@ class Tasks(Section):
     num_train: PositiveInt = 16000
     """training questions to generate; gameof24 and file use all they have"""
     benchmarks: str = ""
-    """folder of benchmark files; training leaves out questions that nearly repeat one of theirs
-    (flowtrain.tasks.overlap)"""
+    """folder of benchmark files; training leaves out questions that nearly repeat one of theirs"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
     """name = "file": share of the questions that is kept for evaluation"""

@@ -6,5 +6,5 @@ codec.py      messages and groups as bytes
 ledger/       the answers: all state in SQL, SQLite or PostgreSQL
 rules/        filters of prompts and groups, selection for batches
 service.py    the ledger behind HTTP; client.py asks it; wire.py is what both agree on
-show.py       the status as a table; timeline.py draws a picture
+show.py       the status as a table
 """

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
@@ -23,6 +22,7 @@ from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.show import status_text
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+from flowtrain.utils.commands import Commands, add_address
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -105,18 +105,6 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if found.differences else 0
 
 
-def _picture(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger.audit import reading
-    from flowtrain.dataflow.timeline import draw_timeline, read_timeline
-
-    _nothing_else(rest)
-    with reading(options.database) as transaction:
-        timeline = read_timeline(transaction)
-    title = f"{Path(options.database).name}: {len(timeline.pushes):,} groups"
-    print(draw_timeline(timeline, Path(options.out), title))
-    return 0
-
-
 def _config(args: Sequence[str]) -> Config:
     config = parse(args)
     assert config is not None, "--help has been answered"
@@ -129,55 +117,23 @@ def _nothing_else(rest: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").strip().splitlines()
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:]), allow_abbrev=False
-    )
-    commands = parser.add_subparsers(
-        title="commands", required=True, metavar="{serve,status,audit,replay,picture}"
-    )
-
-    def add(name: str, run: object, what: str, example: str) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
-            name,
-            help=what,
-            description=f"{what}.",
-            epilog=f"example: {_COMMAND} {name} {example}",
-            allow_abbrev=False,
-        )
-        command.set_defaults(run=run)
-        return command
-
+    commands = Commands(_COMMAND, __doc__)
     database = "--database runs/a/flow.sqlite"
     run_options = "--config configs/quickstart.toml " + database
-    server = add(
-        "serve",
-        _serve,
-        "answer nodes and trainers, until Ctrl-C or SIGTERM",
-        f"{run_options} --port 8400",
-    )
-    server.usage = (
-        f"{_COMMAND} serve --database DATABASE [--host HOST] [--port PORT] [--config FILE.toml] "
-        "[--section.key VALUE ...]"
-    )
+    given = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+
+    summary = "answer nodes and trainers, until Ctrl-C or SIGTERM"
+    server = commands.add("serve", _serve, summary, example=f"{run_options} --port 8400")
+    server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] {given}"
     server.epilog = (
         f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
         "--help all; [dataflow] is read here."
     )
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
-    server.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen at (default: this machine alone, 127.0.0.1); plain HTTP",
-    )
-    server.add_argument("--port", type=_port, default=8400, help="0: any free one (default: 8400)")
+    add_address(server, 8400)
 
-    status = add(
-        "status",
-        _status,
-        "rates, buffers, staleness, nodes; a table that goes on in a terminal",
-        "http://host:8400",
-    )
+    summary = "rates, buffers, staleness, nodes; a table that goes on in a terminal"
+    status = commands.add("status", _status, summary, example="http://host:8400")
     status.add_argument("url", metavar="URL", help="address of the service")
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
     for option, default_s, what in (
@@ -187,42 +143,22 @@ def _parser() -> argparse.ArgumentParser:
         text = f"seconds {what} (default: {default_s:g})"
         status.add_argument(option, type=_seconds, default=default_s, metavar="S", help=text)
 
-    audit = add("audit", _audit, "check that nothing was lost and nothing trained twice", database)
+    summary = "check that nothing was lost and nothing trained twice"
+    audit = commands.add("audit", _audit, summary, example=database)
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
 
-    again = add(
-        "replay",
-        _replay,
-        "make every decision of the rules again, and show the first that differs",
-        run_options,
-    )
-    again.usage = (
-        f"{_COMMAND} replay --database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
-    )
+    summary = "make every decision of the rules again, and show the first that differs"
+    again = commands.add("replay", _replay, summary, example=run_options)
+    again.usage = f"{_COMMAND} replay {given}"
     again.epilog = f"{again.epilog}. The options are those that the service has."
     _add_database(again, "it may be in use")
-
-    picture = add(
-        "picture", _picture, "draw rates, rewards, versions and staleness over time", database
-    )
-    _add_database(picture, "it may be in use")
-    picture.add_argument("--out", default="flow.png", help="PNG to write (default: flow.png)")
-    return parser
+    return commands.parser
 
 
 def _add_database(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--database",
-        required=True,
-        help=f"path of an SQLite file, or postgresql://user@host/name; {what}",
-    )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
-    return int(text)
+    text = f"path of an SQLite file, or postgresql://user@host/name; {what}"
+    parser.add_argument("--database", required=True, help=text)
 
 
 def _seconds(text: str) -> float:

@@ -54,10 +54,11 @@ class ChatEngines:
 
 
 def make_chat_engines(
-    config: Config, tokenizer: ChatTokenizer, device: torch.device, planner: str = ""
+    config: Config, tokenizer: ChatTokenizer | None, device: torch.device, planner: str = ""
 ) -> ChatEngines:
     """Start the models that the roles name, and a frozen `planner` if one is named.
-    `tokenizer` is the planner's; frozen models compute on `device`.
+    `tokenizer` is the planner's, None where no role names the policy; frozen models compute on
+    `device`.
 
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key,
     no model, no chat template.
@@ -97,8 +98,9 @@ def _check(config: Config, named: Mapping[str, str]) -> None:
             )
 
 
-def _policy(config: Config, tokenizer: ChatTokenizer) -> TokenChat:
+def _policy(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:
     """Chat with the current policy at temperature 0; its engine is bound later."""
+    assert tokenizer is not None, "roles that name the policy need its tokenizer"
     key, path = config.path_of("planner")
     _check_template(tokenizer, key, path)
     rollout = config.rollout

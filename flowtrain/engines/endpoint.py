@@ -24,6 +24,7 @@ from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
+from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import Ended, LoopThread
 
 _MAX_BYTES = 8 * 2**20
@@ -196,7 +197,7 @@ def _parse(content: bytes) -> tuple[str, int, int]:
     match reply:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             # JSON can spell half a surrogate pair, which no tokenizer takes.
-            text = text.encode(errors="replace").decode()
+            text = encodable(text)
         case _:
             raise EngineError(f"a reply without choices[0].message.content: {_shown(content)}")
     match reply:

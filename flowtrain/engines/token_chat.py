@@ -27,12 +27,16 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
 
-def encode_chat(tokenizer: ChatTokenizer, prompt: str) -> list[int]:
-    """Encode one user message, up to where the reply begins."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+def chat_text(tokenizer: ChatTokenizer, message: str) -> str:
+    """Render one user message, up to where the reply begins."""
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_chat(tokenizer: ChatTokenizer, message: str) -> list[int]:
+    """Encode one user message, up to where the reply begins."""
+    return tokenizer.encode(chat_text(tokenizer, message), add_special_tokens=False)
 
 
 class TokenChat:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, run_command
-from flowtrain.evals.paper import BENCHMARKS
 from flowtrain.evals.run import Request, evaluate_benchmarks
+from flowtrain.tasks.benchmarks import BENCHMARKS
 from flowtrain.types import UserError
 
 FOLDER_ENV = "FLOWTRAIN_BENCHMARKS"
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for records, manifest, summary and picture (default: run.dir/evals)",
+        help="folder for records, manifest and summary (default: run.dir/evals)",
     )
     add(
         "--resume",
@@ -124,6 +124,9 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
             "where are the benchmarks? name their folder: --data DIR, or tasks.benchmarks, or "
             f"{FOLDER_ENV} in the environment"
         )
+    rows = arguments.rows
+    if rows not in ("", "all") and (not rows.isdecimal() or int(rows) < 1):
+        raise UserError(f"--rows {rows!r} must be a number from 1, or all")
     if arguments.trials < 1:
         raise UserError(f"--trials {arguments.trials} must be at least 1")
     temperature = (
@@ -137,7 +140,7 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
     return Request(
         benchmarks=tuple(dict.fromkeys(names)),
         data=Path(folder),
-        rows=_rows(arguments.rows),
+        rows=rows,
         trials=arguments.trials,
         temperature=temperature,
         planner=arguments.planner,
@@ -146,15 +149,6 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
         beside=arguments.beside,
         paper=arguments.paper,
     )
-
-
-def _rows(text: str) -> int | str:
-    """Parse --rows: a number, "all", or "" for as many as AgentFlow runs."""
-    if text in ("", "all"):
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--rows {text!r} must be a number from 1, or all")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.agents.collect import user_errors
+from flowtrain.agents.collect import run_to_end
 from flowtrain.agents.flow import Flow
 from flowtrain.engines.chat import metered
 from flowtrain.engines.protocol import EngineError
@@ -53,22 +53,6 @@ def ask(
 
     Raises UserError when an engine refuses all requests.
     """
-    try:
-        asyncio.run(_ask(system, todo, log, seed, max_in_flight, progress))
-    except ExceptionGroup as failures:
-        if mistake := next(user_errors(failures), None):
-            raise mistake from None
-        raise
-
-
-async def _ask(
-    system: System,
-    todo: Sequence[Question],
-    log: RecordLog,
-    seed: int,
-    max_in_flight: int,
-    progress: ProgressLine,
-) -> None:
     free = asyncio.Semaphore(max_in_flight)
 
     async def rollout(question: Question) -> None:
@@ -86,9 +70,12 @@ async def _ask(
         log.append(rollout_record(question.key, question.index, scored, usage, system.decode))
         progress.show(len(log.done), _state(log))
 
-    async with asyncio.TaskGroup() as running:
-        for question in todo:
-            running.create_task(rollout(question))
+    async def every_rollout() -> None:
+        async with asyncio.TaskGroup() as running:
+            for question in todo:
+                running.create_task(rollout(question))
+
+    run_to_end(every_rollout())
 
 
 async def _roll_out(flow: Flow, task: Task, seed: int) -> Trajectory:

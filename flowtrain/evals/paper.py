@@ -4,19 +4,7 @@ to set beside one's own.
 
 from __future__ import annotations
 
-BENCHMARKS = (
-    "bamboogle",
-    "2wiki",
-    "hotpotqa",
-    "musique",
-    "gaia",
-    "aime24",
-    "amc23",
-    "gameof24",
-    "gpqa",
-    "medqa",
-)
-"""The ten, in the paper's order."""
+from flowtrain.tasks.benchmarks import BENCHMARKS
 
 _PERCENT = {
     "paper: 7B frozen": (58.4, 60.0, 51.3, 19.2, 17.2, 16.7, 47.4, 31.0, 37.0, 76.0),

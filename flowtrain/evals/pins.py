@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,12 @@ _SHOWN = 3
 
 def config_pins(config: Config) -> dict[str, Any]:
     """Return the options that an evaluation reads, as JSON, by dotted key."""
-    values = json.loads(
-        json.dumps({section: config.model_dump()[section] for section in _DECIDING})
-    )
+    values = config.model_dump(mode="json", include=set(_DECIDING))
     return {key: value for key, value in flat(values).items() if key not in _NOT_DECIDING}
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError that names the first difference, unless both pins are the same."""
+    """Raise UserError that names the first differences, unless both pins are the same."""
     then, now = flat(begun), flat(now)
     changes = [
         f"{key} was {_text(then, key)}, is {_text(now, key)}"
@@ -40,26 +38,20 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
         if _text(then, key) != _text(now, key)
     ]
     if changes:
-        shown = "; ".join(changes[:_SHOWN]) + (
-            f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
-        )
+        shown = "; ".join(changes[:_SHOWN])
         raise UserError(
             f"{folder} was begun with other settings: {shown}; go back to them or choose another "
             "--out"
         )
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables to dotted keys."""
-    return dict(_leaves("", values))
-
-
-def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
+        is_table = isinstance(value, Mapping)
+        found |= flat(value, f"{prefix}{key}.") if is_table else {f"{prefix}{key}": value}
+    return found
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:

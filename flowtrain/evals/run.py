@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -12,15 +13,15 @@ from typing import Any
 
 from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.config.options import parse, to_toml
+from flowtrain.config.options import to_toml
 from flowtrain.evals.ask import Question, ask, questions
-from flowtrain.evals.benchmarks import Asked, load
 from flowtrain.evals.paper import PAPER
 from flowtrain.evals.pins import check_same, config_pins
-from flowtrain.evals.records import FILE, RecordLog, read_entries
-from flowtrain.evals.summary import Score, as_json, summarise, table
+from flowtrain.evals.records import RecordLog
+from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, open_system
-from flowtrain.types import UserError
+from flowtrain.tasks.benchmarks import BENCHMARKS, benchmark_file, load_benchmark
+from flowtrain.types import Task, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Request:
 
     benchmarks: tuple[str, ...]
     data: Path
-    rows: int | str
+    rows: str
     """First rows of each benchmark; "all", or "" for as many as AgentFlow runs."""
     trials: int
     temperature: float
@@ -50,9 +51,11 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
-    benchmarks = [load(name, request.data, request.rows) for name in request.benchmarks]
-    beside = None if request.beside is None else _scores(request.beside)
-    pins = _pins(config, request, benchmarks)
+    tasks, files = _load(request)
+    references = dict(PAPER) if request.paper else {}
+    if request.beside is not None:
+        references = {str(request.beside): _accuracies(request.beside), **references}
+    pins = _pins(config, request, files)
     begun = _begun(request, pins)
     scratch = request.out.with_name(f".{request.out.name}.weights")
     with open_system(
@@ -65,20 +68,37 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
         log = RecordLog(request.out)
         _ask_what_is_left(
             config,
-            questions({each.name: each.tasks for each in benchmarks}, request.trials),
+            questions(tasks, request.trials),
             system,
             log,
         )
-    _report(request, log, config.agent.tools, beside)
+    _report(request, log, config.agent.tools, references)
     return 0
 
 
-def _pins(config: Config, request: Request, benchmarks: Sequence[Asked]) -> dict[str, Any]:
+def _load(request: Request) -> tuple[dict[str, Sequence[Task]], dict[str, Any]]:
+    """Load the questions of each benchmark, and what pins them.
+
+    Raises UserError for a benchmark that is unknown or not on disk.
+    """
+    tasks: dict[str, Sequence[Task]] = {}
+    pins = {}
+    for name in request.benchmarks:
+        every = load_benchmark(name, request.data)
+        named = {"": BENCHMARKS[name].num_rows, "all": None}
+        num_rows = named[request.rows] if request.rows in named else int(request.rows)
+        tasks[name] = every[:num_rows]
+        digest = hashlib.sha256(benchmark_file(name, request.data).read_bytes()).hexdigest()
+        pins[name] = {"sha256": digest, "rows_in_file": len(every), "rows": len(tasks[name])}
+    return tasks, pins
+
+
+def _pins(config: Config, request: Request, files: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the pins that are known before anything is loaded."""
     return {
         "seed": config.run.seed,
         **{key: getattr(request, key) for key in ("trials", "temperature", "planner")},
-        "benchmarks": {benchmark.name: benchmark.pins for benchmark in benchmarks},
+        "benchmarks": files,
         "config": config_pins(config),
     }
 
@@ -135,51 +155,29 @@ def _begun(request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
     return begun
 
 
-def _scores(folder: Path) -> list[Score]:
-    """Read the scores of another evaluation."""
-    if not (folder / FILE).exists() or not (folder / "config.toml").exists():
+def _accuracies(folder: Path) -> dict[str, float]:
+    """Read the accuracies of another evaluation, by benchmark."""
+    path = folder / "summary.json"
+    if not path.exists():
         raise UserError(f"--beside {folder}: no evaluation is there")
-    config = parse(["--config", str(folder / "config.toml")])
-    assert config is not None
-    return summarise(read_entries(folder).values(), config.agent.tools)
-
-
-def _labelled(
-    request: Request, scores: Sequence[Score], beside: Sequence[Score] | None
-) -> dict[str, Sequence[Score]]:
-    """Label this evaluation and the other one by their folder names, or by their paths where the
-    names are the same.
-    """
-    one = request.out.resolve()
-    if beside is None or request.beside is None:
-        return {one.name: scores}
-    other = request.beside.resolve()
-    return (
-        {one.name: scores, other.name: beside}
-        if one.name != other.name
-        else {str(one): scores, str(other): beside}
-    )
+    scores = json.loads(path.read_text())["benchmarks"]
+    found = {name: score["accuracy"] for name, score in scores.items()}
+    return {name: accuracy for name, accuracy in found.items() if accuracy is not None}
 
 
 def _report(
-    request: Request, log: RecordLog, tool_names: Sequence[str], beside: Sequence[Score] | None
+    request: Request,
+    log: RecordLog,
+    tool_names: Sequence[str],
+    references: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Print the table, and write summary.json and the picture."""
-    from flowtrain.evals.picture import plot
-
+    """Print the table, and write summary.json."""
     order = request.benchmarks.index
     scores = sorted(
         summarise(log.entries.values(), tool_names), key=lambda score: order(score.benchmark)
     )
-    runs = _labelled(request, scores, beside)
-    marks = PAPER if request.paper else {}
-    others = {
-        label: {s.benchmark: s.accuracy for s in found if s.accuracy is not None}
-        for label, found in list(runs.items())[1:]
-    }
     report.write_summary(request.out / "summary.json", as_json(scores))
-    plot(runs, marks, f"{next(iter(runs))}, trials: {request.trials}", request.out / "evals.png")
-    print(table(scores, {**others, **marks}))
+    print(table(scores, references))
     if failed := sum(score.num_failed for score in scores):
         errors = next(entry.error for entry in log.entries.values() if entry.error)
         print(
@@ -188,6 +186,6 @@ def _report(
             file=sys.stderr,
         )
     print(
-        f"{request.out}/trajectories.jsonl, summary.json, evals.png, manifest.json; to look at it: "
+        f"{request.out}/trajectories.jsonl, summary.json, manifest.json; to look at it: "
         f"python -m flowtrain.report.viewer {request.out}"
     )

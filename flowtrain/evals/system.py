@@ -9,18 +9,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowtrain.agents.build import make_flow, make_tools, prompt_hashes
+from flowtrain.agents.build import make_flow, prompt_hashes
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.prompts import FullPrompt, tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
-from flowtrain.evals.chat_planner import ChatPlanner, PlainText
+from flowtrain.evals.chat_planner import ChatPlanner
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
 from flowtrain.run.policy_trainer import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool
+from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
 from flowtrain.types import Task, UserError
 from flowtrain.weights import WeightStore
@@ -54,21 +55,22 @@ def open_system(
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
-        start = _with_policy if planner == POLICY else _without_policy
-        yield start(config, benchmarks, planner, temperature, scratch, world, cleanup)
+        if planner == POLICY:
+            components = RunComponents.prepare(config, world)
+            cleanup.callback(components.close)
+            yield _with_policy(components, benchmarks, temperature, scratch, cleanup)
+        else:
+            yield _without_policy(config, benchmarks, planner, world, cleanup)
 
 
 def _with_policy(
-    config: Config,
+    components: RunComponents,
     benchmarks: Sequence[str],
-    planner: str,
     temperature: float,
     scratch: Path,
-    world: World,
     cleanup: ExitStack,
 ) -> System:
-    components = RunComponents.prepare(config, world)
-    cleanup.callback(components.close)
+    config = components.config
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
     store = WeightStore(scratch)
@@ -101,13 +103,7 @@ def _with_policy(
 
 
 def _without_policy(
-    config: Config,
-    benchmarks: Sequence[str],
-    planner: str,
-    temperature: float,
-    scratch: Path,
-    world: World,
-    cleanup: ExitStack,
+    config: Config, benchmarks: Sequence[str], planner: str, world: World, cleanup: ExitStack
 ) -> System:
     """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
     if planner not in config.engines:
@@ -121,12 +117,12 @@ def _without_policy(
                 f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
                 "that role another engine"
             )
-    chats = make_chat_engines(config, PlainText(), world.device, planner)
+    chats = make_chat_engines(config, None, world.device, planner)
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"))
     for tool in tools.values():
         cleanup.callback(tool.close)
-    prompt = FullPrompt(list(tools.values()), PlainText(), config.agent.prompt_order)
+    prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)
     frozen = ChatPlanner(
         chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s
     )

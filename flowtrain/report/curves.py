@@ -1,5 +1,5 @@
-"""Training curves as a picture: six panels of one run, or the held-out reward of several runs side
-by side.
+"""Training curves: which metrics share a panel, and the panels as a picture; of several runs, their
+held-out rewards side by side.
 
 python -m flowtrain.report.curves runs/texts
 python -m flowtrain.report.curves runs/texts runs/shuffled_rewards --out control.png
@@ -12,8 +12,9 @@ import io
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from flowtrain.report.jsonl import read_lines
 from flowtrain.report.run_dir import atomic_write_bytes
@@ -23,10 +24,83 @@ Series = tuple[list[int], list[float]]
 """(steps, values) of one metric."""
 
 
-def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw the six panels of a run into `out`, by default curves.png in its folder; a missing
-    metric is named in its panel.
+STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
+
+
+class Curve(NamedTuple):
+    """A metric in a panel."""
+
+    label: str
+    series: Series
+    is_sparse: bool = False
+    """It is not measured at every step: its points are marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Metrics that one picture shows."""
+
+    title: str
+    lines: Mapping[str, str]
+    """Key to label; a key that ends in "/" means every metric that begins so, labelled by the rest.
     """
+    form: Literal["number", "share", "seconds"] = "number"
+    """How values are written."""
+    is_stack: bool = False
+    """The values are parts of a whole."""
+
+    def curves(self, series: Mapping[str, Series]) -> list[Curve]:
+        """Return those of its metrics that were logged."""
+        return [
+            Curve(label or name.removeprefix(key), series[name], key.startswith("eval_"))
+            for key, label in self.lines.items()
+            for name in series
+            if name == key or (key.endswith("/") and name.startswith(key))
+        ]
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        {
+            "reward_mean": "training",
+            "eval_reward": "held-out",
+            "eval_reward_entities": "entities",
+            "eval_reward_forms": "forms",
+        },
+    ),
+    Panel("KL to the reference", {"kl": "KL"}),
+    Panel("Token entropy", {"entropy": "nats"}),
+    Panel("Clipped tokens", {"clip_fraction_high": "above", "clip_fraction_low": "below"}, "share"),
+    Panel(
+        "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
+    ),
+    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("Turns per rollout", {"turns_mean": "turns"}),
+    Panel("Tokens per turn", {"prompt_len_mean": "prompt", "response_len_mean": "response"}),
+    Panel("Tool use", {"tool_share/": ""}, "share", is_stack=True),
+    Panel(
+        "What goes wrong",
+        {
+            "malformed_share": "malformed",
+            "tool_error_share": "tool errors",
+            "out_of_turns_share": "out of turns",
+            "out_of_time_share": "out of time",
+        },
+        "share",
+    ),
+    Panel("Loss and gradient norm", {"loss": "loss", "grad_norm": "gradient"}),
+    Panel(
+        "Seconds per step",
+        {f"{stage}_s": stage for stage in STAGES},
+        "seconds",
+        is_stack=True,
+    ),
+)
+
+
+def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
+    """Draw the panels of a run into `out`, by default curves.png in its folder."""
     from flowtrain.report import panels
 
     run_dir = Path(run_dir)
@@ -65,6 +139,15 @@ def read_series(run_dir: Path) -> dict[str, Series]:
     return {
         key: (sorted(by_step), [by_step[step] for step in sorted(by_step)])
         for key, by_step in values.items()
+    }
+
+
+def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
+    """Sum the seconds of all steps, by what took them."""
+    return {
+        key.removesuffix("_s"): round(sum(values), 3)
+        for key, (_, values) in series.items()
+        if key.endswith("_s") and key != "tokens_per_s"
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text, writing
-from flowtrain.types import Action, Call, Group, Trajectory, Turn, TurnTraining, UserError
+from flowtrain.types import Call, Group, Trajectory, Turn, UserError
 
 
 class MetricsLog:
@@ -156,7 +156,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
     verifier = turn.calls.get("verifier")
     return {
         "response_text": call.text,
-        "action": None if turn.action is None else _action_record(turn.action),
+        "action": turn.action and asdict(turn.action),
         "command": turn.command,
         "result": turn.result.text,
         "is_error": turn.result.error is not None,
@@ -174,13 +174,19 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
 
 def _call_record(call: Call) -> dict[str, Any]:
     """Convert a call, without its texts."""
+    training = call.training
     return {
         "spans": [[span.start, span.end, span.version] for span in call.spans],
         "finish_reason": call.finish_reason.value,
         "num_prompt_tokens": len(call.prompt_ids),
         "response_ids": list(call.response_ids),
         "response_logprobs": [round(logprob, 5) for logprob in call.logprobs],
-        "training": None if call.training is None else _training_record(call.training),
+        "training": training
+        and {
+            "advantage": round(training.advantage, 5),
+            "minibatch": training.minibatch,
+            "logprobs": [round(logprob, 5) for logprob in training.logprobs],
+        },
     }
 
 
@@ -190,23 +196,6 @@ def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
         (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
         min(len(a), len(b)),
     )
-
-
-def _training_record(training: TurnTraining) -> dict[str, Any]:
-    return {
-        "advantage": round(training.advantage, 5),
-        "minibatch": training.minibatch,
-        "logprobs": [round(logprob, 5) for logprob in training.logprobs],
-    }
-
-
-def _action_record(action: Action) -> dict[str, str]:
-    return {
-        "justification": action.justification,
-        "context": action.context,
-        "sub_goal": action.sub_goal,
-        "tool_name": action.tool_name,
-    }
 
 
 def _start_wandb(run_dir: Path, project: str, config: dict[str, Any] | None) -> Any:

@@ -8,11 +8,22 @@ from dataclasses import replace
 from itertools import islice
 
 from flowtrain.rewards import choice, exact, gameof24, math_answer, squad
-from flowtrain.rewards.answer import MAX_CHARS, final_answer, is_refusal
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.utils.text import final_answer
+
+MAX_CHARS = 2000
+"""Characters that rules read, at the end of a longer text, which no judge is asked about."""
+
+_REFUSALS = {
+    *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
+    *("no answer", "no idea", "no information", "not known", "not found", "not available"),
+    *("i do not know", "i don't know", "cannot answer", "unable to answer", "cannot determine"),
+    *("unable to determine", "cannot be determined", "can not be determined"),
+    *("not enough information", "insufficient information"),
+}
 
 SCORERS: dict[str, Callable[[Task, str], float]] = {
     "exact": exact.exact_match,
@@ -38,12 +49,10 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     """
     scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
     if judge is not None:
-        disputed = [trajectory for trajectory in scored if _may_be_right(trajectory)]
-        cases = [(trajectory.task, final_answer(trajectory.answer)) for trajectory in disputed]
-        judgements = iter(judge.judge_all(cases))
-        scored = [
-            _with_judge_reward(t, next(judgements)) if _may_be_right(t) else t for t in scored
-        ]
+        disputed = [number for number, t in enumerate(scored) if _may_be_right(t)]
+        cases = [(scored[n].task, final_answer(scored[n].answer)) for n in disputed]
+        for number, is_right in zip(disputed, judge.judge_all(cases), strict=True):
+            scored[number] = _with_judge_reward(scored[number], is_right)
     rest = iter(scored)
     return [
         replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
@@ -94,6 +103,13 @@ def _may_be_right(trajectory: Trajectory) -> bool:
     )
 
 
+def is_refusal(answer: str) -> bool:
+    """Return whether a final answer gives none ("", "None", "I don't know.")."""
+    plain = " ".join(answer[:100].casefold().replace("\u2019", "'").split())
+    plain = plain.strip(" .!?\"'*`()[]<>")
+    return not plain or plain in _REFUSALS
+
+
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Permute the rewards of all finished rollouts: a control with nothing to learn."""
     rewards = [trajectory.reward for group in groups for trajectory in group.finished]
@@ -112,7 +128,6 @@ __all__ = [
     "SCORERS",
     "Judge",
     "JudgeCache",
-    "final_answer",
     "score",
     "score_one",
     "shuffle_rewards",

@@ -13,6 +13,7 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
+from flowtrain.utils.text import encodable
 
 MAX_LINE = 200
 """Characters of the line with the judgement; a longer line has none."""
@@ -63,33 +64,33 @@ class Judge:
         Must not be called where an event loop runs.
         """
         prompts = [judge_prompt(task, answer) for task, answer in cases]
-        known: dict[str, bool | None] = {
-            prompt: self._cache.get(self._engine.name, prompt) for prompt in dict.fromkeys(prompts)
-        }
-        new = [prompt for prompt, is_right in known.items() if is_right is None]
-        self._counts["cached"] += len(prompts) - len(new)
-        known |= asyncio.run(self._ask_all(new)) if new else {}
+        different = list(dict.fromkeys(prompts))
+        self._counts["cached"] += len(prompts) - len(different)
+        judgements = asyncio.run(self._judge_all(different)) if different else []
+        known = dict(zip(different, judgements, strict=True))
         return [known[prompt] for prompt in prompts]
 
     async def judge(self, task: Task, answer: str) -> bool | None:
         """Decide whether one final answer is right; the caller bounds concurrent calls."""
-        prompt = judge_prompt(task, answer)
-        known = self._cache.get(self._engine.name, prompt)
-        self._counts["cached"] += known is not None
-        return await self._ask(prompt) if known is None else known
+        return await self._judge(judge_prompt(task, answer))
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start: requests, cache hits, unreadable replies and failures."""
         return {f"judge/{name}": float(count) for name, count in self._counts.items()}
 
-    async def _ask_all(self, prompts: Sequence[str]) -> dict[str, bool | None]:
+    async def _judge_all(self, prompts: Sequence[str]) -> list[bool | None]:
         free = asyncio.Semaphore(self._options.max_concurrency)
 
-        async def ask(prompt: str) -> bool | None:
+        async def judge(prompt: str) -> bool | None:
             async with free:
-                return await self._ask(prompt)
+                return await self._judge(prompt)
 
-        return dict(zip(prompts, await asyncio.gather(*map(ask, prompts)), strict=True))
+        return await asyncio.gather(*map(judge, prompts))
+
+    async def _judge(self, prompt: str) -> bool | None:
+        known = self._cache.get(self._engine.name, prompt)
+        self._counts["cached"] += known is not None
+        return await self._ask(prompt) if known is None else known
 
     async def _ask(self, prompt: str) -> bool | None:
         """Ask, and ask once more, with another seed, after a reply without a judgement."""
@@ -123,8 +124,7 @@ def judge_prompt(task: Task, answer: str) -> str:
         "answer": answer,
     }
     quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-    # No engine takes half a surrogate pair.
-    return _PROMPT.format(**quoted).encode(errors="replace").decode()
+    return encodable(_PROMPT.format(**quoted))
 
 
 def parse_judgement(reply: str) -> bool | None:

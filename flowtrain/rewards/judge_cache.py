@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import encodable
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS verdicts "
@@ -41,7 +42,7 @@ class JudgeCache:
         with self._writing() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)",
-                (_key(engine, prompt), is_right, reply.encode(errors="replace").decode()),
+                (_key(engine, prompt), is_right, encodable(reply)),
             )
 
     @contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
-_UNICODE = str.maketrans(
+SIGNS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2013\u2014", "-"),
         **dict.fromkeys("\u00d7\u22c5\u00b7\u2217", "*"),
-        "\u00f7": "/",
-        "\u2044": "/",
-        "\u2215": "/",
+        **dict.fromkeys("\u00f7\u2044\u2215", "/"),
+    }
+)
+"""The signs of arithmetic in Unicode."""
+_UNICODE = SIGNS | str.maketrans(
+    {
         "\u03c0": "\\pi ",
         "\u221e": "\\infty ",
         "\u00b2": "^2",

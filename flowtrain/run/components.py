@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
-from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools, make_verifier
+from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_verifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.algorithms import Algorithm, load_algorithm
@@ -31,6 +31,7 @@ from flowtrain.rewards import Judge, JudgeCache, score
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
+from flowtrain.tools.registry import make_tools
 from flowtrain.training import model as models
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, Trajectory

@@ -57,7 +57,24 @@ class Evaluator:
         splits = self.components.tasks.held_out
         sampled = {split: self._roll_out(split, -1) for split in splits}
         greedy = {split: self._roll_out(split, -1, temperature=0.0) for split in splits}
-        return comparison(sampled, greedy, MAIN_SPLIT), sampled[MAIN_SPLIT].trajectories
+        main = sampled[MAIN_SPLIT]
+        found = {
+            "eval_reward": main.stats.reward_mean,
+            "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
+            "by_num_turns": main.by_num_turns,
+            "by_kind": main.by_kind,
+            "tool_shares": main.stats.tool_shares,
+            "turns_mean": main.stats.turns_mean,
+            "splits": {
+                split: {
+                    "sampled": sampled[split].stats.reward_mean,
+                    "greedy": greedy[split].stats.reward_mean,
+                    "by_num_turns": sampled[split].by_num_turns,
+                }
+                for split in splits
+            },
+        }
+        return found, main.trajectories
 
     def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
         config = self.components.config
@@ -103,29 +120,6 @@ def evaluate(
         _mean_by(lambda task: task.kind, tasks, trajectories, world),
         trajectories,
     )
-
-
-def comparison(
-    sampled: Mapping[str, Evaluation], greedy: Mapping[str, Evaluation], main_split: str
-) -> dict[str, Any]:
-    """Build the part of summary.json about a policy: by split, sampled and greedy rewards."""
-    main = sampled[main_split]
-    return {
-        "eval_reward": main.stats.reward_mean,
-        "eval_reward_greedy": greedy[main_split].stats.reward_mean,
-        "by_num_turns": main.by_num_turns,
-        "by_kind": main.by_kind,
-        "tool_shares": main.stats.tool_shares,
-        "turns_mean": main.stats.turns_mean,
-        "splits": {
-            split: {
-                "sampled": sampled[split].stats.reward_mean,
-                "greedy": greedy[split].stats.reward_mean,
-                "by_num_turns": sampled[split].by_num_turns,
-            }
-            for split in sampled
-        },
-    }
 
 
 def _mean_by(

@@ -11,19 +11,23 @@ from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
-    *(
-        "rollouts",
-        "failed",
-        "reward",
-        "turns",
-        "malformed",
-        "tool_errors",
-        "response_tokens",
-        "sampled_tokens",
-        "prompt_tokens",
-    ),
-    *("out_of_turns", "out_of_time", "stragglers", "sub_goals", "hinted"),
+    *("rollouts", "finished", "reward", "turns", "malformed", "tool_errors", "stragglers"),
+    *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
+    *("out_of_turns", "out_of_time"),
 )
+_RATIOS = {
+    "reward_mean": ("reward", "finished"),
+    "turns_mean": ("turns", "rollouts"),
+    "malformed_share": ("malformed", "turns"),
+    "tool_error_share": ("tool_errors", "turns"),
+    "response_len_mean": ("response_tokens", "turns"),
+    "sub_goal_mean": ("sub_goals", "rollouts"),
+    "hinted_share": ("hinted", "rollouts"),
+    "prompt_len_mean": ("prompt_tokens", "turns"),
+    "out_of_turns_share": ("out_of_turns", "rollouts"),
+    "out_of_time_share": ("out_of_time", "rollouts"),
+}
+"""Name of a mean or share to the two counts that it divides."""
 
 
 class Pass(NamedTuple):
@@ -130,24 +134,15 @@ class RolloutStats:
 
     @classmethod
     def _from(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
-        rollouts, turns = max(total["rollouts"], 1), max(total["turns"], 1)
+        ratios = {name: total[a] / max(total[b], 1) for name, (a, b) in _RATIOS.items()}
         return cls(
             num_rollouts=int(total["rollouts"]),
-            failed_rollouts=int(total["failed"]),
+            failed_rollouts=int(total["rollouts"] - total["finished"]),
             straggler_rollouts=int(total["stragglers"]),
-            reward_mean=total["reward"] / max(total["rollouts"] - total["failed"], 1),
-            turns_mean=total["turns"] / rollouts,
-            malformed_share=total["malformed"] / turns,
-            tool_error_share=total["tool_errors"] / turns,
-            response_len_mean=total["response_tokens"] / turns,
             num_sampled_tokens=int(total["sampled_tokens"]),
-            sub_goal_mean=total["sub_goals"] / rollouts,
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
-            hinted_share=total["hinted"] / rollouts,
-            prompt_len_mean=total["prompt_tokens"] / turns,
-            out_of_turns_share=total["out_of_turns"] / rollouts,
-            out_of_time_share=total["out_of_time"] / rollouts,
-            tool_shares={name: total[name] / turns for name in tool_names},
+            tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
+            **ratios,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -164,7 +159,7 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
     counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
     for outcome in outcomes:
         counts["rollouts"] += 1
-        counts["failed"] += outcome.reward is None
+        counts["finished"] += outcome.reward is not None
         counts["reward"] += outcome.reward or 0.0
         counts["turns"] += len(outcome.passes)
         counts["sampled_tokens"] += outcome.num_sampled_tokens

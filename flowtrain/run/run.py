@@ -158,8 +158,8 @@ class Run:
         self.checkpoint(last_step)
         if self.batch_source is not None:
             self.batch_source.report_progress(last_step, last_step, is_done=True)
-        trained, shown = self.evaluator.compare() if self.config.eval.at_ends else ({}, ())
-        self.logger.report(self.memory_plan, warm, trained, shown)
+        trained, _ = self.evaluator.compare() if self.config.eval.at_ends else ({}, ())
+        self.logger.report(self.memory_plan, warm, trained)
 
     def evaluate_warm(self) -> dict[str, Any]:
         """Measure the policy that training starts from, once per run; {} where ends are not."""
@@ -212,7 +212,12 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     config = components.config
     memory_plan = _plan_memory(components, placement)
     store = WeightStore(Path(config.run.dir) / "weights")
-    engines = _make_engines(components, placement, store)
+    # Only the trained policy follows the store, another one is frozen.
+    engines = (
+        components.make_policy_engines({config.train.policy: store})
+        if placement.samplers.is_member and _samples_here(config)
+        else components.make_no_engines()
+    )
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
@@ -221,7 +226,11 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
         report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
-    policy_trainer = _make_policy_trainer(components, placement, store)
+    policy_trainer = None
+    if placement.trainers.is_member:
+        policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
+    else:
+        components.model.to("meta")  # its memory is not needed here
     state = _resume(config, run_dir, policy_trainer)
     if policy_trainer is not None:
         policy_trainer.republish(state["step"])
@@ -284,24 +293,6 @@ def _plan_memory(components: RunComponents, placement: Placement) -> MemoryPlan:
     if placement.trainers.is_member:
         plan.check(config)
     return plan
-
-
-def _make_engines(
-    components: RunComponents, placement: Placement, store: WeightStore
-) -> dict[str, Engine]:
-    """Start the engines; only the trained policy follows the store, another one is frozen."""
-    if placement.samplers.is_member and _samples_here(components.config):
-        return components.make_policy_engines({components.config.train.policy: store})
-    return components.make_no_engines()
-
-
-def _make_policy_trainer(
-    components: RunComponents, placement: Placement, store: WeightStore
-) -> PolicyTrainer | None:
-    if placement.trainers.is_member:
-        return PolicyTrainer.make(components, placement.trainers, store)
-    components.model.to("meta")  # its memory is not needed here
-    return None
 
 
 def _resume(

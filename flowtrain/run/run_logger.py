@@ -12,8 +12,7 @@ import torch
 
 from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.report.curves import plot_curves
-from flowtrain.report.jsonl import read_lines
+from flowtrain.report.curves import plot_curves, read_series, total_seconds
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Evaluation
@@ -171,25 +170,14 @@ class RunLogger:
             speed["mfu"] = 1e12 * stats["train_tflop"] / train_s / self._peak_flops
         return speed
 
-    def report(
-        self,
-        plan: MemoryPlan,
-        warm: Mapping[str, Any],
-        trained: Mapping[str, Any],
-        shown: Sequence[Trajectory],
-    ) -> None:
-        """Write summary.json and curves.png, and print the comparison and some rollouts;
-        collective.
+    def report(self, plan: MemoryPlan, warm: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+        """Write summary.json and curves.png, and print the comparison; collective.
 
         Args:
             warm, trained: comparisons before and after training; empty where neither was measured.
-            shown: held-out rollouts to print.
         """
         self.progress.close()
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
-        if self._placement.samplers.is_main:
-            for trajectory in shown[: self._config.log.num_rollouts]:
-                print(report.rollout_text(trajectory))
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path
@@ -213,16 +201,11 @@ class RunLogger:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
         model's folder says how long it took.
         """
-        totals: dict[str, float] = {}
-        for record in read_lines(self._run_dir.path / "metrics.jsonl"):
-            for key, value in record.items():
-                if key.endswith("_s") and key != "tokens_per_s" and value is not None:
-                    stage = key.removesuffix("_s")
-                    totals[stage] = totals.get(stage, 0.0) + value
+        totals = total_seconds(read_series(self._run_dir.path))
         origin = Path(self._config.model.path) / "rft.json"
         if origin.exists():
-            totals["warm_up"] = json.loads(origin.read_text())["seconds"]
-        return {stage: round(seconds, 3) for stage, seconds in totals.items()}
+            totals["warm_up"] = round(json.loads(origin.read_text())["seconds"], 3)
+        return totals
 
 
 def _known_tflops(config: Config, device: torch.device) -> float:

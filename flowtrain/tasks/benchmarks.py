@@ -33,13 +33,13 @@ BENCHMARKS = {
     "amc23": Benchmark("math"),
     # Any right expression is accepted, so that the answers are the numbers of the puzzle.
     "gameof24": Benchmark("gameof24", 100, Layout("query", ("question",))),
-    "gpqa": Benchmark("choice", 100, Layout("query", ("answer",), choices="choices")),
-    "medqa": Benchmark("choice", 100, Layout("query", ("answer",), choices="options")),
+    "gpqa": Benchmark("choice", 100, Layout("query", ("answer",), {"choices": "choices"})),
+    "medqa": Benchmark("choice", 100, Layout("query", ("answer",), {"choices": "options"})),
 }
 
 
-def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> list[Task]:
-    """Load the tasks that the paper ran (`whole`: all), with ids "medqa-0", "medqa-1" by row.
+def load_benchmark(name: str, folder: str | Path) -> list[Task]:
+    """Load all tasks of a benchmark, with ids "medqa-0", "medqa-1" by row.
 
     The file is `folder`/NAME.json or, as in AgentFlow's test folder, `folder`/NAME/data/data.json.
     Raises UserError for an unknown name, a missing file and a mistake in it.
@@ -58,7 +58,7 @@ def load_benchmark(name: str, folder: str | Path, *, whole: bool = False) -> lis
     ]
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
-    return tasks if whole else tasks[: benchmark.num_rows]
+    return tasks
 
 
 def available(folder: str | Path) -> list[str]:

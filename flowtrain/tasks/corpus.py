@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from flowtrain.tasks.rows import parse_json, read_text
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 KEY_ATTRIBUTES = ("capital", "ISO code", "symbol")
 """Attributes that name an entity, so that questions may ask for "the country with capital Oslo"."""
-
-_ENTRY_KEYS = {"name", "kind", "facts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +31,26 @@ class Entity:
     mass units."""
 
 
-def load_corpus(path: Path | None = None) -> tuple[Entity, ...]:
-    """Load the entities of a JSON file, in file order; of the shipped corpus when `path` is None.
+def load_corpus(path: str | Path = "") -> tuple[Entity, ...]:
+    """Load the entities of a JSON file, in file order; of the shipped corpus when `path` is "".
 
     The file is a list of {"name": str, "kind": str, "facts": {attribute: string or integer}}.
-    Raises UserError, which names the file, the entry and the wrong key.
+    Raises UserError, which names the file and what is wrong.
     """
-    if path is None:
-        where = "corpus.json"
-        text = resources.files("flowtrain").joinpath("tasks/data/corpus.json").read_text("utf-8")
-    else:
-        where = str(path)
-        text = read_text(path)
-    entries = parse_json(text, where)
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{where}: must be a list of at least one entity")
-    entities = tuple(
-        _entity(entry, f"{where}, entry {number}") for number, entry in enumerate(entries, start=1)
-    )
-    seen: dict[str, int] = {}
-    for number, entity in enumerate(entities, start=1):
-        first = seen.setdefault(entity.name.casefold(), number)
-        if first != number:
+    where = str(path or resources.files("flowtrain").joinpath("tasks/data/corpus.json"))
+    with user_error(where, msgspec.ValidationError):
+        entities = msgspec.convert(parse_json(read_text(Path(where)), where), tuple[Entity, ...])
+    names = Counter(entity.name.casefold() for entity in entities)
+    for entity in entities:
+        phrases = (entity.name, entity.kind, *entity.facts, *map(str, entity.facts.values()))
+        if wrong := [phrase for phrase in phrases if not _reads_back(phrase)]:
             raise UserError(
-                f"{where}, entry {number}: key 'name' repeats {entity.name!r} of entry {first}; "
-                "names must be unique"
+                f'{where}: {wrong[0]!r} must be a non-empty single-spaced string without "is"'
             )
+        if wrong := [attribute for attribute in entity.facts if " of " in f" {attribute} "]:
+            raise UserError(f'{where}: attribute {wrong[0]!r} may not hold the word "of"')
+        if names[entity.name.casefold()] > 1:
+            raise UserError(f"{where}: name {entity.name!r} is not unique")
     return entities
 
 
@@ -103,39 +97,6 @@ def passage_value(text: str) -> str | None:
     return (value.strip() or None) if found and period else None
 
 
-def _entity(entry: Any, where: str) -> Entity:
-    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
-        raise UserError(f"{where}: must be an object with exactly the keys name, kind and facts")
-    facts = entry["facts"]
-    if not isinstance(facts, dict) or not facts:
-        raise UserError(f"{where}: key 'facts' must be an object with at least one attribute")
-    return Entity(
-        _phrase(entry["name"], "key 'name'", where),
-        _phrase(entry["kind"], "key 'kind'", where),
-        {_attribute(key, where): _value(value, key, where) for key, value in facts.items()},
-    )
-
-
-def _attribute(attribute: str, where: str) -> str:
-    if " of " in f" {attribute} ":
-        raise UserError(
-            f"{where}: attribute {attribute!r} of key 'facts' may not hold the word \"of\""
-        )
-    return _phrase(attribute, f"attribute {attribute!r} of key 'facts'", where)
-
-
-def _value(value: Any, attribute: str, where: str) -> str | int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return _phrase(value, f"attribute {attribute!r} of key 'facts'", where, "an integer or ")
-
-
-def _phrase(value: Any, key: str, where: str, also: str = "") -> str:
-    """Check that a value is a string that `passage_value` can read back from a passage."""
-    is_single_spaced = isinstance(value, str) and value and value == " ".join(value.split())
-    if is_single_spaced and " is " not in f" {value} ":
-        return str(value)
-    raise UserError(
-        f'{where}: {key} must be {also}a non-empty single-spaced string without the word "is", not '
-        f"{value!r}"
-    )
+def _reads_back(phrase: str) -> bool:
+    """Return whether `passage_value` can read the phrase from a passage."""
+    return bool(phrase) and phrase == " ".join(phrase.split()) and " is " not in f" {phrase} "

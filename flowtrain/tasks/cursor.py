@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from flowtrain.types import Task, UserError
+from flowtrain.types import Task
 
 
 class TaskCursor:
@@ -18,11 +18,8 @@ class TaskCursor:
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
-        """Start at `position`; raises UserError without tasks or with a negative position."""
-        if not tasks:
-            raise UserError("tasks: there are none; at least one is needed")
-        if position < 0:
-            raise UserError(f"position: must be 0 or more, not {position}")
+        """Start at `position`."""
+        assert tasks
         self.position = position
         self._tasks = tuple(tasks)
         self._seed = seed
@@ -31,9 +28,7 @@ class TaskCursor:
         self._order: list[int] = []
 
     def take(self, n: int) -> list[Task]:
-        """Return the next `n` tasks; raises UserError when n < 1."""
-        if n < 1:
-            raise UserError(f"n: a batch needs at least 1 task, not {n}")
+        """Return the next `n` tasks."""
         walk = (n, self.position % n)
         if walk != self._walk or self.position < self._epoch * len(self._tasks):
             self._walk = walk

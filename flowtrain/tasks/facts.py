@@ -12,13 +12,12 @@ own; "forms" asks about the training entities in wordings of its own.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice, zip_longest
 
 from flowtrain.tasks.corpus import Entity, key_facts
 from flowtrain.types import PlanStep, SubGoal, Task, UserError
@@ -106,24 +105,27 @@ def facts_tasks(
     split: str,
     num_tasks: int,
     seed: int,
-    kind_weights: Mapping[str, float] | None = None,
+    kinds: Collection[str] = KINDS,
 ) -> list[Task]:
     """Return `num_tasks` distinct questions of a split, shuffled, with ids "{split}-{i}".
 
-    The same arguments give the same questions. `kind_weights` gives each kind's share of the tasks
-    up to a common factor; kinds left out get none, and None means equal shares. The split
-    "entities" leaves out arithmetic, whatever its weight. Raises UserError for an unknown split or
-    kind, a bad weight, num_tasks < 1, and a kind that has fewer distinct questions than its share.
+    The same arguments give the same questions, in equal parts of each kind. The split "entities"
+    has no arithmetic. Raises UserError when no kind is left, and for a kind that has fewer distinct
+    questions than its share.
     """
-    counts = _counts(split, num_tasks, kind_weights)
+    every = [kind for kind in (*KINDS, *DEEP_KINDS) if kind in kinds]
+    left = [kind for kind in every if not (split == "entities" and kind == "arithmetic")]
+    if not left:
+        raise UserError(f"tasks.kinds={every}: split {split!r} needs another kind")
+    share, rest = divmod(num_tasks, len(left))
     training, held_out = split_entities(entities)
     pool = held_out if split == "entities" else training
     names = {entity.name for entity in pool}
     sources = _sources(pool, [fact for fact in key_facts(entities) if fact[0].name in names])
     drafts = [
         (kind, *draft)
-        for kind, count in counts.items()
-        for draft in _draw(kind, sources[kind], split, count, seed)
+        for number, kind in enumerate(left)
+        for draft in _draw(kind, sources[kind], split, share + (number < rest), seed)
     ]
     random.Random(f"facts/{split}/{seed}").shuffle(drafts)
     return [
@@ -154,43 +156,6 @@ def split_entities(entities: Sequence[Entity]) -> tuple[list[Entity], list[Entit
     return training, [entity for entity in entities if entity.name in held_out]
 
 
-def _counts(split: str, num_tasks: int, kind_weights: Mapping[str, float] | None) -> dict[str, int]:
-    """Return the number of tasks per kind, rounded by largest remainders."""
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
-    if num_tasks < 1:
-        raise UserError(f"num_tasks: must be at least 1, not {num_tasks}")
-    weights = _weights(split, dict.fromkeys(KINDS, 1.0) if kind_weights is None else kind_weights)
-    total = math.fsum(weights.values())
-    shares = {kind: num_tasks * (weight / total) for kind, weight in weights.items()}
-    counts = {kind: math.floor(share) for kind, share in shares.items()}
-    by_remainder = sorted(weights, key=lambda kind: counts[kind] - shares[kind])
-    for kind in by_remainder[: num_tasks - sum(counts.values())]:
-        counts[kind] += 1
-    return counts
-
-
-def _weights(split: str, kind_weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the positive weights of the split's kinds, relative to the largest."""
-    known = (*KINDS, *DEEP_KINDS)
-    for kind, weight in kind_weights.items():
-        if kind not in known:
-            raise UserError(f"kind_weights: kind {kind!r} is unknown; known: {', '.join(known)}")
-        if not 0 <= weight < math.inf:
-            raise UserError(
-                f"kind_weights: the weight of {kind!r} must be a finite number of 0 or more, not "
-                f"{weight}"
-            )
-    allowed = [kind for kind in known if not (split == "entities" and kind == "arithmetic")]
-    weights = {kind: kind_weights[kind] for kind in allowed if kind_weights.get(kind, 0) > 0}
-    if not weights:
-        raise UserError(
-            f"kind_weights: split {split!r} needs a weight above 0 for at least one of "
-            f"{', '.join(allowed)}"
-        )
-    return {kind: weight / max(weights.values()) for kind, weight in weights.items()}
-
-
 def _draw(
     kind: str, sources: Sequence[_Source], split: str, count: int, seed: int
 ) -> list[tuple[str, _Item]]:
@@ -199,11 +164,12 @@ def _draw(
         _questions(source, split, random.Random(f"facts/{split}/{kind}/{number}/{seed}"))
         for number, source in enumerate(sources)
     ]
-    found = list(islice(_in_turn(streams), count))
+    in_turn = filter(None, chain.from_iterable(zip_longest(*streams)))
+    found = list(islice(in_turn, count))
     if len(found) < count:
         raise UserError(
             f"num_tasks: split {split!r} has {len(found)} distinct questions of kind {kind!r}, "
-            f"{count} are asked for; lower num_tasks or the weight of {kind!r}"
+            f"{count} are asked for; lower num_tasks or leave {kind!r} out"
         )
     return found
 
@@ -226,18 +192,6 @@ def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
         pick = rng.randint(0, last)
         yield moved.get(pick, pick)
         moved[pick] = moved.pop(last, last)
-
-
-def _in_turn(streams: Sequence[Iterator[tuple[str, _Item]]]) -> Iterator[tuple[str, _Item]]:
-    """Yield one of each stream in turn, until all have ended."""
-    live = list(streams)
-    while live:
-        for stream in tuple(live):
-            found = next(stream, None)
-            if found is None:
-                live.remove(stream)
-            else:
-                yield found
 
 
 def _sources(

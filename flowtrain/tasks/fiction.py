@@ -35,7 +35,18 @@ def fictional_entities(
         _country(_new_name(rng, taken), _new_name(rng, taken), codes[i], rng)
         for i in range(num_countries)
     ]
-    elements = [_element(_new_name(rng, taken), symbols[i], rng) for i in range(num_elements)]
+    elements = [
+        Entity(
+            _new_name(rng, taken),
+            "element",
+            {
+                "symbol": symbols[i],
+                "atomic number": rng.randint(1, 130),
+                "mass": rng.randint(1, 300),
+            },
+        )
+        for i in range(num_elements)
+    ]
     return (*countries, *elements)
 
 
@@ -48,14 +59,6 @@ def _country(name: str, capital: str, code: str, rng: random.Random) -> Entity:
         "ISO code": code,
     }
     return Entity(name, "country", facts)
-
-
-def _element(name: str, symbol: str, rng: random.Random) -> Entity:
-    return Entity(
-        name,
-        "element",
-        {"symbol": symbol, "atomic number": rng.randint(1, 130), "mass": rng.randint(1, 300)},
-    )
 
 
 def _letter_pairs(rng: random.Random) -> list[str]:

@@ -9,9 +9,8 @@ from fractions import Fraction
 from functools import cache
 from itertools import combinations_with_replacement
 
-from flowtrain.types import PlanStep, Task, UserError
+from flowtrain.types import PlanStep, Task
 
-SPLITS = ("train", "texts")
 TARGET = 24
 _QUESTION = (
     "Using the numbers [{numbers}], create an expression that equals 24. You must use basic "
@@ -49,25 +48,16 @@ def random_expression(numbers: Sequence[str], rng: random.Random) -> str:
     return parts[0][1:-1]
 
 
-def gameof24_tasks(split: str, num_tasks: int | None, seed: int) -> list[Task]:
-    """Return `num_tasks` distinct puzzles (None: all) of a split, in an order set by the seed.
+def gameof24_tasks(split: str, seed: int) -> list[Task]:
+    """Return all puzzles of a split in an order set by the seed, with ids "gameof24-{split}-{i}".
 
-    The split is "train", or the 10 % held out as "texts"; ids are "gameof24-{split}-{i}". Raises
-    UserError for an unknown split and for more tasks than the split has puzzles.
+    The split is "train", or the 10 % held out as "texts".
     """
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} is unknown; known: {', '.join(SPLITS)}")
     puzzles = [
         puzzle for puzzle in solvable_puzzles() if _is_text(_question(puzzle)) == (split == "texts")
     ]
-    num_tasks = len(puzzles) if num_tasks is None else num_tasks
-    if not 0 < num_tasks <= len(puzzles):
-        raise UserError(
-            f"num_tasks: split {split!r} of the game of 24 has 1 to {len(puzzles)} tasks, not "
-            f"{num_tasks}"
-        )
-    chosen = random.Random(f"gameof24/{split}/{seed}").sample(puzzles, num_tasks)
-    return [_task(f"gameof24-{split}-{index}", puzzle) for index, puzzle in enumerate(chosen)]
+    order = random.Random(f"gameof24/{split}/{seed}").sample(puzzles, len(puzzles))
+    return [_task(f"gameof24-{split}-{index}", puzzle) for index, puzzle in enumerate(order)]
 
 
 def _task(task_id: str, puzzle: _Numbers) -> Task:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import string
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from flowtrain.tasks.rows import Row
 from flowtrain.types import SubGoal, Task, UserError
+from flowtrain.utils.errors import user_error
 
 _INSTRUCTION = re.compile(
     r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL
@@ -19,22 +21,34 @@ _INSTRUCTION = re.compile(
 """AgentFlow adds this to some questions; our flow asks for the answer in its own words."""
 _LABEL = re.compile(r"([A-Z])[.):]\s+")
 _MISSING = object()
-_GOAL_KEYS = {"names", "weight", "query"}
+
+_Text = Annotated[str, Meta(pattern=r"\S")]
+_Answer = _Text | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A row under the names of our own layout; the types are what the columns may hold."""
+
+    question: _Text
+    answer: _Answer | Annotated[list[_Answer], Meta(min_length=1)]
+    id: _Text | int
+    kind: _Text = ""
+    num_turns: Annotated[int, Meta(ge=0)] = 0
+    scorer: _Text = ""
+    choices: Annotated[tuple[_Text, ...], Meta(min_length=2, max_length=26)] = ()
+    sub_goals: tuple[SubGoal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of columns, "" for none; "reward_model.ground_truth" looks into an object."""
+    """Names of columns; "reward_model.ground_truth" looks into an object."""
 
     question: str
     answers: tuple[str, ...]
     """The first of these columns that a row has is used."""
-    id: str = ""
-    kind: str = ""
-    num_turns: str = ""
-    choices: str = ""
-    scorer: str = ""
-    sub_goals: str = ""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """The names of further columns, by those of our own layout."""
     default_scorer: str = "exact"
     scorer_by_kind: Mapping[str, str] = field(default_factory=dict)
     """Scorers of data sets that mix questions, by kind."""
@@ -46,35 +60,25 @@ class Layout:
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are read."""
-        names = (self.question, *self.answers, self.id, self.kind, self.num_turns)
-        others = (self.choices, self.scorer, self.sub_goals)
-        return tuple(name.partition(".")[0] for name in (*names, *others) if name)
+        names = (self.question, *self.answers, *self.others.values())
+        return tuple(name.partition(".")[0] for name in names)
 
 
-OWN = Layout(
-    question="question",
-    answers=("answer",),
-    id="id",
-    kind="kind",
-    num_turns="num_turns",
-    choices="choices",
-    scorer="scorer",
-    sub_goals="sub_goals",
-    is_closed=True,
-)
+_OPTIONAL = ("id", "kind", "num_turns", "choices", "scorer", "sub_goals")
+OWN = Layout("question", ("answer",), {name: name for name in _OPTIONAL}, is_closed=True)
 PRESETS = {
     "own": OWN,
     "search-r1": Layout(
         "question",
         ("golden_answers", "reward_model.ground_truth.target"),
-        kind="data_source",
+        {"kind": "data_source"},
         default_scorer="qa",
     ),
     "deepmath": Layout("question", ("final_answer",), default_scorer="math"),
     "agentflow": Layout(
         "question",
         ("result",),
-        kind="source",
+        {"kind": "source"},
         default_scorer="qa",
         scorer_by_kind={"mathhard": "math", "aime2024": "math"},
         separator="; ",
@@ -103,28 +107,30 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
         )
-    question = _column(row, layout.question)
-    found = (_column(row, name) for name in layout.answers)
-    answer = next((value for value in found if value is not _MISSING), _MISSING)
-    for key, value in ((layout.question, question), (" or ".join(layout.answers), answer)):
-        if value is _MISSING:
-            raise UserError(f"{where}: key {key!r} is missing")
-    question = _INSTRUCTION.sub("", _text(question, layout.question, where))
-    kind = _text(row[layout.kind], layout.kind, where) if layout.kind in row else ""
-    scorer = layout.scorer_by_kind.get(kind, layout.default_scorer)
-    answer_key = "answer" if layout.is_closed else layout.answers[0]
-    separator = layout.separator if scorer != "math" else ""
-    choices = row.get(layout.choices, _MISSING)
-    goals = row.get(layout.sub_goals, _MISSING)
+    names = {"question": (layout.question,), "answer": layout.answers}
+    names |= {ours: (theirs,) for ours, theirs in layout.others.items()}
+    found: dict[str, Any] = {"id": default_id}
+    for ours, theirs in names.items():
+        values = [value for name in theirs if (value := _column(row, name)) is not _MISSING]
+        found |= {ours: values[0]} if values else {}
+    if isinstance(question := found.get("question"), str):
+        found["question"] = _INSTRUCTION.sub("", question)
+    shown = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
+    with user_error(f"{where} ({shown})", msgspec.ValidationError):
+        read = msgspec.convert(found, _Columns)
+    scorer = read.scorer or layout.scorer_by_kind.get(read.kind, layout.default_scorer)
+    answers = list(map(str, read.answer if isinstance(read.answer, list) else [read.answer]))
+    if layout.separator and scorer != "math":
+        answers = [part for answer in answers for part in answer.split(layout.separator)]
     return Task(
-        id=_id(row.get(layout.id, default_id), where),
-        question=_text(question, layout.question, where),
-        answers=_answers(answer, answer_key, where, separator),
-        kind=kind,
-        num_turns=_num_turns(row.get(layout.num_turns, 0), where),
-        scorer=_text(row[layout.scorer], "scorer", where) if layout.scorer in row else scorer,
-        choices=() if choices is _MISSING else _choices(choices, layout.choices, where),
-        sub_goals=() if goals is _MISSING else _sub_goals(goals, layout.sub_goals, where),
+        str(read.id),
+        read.question,
+        answers=tuple(answer for answer in answers if answer.strip()),
+        kind=read.kind,
+        num_turns=read.num_turns,
+        scorer=scorer,
+        choices=_without_labels(read.choices),
+        sub_goals=read.sub_goals,
     )
 
 
@@ -137,94 +143,9 @@ def _column(row: Any, name: str) -> Any:
     return row
 
 
-def _text(value: Any, key: str, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: key {key!r} must be a non-empty string, not {_shown(value)}")
-    return value
-
-
-def _id(value: Any, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise UserError(
-            f"{where}: key 'id' must be a non-empty string or an integer, not {_shown(value)}"
-        )
-    return str(value)
-
-
-def _num_turns(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(
-            f"{where}: key 'num_turns' must be an integer of 0 (unknown) or more, not "
-            f"{_shown(value)}"
-        )
-    return value
-
-
-def _choices(value: Any, key: str, where: str) -> tuple[str, ...]:
-    """Return the options in order, without the letters of ["A. Rome", "B. Oslo"]."""
-    is_list = isinstance(value, list) and 2 <= len(value) <= 26
-    if not is_list or not all(isinstance(each, str) and each.strip() for each in value):
-        raise UserError(
-            f"{where}: key {key!r} must be a list of 2 to 26 non-empty strings, not {_shown(value)}"
-        )
-    labels = [match[1] if (match := _LABEL.match(each)) else "" for each in value]
-    if labels == list(string.ascii_uppercase[: len(value)]):
-        return tuple(_LABEL.sub("", each, count=1).strip() for each in value)
-    return tuple(each.strip() for each in value)
-
-
-def _sub_goals(value: Any, key: str, where: str) -> tuple[SubGoal, ...]:
-    """Read [{"names": ["Chad"], "weight": 0.5, "query": "country with capital N'Djamena"}, ...].
-
-    The query may be missing.
-    """
-    if not isinstance(value, list) or not all(
-        isinstance(each, dict) and {"names", "weight"} <= set(each) <= _GOAL_KEYS for each in value
-    ):
-        raise UserError(
-            f"{where}: key {key!r} must be a list of objects with names, weight and perhaps query, "
-            f"not {_shown(value)}"
-        )
-    goals = []
-    for each in value:
-        names, weight, query = each["names"], each["weight"], each.get("query", "")
-        has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not has_names or not isinstance(query, str):
-            raise UserError(
-                f"{where}: key {key!r}: names must be a list of strings and query a string, not "
-                f"{_shown(each)}"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise UserError(f"{where}: key {key!r}: weight must be a number, not {_shown(weight)}")
-        goals.append(SubGoal(tuple(names), float(weight), query))
-    return tuple(goals)
-
-
-def _answers(value: Any, key: str, where: str, separator: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise UserError(f"{where}: key {key!r} must not be an empty list")
-    answers = [_answer(each, key, where) for each in values]
-    return tuple(
-        part
-        for answer in answers
-        for part in (answer.split(separator) if separator else [answer])
-        if part.strip()
-    )
-
-
-def _answer(value: Any, key: str, where: str) -> str:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    is_finite = isinstance(value, float) and math.isfinite(value)
-    if is_integer or is_finite or (isinstance(value, str) and value.strip()):
-        return str(value)
-    raise UserError(
-        f"{where}: key {key!r} must be a non-empty string, a finite number or a list of these, not "
-        f"{_shown(value)}"
-    )
-
-
-def _shown(value: Any) -> str:
-    """Show the value in a message, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _without_labels(choices: tuple[str, ...]) -> tuple[str, ...]:
+    """Strip the options, and the letters of ["A. Rome", "B. Oslo"]."""
+    labels = [match[1] if (match := _LABEL.match(each)) else "" for each in choices]
+    if labels == list(string.ascii_uppercase[: len(choices)]):
+        choices = tuple(_LABEL.sub("", each, count=1) for each in choices)
+    return tuple(each.strip() for each in choices)

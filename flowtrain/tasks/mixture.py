@@ -23,9 +23,7 @@ class MixedCursor:
         seed: int,
         position: int = 0,
     ) -> None:
-        """Take `sources` and `weights` by name; raises UserError as `TaskCursor` does."""
-        if position < 0:
-            raise UserError(f"position: must be 0 or more, not {position}")
+        """Take `sources` and `weights` by name."""
         self.position = position
         self._weights = dict(weights)
         self._seed = seed

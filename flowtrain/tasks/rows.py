@@ -15,8 +15,6 @@ from flowtrain.utils.errors import user_error
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
-
 Row = dict[str, Any]
 
 
@@ -26,10 +24,16 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
     Of a Parquet file only the `columns` that it has are read (None: all). Raises UserError, which
     names the file and the wrong line or entry.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: the file name must end in .jsonl, .json or .parquet")
-    read = {".jsonl": _jsonl, ".json": _json}.get(path.suffix)
-    for number, where, entry in read(path) if read else _parquet(path, columns):
+    match path.suffix:
+        case ".jsonl":
+            rows = _jsonl(path)
+        case ".json":
+            rows = _json(path)
+        case ".parquet":
+            rows = _parquet(path, columns)
+        case _:
+            raise UserError(f"{path}: the file name must end in .jsonl, .json or .parquet")
+    for number, where, entry in rows:
         if not isinstance(entry, dict):
             raise UserError(f"{where}: must be an object, not {type_name(entry)}")
         yield number, where, entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from flowtrain import config as cfg
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
@@ -61,7 +61,7 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
     """
     tasks = config.tasks
     num_held_out = config.eval.num_tasks
-    entities = load_corpus(Path(tasks.corpus) if tasks.corpus else None)
+    entities = load_corpus(tasks.corpus)
     if fictional:
         entities = fictional_entities(
             600, 400, config.run.seed, {entity.name for entity in entities}
@@ -69,16 +69,14 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
     texts = passages(entities)
     match tasks.name:
         case "facts":
-            kinds: dict[str, float] = dict.fromkeys(tasks.kinds, 1.0)
-            train = facts_tasks(entities, "train", tasks.num_train, config.run.seed, kinds)
+            draw = partial(facts_tasks, entities, kinds=tasks.kinds)
+            train = draw("train", tasks.num_train, config.run.seed)
             held_out = {
-                split: tuple(facts_tasks(entities, split, num_held_out, 0, kinds))
-                for split in SPLITS
-                if split != "train"
+                split: tuple(draw(split, num_held_out, 0)) for split in SPLITS if split != "train"
             }
         case "gameof24":
-            train = gameof24_tasks("train", None, config.run.seed)
-            held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, None, seed=0)[:num_held_out])}
+            train = gameof24_tasks("train", config.run.seed)
+            held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
         case _:
             return _from_files(config, texts)
     return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
@@ -86,8 +84,7 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
 
 def without_tasks(config: cfg.Config) -> TaskSet:
     """Return a set without tasks, for a node that gets its tasks one by one."""
-    corpus = config.tasks.corpus
-    return TaskSet((), {}, passages(load_corpus(Path(corpus) if corpus else None)))
+    return TaskSet((), {}, passages(load_corpus(config.tasks.corpus)))
 
 
 def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:

@@ -8,12 +8,10 @@ question names does not count.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from flowtrain.types import SubGoal, Task, Turn, UserError
-
-_WORD = re.compile(r"\w+")
+from flowtrain.utils.text import words
 
 
 def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
@@ -69,4 +67,4 @@ def _names(goal: SubGoal, words: str) -> bool:
 
 def _words(text: str) -> str:
     """Return the words of a text between single spaces, so that `in` compares whole words."""
-    return " " + " ".join(_WORD.findall(text.casefold())) + " "
+    return " " + " ".join(words(text)) + " "

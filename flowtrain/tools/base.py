@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowtrain.types import ToolResult
+from flowtrain.utils.text import encodable
 
 
 class ToolError(Exception):
@@ -79,8 +80,8 @@ class Tool(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the tool's resources; may be called twice."""
-        ...
+        """Release the tool's resources, if it has any; may be called twice."""
+        return
 
 
 async def run_tool(
@@ -97,13 +98,8 @@ async def run_tool(
     if error is None and not output.strip():
         output, error = "", "no output"
     if error is not None:
-        error = shorten(_whole(error), max_chars)
-    return ToolResult(shorten(_whole(output), max_chars), error, time.perf_counter() - start)
-
-
-def _whole(text: str) -> str:
-    """Replace halves of surrogate pairs, which neither tokenizers nor wires take."""
-    return text.encode(errors="replace").decode()
+        error = shorten(encodable(error), max_chars)
+    return ToolResult(shorten(encodable(output), max_chars), error, time.perf_counter() - start)
 
 
 def shorten(text: str, max_chars: int) -> str:

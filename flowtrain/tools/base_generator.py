@@ -13,8 +13,16 @@ from flowtrain.tools.registry import ToolContext
 from flowtrain.types import UserError
 
 
+async def ask_model(chat: ChatEngine, prompt: str, timeout_s: float) -> str:
+    """Return the reply of the model inside a tool; raises ToolError when there is none."""
+    try:
+        return await chat.ask(prompt, deadline_s=timeout_s)
+    except EngineError as error:
+        raise ToolError(f"the model did not answer: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
-class BaseGenerator:
+class BaseGenerator(Tool):
     """Asks the model once. The query is the whole prompt, without the question and the memory."""
 
     chat: ChatEngine
@@ -35,16 +43,10 @@ class BaseGenerator:
         """Return the model's reply; raises ToolError when there is none."""
         if not query.strip():
             raise ToolError("empty query")
-        try:
-            return await self.chat.ask(query, deadline_s=self.timeout_s)
-        except EngineError as error:
-            raise ToolError(f"the model did not answer: {error}") from error
-
-    def close(self) -> None:
-        """Release nothing: the model is not the tool's own."""
+        return await ask_model(self.chat, query, self.timeout_s)
 
 
-class GuessGenerator:
+class GuessGenerator(Tool):
     """Picks one of a few fixed values by a hash of the query; it has no model.
 
     The embedded default needs a tool that answers every query fast and is almost always wrong.
@@ -68,9 +70,6 @@ class GuessGenerator:
         """Return one of the guesses."""
         digest = hashlib.sha256(query.encode("utf-8", "surrogatepass")).digest()
         return self._guesses[int.from_bytes(digest, "big") % len(self._guesses)]
-
-    def close(self) -> None:
-        """Release nothing."""
 
 
 def make(context: ToolContext) -> Tool:

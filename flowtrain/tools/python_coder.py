@@ -7,10 +7,11 @@ import textwrap
 from dataclasses import dataclass
 
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.sandbox import Sandbox, make_sandbox
+from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox.host import ProcessSandbox
 
 FENCE = re.compile(
     r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
@@ -32,7 +33,7 @@ Reply with the program in one ```python block."""
 class PythonCoder:
     """Runs the query as Python, an expression or a program. It owns the sandbox and closes it."""
 
-    sandbox: Sandbox
+    sandbox: ProcessSandbox
 
     card = ToolCard(
         "Python_Coder", "Runs Python code or evaluates an expression; prints the result."
@@ -80,13 +81,11 @@ class ModelCoder:
         if not query.strip():
             raise ToolError("empty query")
         prompt = PROMPT.format(
-            task=query.strip(), offers=self.coder.sandbox.offers, timeout_s=self.code_timeout_s
+            task=query.strip(),
+            offers=self.coder.sandbox.backend.offers,
+            timeout_s=self.code_timeout_s,
         )
-        try:
-            reply = await self.chat.ask(prompt, deadline_s=self.timeout_s)
-        except EngineError as error:
-            raise ToolError(f"the model wrote no program: {error}") from error
-        return await self.coder.execute(reply)
+        return await self.coder.execute(await ask_model(self.chat, prompt, self.timeout_s))
 
     def close(self) -> None:
         """End the processes of the sandbox; the model is not the tool's own."""

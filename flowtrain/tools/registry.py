@@ -6,17 +6,20 @@ from end to end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import Tool
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
+
+if TYPE_CHECKING:
+    from flowtrain.tasks.sets import TaskSet
 
 GROUP = "flowtrain.tools"
 
@@ -51,13 +54,20 @@ BUILT_IN = {
 """The tools of this package by name; they too are imported only when a run uses them."""
 
 
-def make_tools(names: Sequence[str], context: ToolContext) -> dict[str, Tool]:
-    """Make the tools, by name and in that order; close them when done.
+def make_tools(
+    config: Config, tasks: TaskSet | None = None, chat: ChatEngine | None = None
+) -> dict[str, Tool]:
+    """Make the tools of `agent.tools`, by name and in that order; close them when done.
 
-    When one fails, those made before it are closed. Raises UserError for an unknown name.
+    `chat` is the model inside tools that want one. When a tool fails, those made before it are
+    closed. Raises UserError for an unknown name.
     """
+    context = ToolContext(config, chat=chat)
+    if tasks is not None:
+        context = replace(context, passages=tasks.passages, guesses=tasks.guesses)
+    names = config.agent.tools
     offered = plugins.offered("tool", GROUP, BUILT_IN)
-    for key, asked in (("agent.tools", names), ("plugins", context.config.plugins)):
+    for key, asked in (("agent.tools", names), ("plugins", config.plugins)):
         if unknown := [name for name in asked if name not in offered]:
             raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(offered)}")
     with ExitStack() as cleanup:

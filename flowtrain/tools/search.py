@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.tools.base import ToolCard, ToolError
+from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.types import UserError
 
 
-class Search:
+class Search(Tool):
     """Finds the passages that share the rarest words with the query. Safe to share.
 
     >>> asyncio.run(Search(["Paris lies in France.", "Rome lies in Italy."]).execute("Is it Rome?"))
@@ -25,8 +25,6 @@ class Search:
 
     def __init__(self, passages: Sequence[str], top_k: int = 1) -> None:
         """Index the passages; a query returns `top_k` of them at most."""
-        if top_k < 1:
-            raise UserError(f"top_k must be at least 1, got {top_k}")
         try:
             self._index = Bm25.build(passages)
         except ValueError:
@@ -48,9 +46,6 @@ class Search:
         if not best:
             raise ToolError(f"no passage matches {query[:80]!r}")
         return "\n".join(self._passages[index] for index in best)
-
-    def close(self) -> None:
-        """Release nothing."""
 
 
 def make(context: ToolContext) -> Search:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flowtrain.config.search import WebReader as Options
@@ -37,8 +38,19 @@ class Pages(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class WebReader:
     """Returns the chunks of a page that fit the query best, or a model's answer from them."""
+
+    pages: Pages
+    options: Options
+    embedder: Embedder | None
+    chat: ChatEngine | None
+    deadline_s: float
+    """Seconds for a call, everything included."""
+    max_chars: int
+    """Characters of a result."""
+    threads: BlockingPool = field(default_factory=lambda: BlockingPool(2, "reader"))
 
     card = ToolCard(
         "Web_Reader",
@@ -54,58 +66,40 @@ class WebReader:
         finds_passages=True,
     )
 
-    def __init__(
-        self,
-        pages: Pages,
-        options: Options,
-        embedder: Embedder | None,
-        chat: ChatEngine | None,
-        deadline_s: float,
-        max_chars: int,
-    ) -> None:
-        """Bound each call, everything included, to `deadline_s` and results to `max_chars`."""
-        self._pages = pages
-        self._options = options
-        self._embedder = embedder
-        self._chat = chat
-        self._deadline_s = deadline_s
-        self._max_chars = max_chars
-        self._threads = BlockingPool(2, "reader")
-
     async def execute(self, url: str, query: str) -> str:
         """Return the page's URL and the model's answer or the best chunks, best first.
 
         Raises ToolError when the page cannot be read.
         """
-        end = time.monotonic() + self._deadline_s
+        end = time.monotonic() + self.deadline_s
         query = check_query(query)
-        url, text = await self._pages.text(url.strip(), self._deadline_s)
+        url, text = await self.pages.text(url.strip(), self.deadline_s)
         best = await self._best(query, text, end - time.monotonic())
         note = ""
-        if self._chat is not None:
+        if self.chat is not None:
             try:
-                summary = await self._chat.ask(
+                summary = await self.chat.ask(
                     _summary_prompt(url, query, best), deadline_s=end - time.monotonic()
                 )
-                return f"{url}\n{cut(summary.strip(), self._max_chars - len(url) - 1)}"
+                return f"{url}\n{cut(summary.strip(), self.max_chars - len(url) - 1)}"
             except EngineError as error:
                 note = f" (no summary: {str(error)[:80]})"
-        return f"{url}{note}\n" + fit(best, self._max_chars - len(url) - len(note) - 1)
+        return f"{url}{note}\n" + fit(best, self.max_chars - len(url) - len(note) - 1)
 
     def close(self) -> None:
-        self._threads.close()
-        self._pages.close()
+        self.threads.close()
+        self.pages.close()
 
     async def _best(self, query: str, text: str, deadline_s: float) -> list[str]:
         """Return the chunks that fit the query best, best first."""
-        options = self._options
-        if self._embedder is None:
-            return await self._threads.run(
-                lambda: _rank(query, _cut_up(text, options), options.num_chunks)
+        num_chunks = self.options.num_chunks
+        if self.embedder is None:
+            return await self.threads.run(
+                lambda: _rank(query, _cut_up(text, self.options), num_chunks)
             )
-        pieces = (await self._threads.run(lambda: _cut_up(text, options)))[:MAX_EMBEDDED]
-        vectors = await self._embedder.embed([query, *pieces], deadline_s)
-        return [pieces[index] for index in rank(vectors[1:], vectors[0], options.num_chunks)]
+        pieces = (await self.threads.run(lambda: _cut_up(text, self.options)))[:MAX_EMBEDDED]
+        vectors = await self.embedder.embed([query, *pieces], deadline_s)
+        return [pieces[index] for index in rank(vectors[1:], vectors[0], num_chunks)]
 
 
 def _cut_up(text: str, options: Options) -> list[str]:
@@ -137,34 +131,33 @@ Passages:
 {passages}"""
 
 
+@dataclass(frozen=True, slots=True)
 class HttpPages:
-    """Pages of the web."""
+    """Pages of the web; owns its parts, of which the resolver is the fetcher's."""
 
-    def __init__(self, fetcher: Fetcher, extractor: Extractor, resolver: Resolver) -> None:
-        """Own all three; `resolver` is the fetcher's."""
-        self._fetcher = fetcher
-        self._extractor = extractor
-        self._resolver = resolver
-        self._threads = BlockingPool(NUM_EXTRACTORS, "extract")
+    fetcher: Fetcher
+    extractor: Extractor
+    resolver: Resolver
+    threads: BlockingPool = field(default_factory=lambda: BlockingPool(NUM_EXTRACTORS, "extract"))
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
-        page = await self._fetcher.fetch(url, deadline_s)
-        return page.url, await self._threads.run(lambda: self._extractor.text(page))
+        page = await self.fetcher.fetch(url, deadline_s)
+        return page.url, await self.threads.run(lambda: self.extractor.text(page))
 
     def close(self) -> None:
-        self._threads.close()
-        self._extractor.close()
-        self._resolver.close()
+        self.threads.close()
+        self.extractor.close()
+        self.resolver.close()
 
 
+@dataclass(frozen=True, slots=True)
 class CorpusPages:
     """Pages of a corpus: the passages with the same URL."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
+    corpus: Corpus
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
-        passages = await self._corpus.read(url)
+        passages = await self.corpus.read(url)
         if not passages:
             raise ToolError(
                 f"no page with the address {url[:200]!r} is in the corpus; take one from a search "

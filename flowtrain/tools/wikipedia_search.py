@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from flowtrain import __version__
 from flowtrain.config.search import Wikipedia
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools.base import ToolCard, ToolError
+from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
+from flowtrain.tools.retrieval.corpus import open_corpus
+from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
 from flowtrain.types import UserError
+from flowtrain.utils.text import encodable
 
 MAX_RELEVANT = 3
 """Pages that are returned with their text (AgentFlow: 3)."""
@@ -31,21 +33,16 @@ MAX_WIKI_QUERY = 300
 
 
 @dataclass(frozen=True, slots=True)
-class WikiPage:
-    """A page that a search found."""
-
-    title: str
-    url: str
-    passage: str
-    """The beginning of the page; of a corpus, the passage that fits best."""
-
-
-Pages = Callable[[str, float], Awaitable[Sequence[WikiPage]]]
-"""A function of query and seconds that returns pages, best first."""
-
-
-class WikipediaSearch:
+class WikipediaSearch(Tool):
     """Finds pages; a model, where there is one, chooses the relevant ones, else the first are."""
+
+    source: Source
+    """Finds the beginnings of pages; in a corpus, their best passages."""
+    chat: ChatEngine | None
+    deadline_s: float
+    """Seconds for a query, the model included."""
+    max_chars: int
+    """Characters of a result."""
 
     card = ToolCard(
         "Wikipedia_Search",
@@ -58,43 +55,31 @@ class WikipediaSearch:
         finds_passages=True,
     )
 
-    def __init__(
-        self, pages: Pages, chat: ChatEngine | None, deadline_s: float, max_chars: int
-    ) -> None:
-        """Bound each query, the model included, to `deadline_s` and results to `max_chars`."""
-        self._pages = pages
-        self._chat = chat
-        self._deadline_s = deadline_s
-        self._max_chars = max_chars
-
     async def execute(self, query: str) -> str:
         """Return the relevant pages with URL and passage, then the titles of the others.
 
         Raises ToolError when there is no page or the wiki fails.
         """
-        end = time.monotonic() + self._deadline_s
+        end = time.monotonic() + self.deadline_s
         query = check_query(query)
-        pages = await self._pages(query, self._deadline_s)
+        pages = await self.source(query, self.deadline_s)
         if not pages:
             raise ToolError(f"no page was found for {query[:80]!r}; ask in other words")
         chosen = await self._choose(query, pages, end - time.monotonic())
-        others = [page.title for index, page in enumerate(pages) if index not in chosen]
-        footer = cut(f"Other pages: {'; '.join(others)}", self._max_chars // 4) if others else ""
+        others = [_title(page) for index, page in enumerate(pages) if index not in chosen]
+        footer = cut(f"Other pages: {'; '.join(others)}", self.max_chars // 4) if others else ""
         texts = [
-            f"{page.title}\n{page.url}\n{cut(page.passage, PASSAGE_CHARS)}".rstrip()
+            f"{_title(page)}\n{page.url}\n{cut(page.text, PASSAGE_CHARS)}".rstrip()
             for page in map(pages.__getitem__, chosen)
         ]
-        return "\n\n".join(filter(None, (fit(texts, self._max_chars - len(footer) - 2), footer)))
+        return "\n\n".join(filter(None, (fit(texts, self.max_chars - len(footer) - 2), footer)))
 
-    def close(self) -> None:
-        """Release nothing: connections end with their event loop."""
-
-    async def _choose(self, query: str, pages: Sequence[WikiPage], deadline_s: float) -> list[int]:
+    async def _choose(self, query: str, pages: Sequence[Passage], deadline_s: float) -> list[int]:
         """Return the indices of the relevant pages: the model's choice, else the first."""
         named: list[int] = []
-        if self._chat is not None and len(pages) > MAX_RELEVANT:
+        if self.chat is not None and len(pages) > MAX_RELEVANT:
             with contextlib.suppress(EngineError):
-                reply = await self._chat.ask(_choice_prompt(query, pages), deadline_s=deadline_s)
+                reply = await self.chat.ask(_choice_prompt(query, pages), deadline_s=deadline_s)
                 named = parse_choice(reply, len(pages))
         return named or list(range(min(MAX_RELEVANT, len(pages))))
 
@@ -108,9 +93,14 @@ def parse_choice(reply: str, num_pages: int) -> list[int]:
     return []
 
 
-def _choice_prompt(query: str, pages: Sequence[WikiPage]) -> str:
+def _title(page: Passage) -> str:
+    """Return the name of a page; passages with the same one are one page."""
+    return page.title or cut(page.text, 60)
+
+
+def _choice_prompt(query: str, pages: Sequence[Passage]) -> str:
     listed = "\n".join(
-        f"{number}. {page.title}: {cut(page.passage, ABSTRACT_CHARS)}"
+        f"{number}. {_title(page)}: {cut(page.text, ABSTRACT_CHARS)}"
         for number, page in enumerate(pages, start=1)
     )
     return f"""Which of these Wikipedia pages are most likely to answer the query? Choose at most \
@@ -127,13 +117,14 @@ def make(context: ToolContext) -> WikipediaSearch:
     options = context.config.wikipedia
     agent = context.config.agent
     if options.provider == "corpus":
-        pages = from_corpus(open_corpus(context.config, "wikipedia.provider"), options.num_pages)
+        corpus = open_corpus(context.config, "wikipedia.provider")
+        source = corpus.pages(_title, options.num_pages)
     else:
-        pages = from_mediawiki(options)
-    return WikipediaSearch(pages, context.chat, agent.tool_timeout_s, agent.max_result_chars)
+        source = from_mediawiki(options)
+    return WikipediaSearch(source, context.chat, agent.tool_timeout_s, agent.max_result_chars)
 
 
-def from_mediawiki(options: Wikipedia) -> Pages:
+def from_mediawiki(options: Wikipedia) -> Source:
     """Make the online source, which gets search hits and first sections in one request.
 
     www.mediawiki.org/wiki/API:Search and Extension:TextExtracts.
@@ -159,7 +150,7 @@ def from_mediawiki(options: Wikipedia) -> Pages:
         "inprop": "url",
     }
 
-    async def search(query: str, deadline_s: float) -> list[WikiPage]:
+    async def search(query: str, deadline_s: float) -> list[Passage]:
         return _wiki_pages(
             await api.ask(Request(url, {**params, "gsrsearch": query[:MAX_WIKI_QUERY]}), deadline_s)
         )
@@ -167,7 +158,7 @@ def from_mediawiki(options: Wikipedia) -> Pages:
     return search
 
 
-def _wiki_pages(answer: Any) -> list[WikiPage]:
+def _wiki_pages(answer: Any) -> list[Passage]:
     """Read an answer, which has no "query" without hits; raises ToolError for any other shape."""
     match answer:
         case {"error": {"info": str(info)}}:
@@ -180,24 +171,11 @@ def _wiki_pages(answer: Any) -> list[WikiPage]:
             raise ToolError(f"the wiki answered in another form: {str(answer)[:200]}")
     found.sort(key=lambda page: rank if isinstance(rank := page.get("index"), int) else math.inf)
     return [
-        WikiPage(_text(page["title"]), _text(page.get("fullurl")), _text(page.get("extract")))
+        Passage(_text(page.get("extract")), _text(page["title"]), _text(page.get("fullurl")))
         for page in found
     ]
 
 
 def _text(value: object) -> str:
     """Strip a text; "" for other values. Halves of surrogate pairs, which JSON allows, go."""
-    return value.encode(errors="replace").decode().strip() if isinstance(value, str) else ""
-
-
-def from_corpus(corpus: Corpus, num_pages: int) -> Pages:
-    """Make the offline source: passages with the same title are one page."""
-
-    async def search(query: str, deadline_s: float) -> list[WikiPage]:
-        pages: dict[str, WikiPage] = {}
-        for passage in await corpus.search(query, 3 * num_pages, deadline_s):
-            title = passage.title or cut(passage.text, 60)
-            pages.setdefault(title, WikiPage(title, passage.url, passage.text))
-        return list(pages.values())[:num_pages]
-
-    return search
+    return encodable(value).strip() if isinstance(value, str) else ""

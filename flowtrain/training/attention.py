@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from flowtrain.training.flex import FlexTree
 
 NAME = "flowtrain_forest"
 _SIMILAR = 4 / 3
@@ -107,7 +108,7 @@ class Forest:
         scaling: float | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """See `Structure`."""
+        """[1, N, H, D]"""
         query_NHD, key_NHD, value_NHD = (
             x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND)
         )
@@ -177,21 +178,6 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
     return Block(query_SQ, key_SK, len(members), mask_SQK)
 
 
-class Structure(Protocol):
-    """The structure of a row, as its attention reads it."""
-
-    def attend(
-        self,
-        query_1HND: Tensor,
-        key_1HND: Tensor,
-        value_1HND: Tensor,
-        *,
-        scaling: float | None,
-        dropout: float,
-    ) -> Tensor:
-        """[1, N, H, D]"""
-
-
 def forest_attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -199,7 +185,7 @@ def forest_attention(
     value_1HND: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: Structure,
+    forest: Forest | FlexTree,
     scaling: float | None = None,
     dropout: float = 0.0,
     **_: object,

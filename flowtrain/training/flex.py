@@ -26,7 +26,7 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class FlexTree:
-    """See `attention.Structure`. Made once per row, used by every layer."""
+    """The structure of a row, as `attention.Forest`. Made once per row, used by every layer."""
 
     mask: BlockMask
 

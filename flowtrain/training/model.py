@@ -211,21 +211,19 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     every rank must call it.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    tied = tied_names(model)
-    return {
-        name: weight
-        for name, weight in weights.items()
-        if name not in tied and isinstance(weight, Tensor)
-    }
+    return _untied(model, get_model_state_dict(model, options=options))
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name where they are: shards (DTensors) under FSDP2; a tied tensor once."""
+    return _untied(model, model.state_dict())
+
+
+def _untied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Tensor]:
     tied = tied_names(model)
     return {
         name: weight
-        for name, weight in model.state_dict().items()
+        for name, weight in weights.items()
         if name not in tied and isinstance(weight, Tensor)
     }
 

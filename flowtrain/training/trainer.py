@@ -7,11 +7,12 @@ gradient is not finite is skipped, by all ranks alike.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 
 _log = logging.getLogger(__name__)
+R = TypeVar("R", LogProbs, PolicyLoss)
 
 MOST_SKIPPED = 3
 """Optimizer steps in a row that are skipped before the run ends."""
@@ -241,11 +243,10 @@ class Trainer:
             divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for s, r in zip(scores, rows, strict=True)
         ]
-        mine = (
-            torch.cat([torch.zeros(0, device=self._world.device), *found]).cpu().numpy().tobytes()
-        )
-        every = np.frombuffer(b"".join(self._world.gather_bytes(mine)), np.float32)
-        return m2po_clip(self._loss, torch.from_numpy(every.copy()), threshold)
+        mine = torch.cat([torch.zeros(0, device=self._world.device), *found])
+        every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
+        ratios = torch.from_numpy(np.frombuffer(every, np.float32).copy())
+        return m2po_clip(self._loss, ratios, threshold)
 
     def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
         """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
@@ -287,32 +288,8 @@ def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
     """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
-    head = fused_head(model)
-    if head is None:
-        return logprobs(
-            forward_rows(model, row),
-            row.target_ids_T,
-            temperature=temperature,
-            sampling_mask=row.sampling_mask,
-        )
-    found: list[LogProbs] = []
-
-    def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        found.append(
-            linear_logprobs(
-                hidden_TD,
-                weight_VD,
-                row.target_ids_T,
-                bias_V=bias_V,
-                temperature=temperature,
-                sampling_mask=row.sampling_mask,
-            )
-        )
-        return found[0].logprob_T
-
-    # The log-probs as the model returns them: FSDP has put its hooks there.
-    logprob_T = run_head(model, head, row, task)
-    return replace(found[0], logprob_T=logprob_T)
+    options = {"temperature": temperature, "sampling_mask": row.sampling_mask}
+    return _at_head(model, row, (logprobs, linear_logprobs), "logprob_T", options)
 
 
 def row_loss(
@@ -336,20 +313,34 @@ def row_loss(
         "temperature": temperature,
         "sampling_mask": row.sampling_mask,
     }
+    functions = (functools.partial(policy_loss, inplace=True), linear_policy_loss)
+    return _at_head(model, row, functions, "loss", tokens)
+
+
+def _at_head(
+    model: PreTrainedModel,
+    row: PackedRow,
+    functions: tuple[Callable[..., R], Callable[..., R]],
+    field: str,
+    options: dict[str, Any],
+) -> R:
+    """The result of a function of the row's logits or, where the head is fused, of one of its
+    hidden states; its `field` comes as the model returns it, because FSDP has put its hooks there.
+    """
+    of_logits, of_hidden = functions
     head = fused_head(model)
     if head is None:
-        return policy_loss(forward_rows(model, row), row.target_ids_T, inplace=True, **tokens)
-    found: list[PolicyLoss] = []
+        return of_logits(forward_rows(model, row), row.target_ids_T, **options)
+    found: list[Any] = []
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        found.append(
-            linear_policy_loss(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **tokens)
-        )
-        return found[0].loss
+        found.append(of_hidden(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **options))
+        result: Tensor = getattr(found[0], field)
+        return result
 
-    # The loss as the model returns it: FSDP has put its hooks there.
-    loss = run_head(model, head, row, task)
-    return replace(found[0], loss=loss)
+    value = run_head(model, head, row, task)
+    result: R = replace(found[0], **{field: value})
+    return result
 
 
 def _mismatch(logprob_T: Tensor, row: PackedRow) -> Tensor:

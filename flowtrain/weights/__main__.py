@@ -1,4 +1,4 @@
-"""Look into a weight store, verify it, compose its deltas, serve it, clean it up.
+"""Look into a weight store, verify it, serve it, clean it up.
 
 LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
 Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
@@ -11,15 +11,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from flowtrain.types import UserError
+from flowtrain.utils.commands import Commands, add_address, number
 from flowtrain.weights import serve, show
-from flowtrain.weights.compose import compose
-from flowtrain.weights.files import write_delta
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.remote import HttpStore
 from flowtrain.weights.store import Source, WeightStore
@@ -51,26 +49,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _inspect(options: argparse.Namespace, cache: Path) -> int:
     path = Path(options.location)
-    has_version = options.version is not None
     if path.is_file():
-        if has_version:
+        if options.version is not None:
             raise UserError(f"--version chooses from a store; {path} is a file")
-        record = show.delta_record(path)
-        print(json.dumps(record, indent=1) if options.json else show.delta_table(record))
+        print(json.dumps(show.delta_record(path), indent=1))
         return 0
     source = _open(options.location, cache)
-    if has_version:
-        record = show.whole_record(source, source.manifest(options.version))
-        print(json.dumps(record, indent=1) if options.json else show.whole_table(record))
+    if options.version is not None:
+        record = show.version_record(source, source.manifest(options.version))
+        print(json.dumps(record, indent=1))
         return 0
-    records = []
-    for version in _versions(source):
+    is_damaged = False
+    versions = _versions(source)
+    print(show.HEADING)
+    for version in versions:
         try:
-            records.append(show.version_record(source.manifest(version)))
+            print(show.version_line(source.manifest(version)))
         except StoreError as error:
-            records.append(show.damaged_record(version, error))
-    print(json.dumps(records, indent=1) if options.json else show.versions_table(records))
-    return 1 if any("error" in record for record in records) else 0
+            print(f"{version:>8}  damaged  {error}")
+            is_damaged = True
+    return int(is_damaged)
 
 
 def _verify(options: argparse.Namespace, cache: Path) -> int:
@@ -87,27 +85,6 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
     counts = f"{len(versions)} versions, {verifier.num_files} files, {size}"
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
-
-
-def _compose(options: argparse.Namespace, cache: Path) -> int:
-    start: int = options.start
-    end: int = options.end
-    out = Path(options.output)
-    if start >= end:
-        raise UserError(f"FROM must be before TO, not {start} and {end}")
-    if not out.parent.is_dir():
-        raise UserError(f"the folder {out.parent} of -o does not exist")
-    source = _open(options.location, cache)
-    blobs = compose(source, start, end, level=options.level, num_threads=options.threads)
-    part = out.with_name(f"{out.name}.part")
-    try:
-        file = write_delta(part, blobs, source.manifest(end).layout, base=start, version=end)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
-    size = show.human(file.num_bytes)
-    print(f"{out}: from {start} to {end}, {len(blobs)} tensors changed, {size}")
-    return 0
 
 
 def _serve(options: argparse.Namespace, _cache: Path) -> int:
@@ -164,36 +141,18 @@ def _versions(source: Source) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").strip().splitlines()
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND, description=lines[0], epilog=" ".join(lines[2:])
-    )
-    commands = parser.add_subparsers(
-        title="commands", required=True, metavar="{inspect,verify,compose,serve,gc}"
-    )
-    count = _number(0, 10**17)
-    positive = _number(1, 10**9)
-    port = _number(0, 65535)
-
-    def add(
-        name: str, run: Callable[..., int], summary: str, example: str
-    ) -> argparse.ArgumentParser:
-        example = f"example: {_COMMAND} {name} {example}"
-        command: argparse.ArgumentParser = commands.add_parser(
-            name, help=summary, description=f"{summary}.", epilog=example
-        )
-        command.set_defaults(run=run)
-        return command
+    commands = Commands(_COMMAND, __doc__)
+    count = number(0, 10**17)
+    positive = number(1, 10**9)
 
     summary = "what a store, a version or a delta file holds"
-    inspect = add("inspect", _inspect, summary, example="runs/a/weights --version 12")
+    inspect = commands.add("inspect", _inspect, summary, example="runs/a/weights --version 12")
     inspect.add_argument("location", metavar="LOCATION", help="a store, its URL, or a delta file")
-    text = "show the tensors of this version; default: a line per version"
+    text = "show this version and its deltas as JSON; default: a line per version"
     inspect.add_argument("--version", type=count, help=text)
-    inspect.add_argument("--json", action="store_true", help="print JSON, with whole digests")
 
     summary = "check files, deltas and digests"
-    verify = add("verify", _verify, summary, example="http://trainer:8321 --all")
+    verify = commands.add("verify", _verify, summary, example="http://trainer:8321 --all")
     verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--version", type=count, help="this version instead of HEAD")
@@ -201,43 +160,18 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--all", action="store_true", help=text)
     verify.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
-    summary = "one delta file between two versions"
-    join = add("compose", _compose, summary, example="runs/a/weights 3 12 -o step.safetensors")
-    join.add_argument("location", metavar="STORE", help="a store or its URL")
-    text = "the version that the delta starts from"
-    join.add_argument("start", metavar="FROM", type=count, help=text)
-    join.add_argument("end", metavar="TO", type=count, help="the version that it leads to")
-    join.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
-    text = "2: smaller, readable only with the old weights (default: 1)"
-    join.add_argument("--level", type=int, choices=(1, 2), default=1, help=text)
-    join.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
-
     summary = "serve a store over HTTP, read-only"
-    server = add("serve", _serve, summary, example="runs/a/weights --port 8321")
+    server = commands.add("serve", _serve, summary, example="runs/a/weights --port 8321")
     server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
-    text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
-    server.add_argument("--host", default="127.0.0.1", help=text)
-    server.add_argument("--port", type=port, default=8321, help="0: any free one (default: 8321)")
+    add_address(server, 8321)
 
     summary = "delete versions that nobody needs"
-    clean = add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
+    clean = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
     clean.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     text = "newest versions to keep, with the full snapshot they come from and all since"
     clean.add_argument("--keep", type=positive, required=True, help=text)
     clean.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    return parser
-
-
-def _number(low: int, high: int) -> Callable[[str], int]:
-    """Return an argument type: a whole number between two bounds."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            limit = f" to {high}" if high < 10**6 else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} on{limit}")
-        return int(text)
-
-    return parse
+    return commands.parser
 
 
 if __name__ == "__main__":

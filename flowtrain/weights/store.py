@@ -4,7 +4,6 @@
     weights/v00000012/manifest.json                       see manifest.py
     weights/v00000012/delta-00000011-r0.safetensors       what changed since version 11
     weights/v00000012/anchor-r0.safetensors               a full snapshot; only some versions
-    weights/leases/<reader>.json                          a version that a reader still needs
 
 Each rank r of the trainer writes files of its own. A version is written in a folder beside its own
 and renamed, then HEAD is replaced: a reader sees a whole version or none.
@@ -12,14 +11,11 @@ and renamed, then HEAD is replaced: a reader sees a whole version or none.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Protocol
 
-from flowtrain.utils.errors import user_error
 from flowtrain.weights.files import check
 from flowtrain.weights.manifest import File, Manifest, StoreError
 
@@ -133,16 +129,15 @@ class WeightStore:
             shutil.rmtree(self.folder(newer))
 
     def garbage(self, keep: int) -> list[int]:
-        """List the versions that neither the newest `keep` nor the leased ones need: all before the
-        full snapshot from which the oldest of these is reached.
+        """List the versions that the newest `keep` do not need: all before the full snapshot from
+        which the oldest of these is reached.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
         versions = self.versions()
-        needed = set(versions[-keep:]) | (set(self.leases().values()) & set(versions))
-        if not needed:
+        if not versions:
             return []
-        snapshot = self.manifest(min(needed)).snapshot
+        snapshot = self.manifest(versions[-keep:][0]).snapshot
         return [version for version in versions if version < snapshot]
 
     def collect_garbage(self, keep: int) -> list[int]:
@@ -151,28 +146,6 @@ class WeightStore:
         for version in garbage:
             shutil.rmtree(self.folder(version))
         return garbage
-
-    def lease(self, reader: str, version: int, seconds: float) -> None:
-        """Keep `version`, and the deltas from it to newer ones, for a while. A reader has one
-        lease; the next call replaces it.
-        """
-        if not reader or not all(c.isalnum() or c in "-_" for c in reader):
-            raise ValueError(f"reader must be letters, digits, - or _, not {reader!r}")
-        path = self.root / "leases" / f"{reader}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps({"version": version, "expires": time.time() + seconds}))
-
-    def leases(self) -> dict[str, int]:
-        """Return the leased versions by reader; leases that ran out are left out."""
-        found = {}
-        for path in sorted((self.root / "leases").glob("*.json")):
-            problem = f"{path} is no lease; delete it if no reader needs it"
-            with user_error(problem, ValueError, TypeError, KeyError, raises=StoreError):
-                record = json.loads(path.read_text())
-                version, expires = int(record["version"]), float(record["expires"])
-            if expires > time.time():
-                found[path.stem] = version
-        return found
 
     def folder(self, version: int) -> Path:
         return self.root / f"v{version:08d}"

@@ -17,24 +17,7 @@ from torch import Tensor
 from flowkernels.targets import SamplingMask, Targets
 from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, check_inputs
 
-IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """Return "triton" or "torch"; "auto" is Triton on a GPU, torch elsewhere and for float64."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} must be one of {', '.join(map(repr, IMPLS))}")
-    if impl == "auto":
-        return "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
-    if impl == "triton" and dtype == torch.float64:
-        raise ValueError("impl='triton' needs logits of float32, bfloat16 or float16, got float64")
-    if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "impl='triton' needs tensors on a GPU, got cpu (TRITON_INTERPRET=1 interprets the "
-            "kernels on the CPU)"
-        )
-    return impl
 
 
 def check_logits(logits_TV: Tensor) -> None:

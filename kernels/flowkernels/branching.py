@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_sequences, check_tokens, resolve_impl
+from flowkernels.arguments import check_sequences, check_tokens
+from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.token_loss import sequence_ids
 
-_LOG_LIMIT = 20.0
-_FLAT = 1e-6
-_EPSILON = 1e-6
+LOG_LIMIT = 20.0
+FLAT = 1e-6
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class BranchingScore:
     """bool: generated, and both z-scores are above 0."""
 
 
-def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
-    """Reference: doubling. After k rounds every position holds the sum over its next 2^k ones, in
+@with_launcher("flowkernels.branching_triton")
+def scan(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
+    """Doubling. After k rounds every position holds the sum over its next 2^k ones, in
     fp64; O(T log T).
     """
     sum_T = (x_T if mask_T is None else torch.where(mask_T, x_T, 0.0)).double()
@@ -56,7 +58,8 @@ def _scan_torch(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma
     return sum_T.float()
 
 
-def _score_torch(
+@with_launcher("flowkernels.branching_triton")
+def score(
     log_ratio_T: Tensor,
     entropy_T: Tensor,
     mask_T: Tensor,
@@ -64,15 +67,15 @@ def _score_torch(
     gamma: float,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of `branching_triton.score`."""
+    """(score, Omega, candidates) [T] each."""
     sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
     future_T = (
-        _scan_torch(log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
+        scan("torch", log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-LOG_LIMIT, LOG_LIMIT).exp()
     )
     omega_T = future_T.clamp(1 - clip, 1 + clip)
     z_entropy_T, _ = _z_score(entropy_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
     z_omega_T, std_S = _z_score(omega_T, mask_T, sequence_T, len(cu_seqlens_S1) - 1)
-    z_omega_T = torch.where(std_S[sequence_T] < _FLAT, 1.0, z_omega_T)
+    z_omega_T = torch.where(std_S[sequence_T] < FLAT, 1.0, z_omega_T)
     is_candidate_T = mask_T & (z_entropy_T > 0) & (z_omega_T > 0)
     return torch.where(mask_T, z_entropy_T * z_omega_T, 0.0), omega_T, is_candidate_T
 
@@ -88,16 +91,12 @@ def _z_score(
     mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
     deviation_T = torch.where(mask_T, x_T.double() - mean_S[sequence_T], 0.0)
     std_S = (zeros_S.index_add(0, sequence_T, deviation_T.square()) / num_S).sqrt()
-    return (deviation_T / (std_S[sequence_T] + _EPSILON)).float(), std_S
+    return (deviation_T / (std_S[sequence_T] + EPSILON)).float(), std_S
 
 
 @torch.library.custom_op("flowkernels::discounted_reverse_scan", mutates_args=())
 def _scan_op(x: Tensor, cu_seqlens: Tensor, mask: Tensor | None, gamma: float, impl: str) -> Tensor:
-    if impl == "torch":
-        return _scan_torch(x, cu_seqlens, mask, gamma)
-    from flowkernels import branching_triton
-
-    return branching_triton.scan(x, cu_seqlens, gamma, mask)
+    return scan(impl, x, cu_seqlens, mask, gamma)
 
 
 @_scan_op.register_fake
@@ -115,13 +114,7 @@ def _score_op(
     clip: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if impl == "torch":
-        return _score_torch(log_ratio, entropy, mask, cu_seqlens, gamma, clip)
-    from flowkernels import branching_triton
-
-    return branching_triton.score(
-        log_ratio, entropy, mask, cu_seqlens, gamma, clip, _LOG_LIMIT, _FLAT
-    )
+    return score(impl, log_ratio, entropy, mask, cu_seqlens, gamma, clip)
 
 
 @_score_op.register_fake

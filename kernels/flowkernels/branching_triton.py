@@ -9,6 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels import branching
+from flowkernels.rows_triton import clamp
+
+LIMIT, FLAT = tl.constexpr(branching.LOG_LIMIT), tl.constexpr(branching.FLAT)
+EPSILON = tl.constexpr(branching.EPSILON)
 LAUNCH = {"BLOCK": 512, "num_warps": 4}
 
 
@@ -31,8 +36,8 @@ def _scan_block(x, gamma, carry) -> tl.tensor:
 
 
 @triton.jit
-def _first(x, offsets) -> tl.tensor:
-    return tl.sum(tl.where(offsets == 0, x, 0.0), axis=0)
+def _first(x) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == 0, x, 0.0), axis=0)
 
 
 @triton.jit
@@ -40,61 +45,63 @@ def _std(squares, off, total) -> tl.tensor:
     """Standard deviation of the population, from squared deviations from a mean that is off by
     `off`.
     """
-    return tl.sqrt(
-        tl.maximum(
-            tl.sum(squares, axis=0) / total - off * off, 0.0, propagate_nan=tl.PropagateNan.ALL
-        )
-    )
+    mean = tl.sum(squares, axis=0) / total - off * off
+    return tl.sqrt(tl.maximum(mean, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _bounds(cu_seqlens_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(begin, end, number of blocks) of this program's sequence."""
+    sequence = tl.program_id(0)
+    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
+    return begin, end, (end - begin + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def _tokens(start, end, mask_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(positions, which of them are in the sequence, which of these count) of a block."""
+    at = start + tl.arange(0, BLOCK)
+    is_in = at < end
+    is_token = is_in
+    if mask_ptr is not None:
+        is_token = is_in & (tl.load(mask_ptr + at, mask=is_in, other=0) != 0)
+    return at, is_in, is_token
 
 
 @triton.jit
 def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr) -> None:
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
-    sequence = tl.program_id(0)
-    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
+    begin, end, num_blocks = _bounds(cu_seqlens_ptr, BLOCK)
     carry = 0.0
-    num_blocks = (end - begin + BLOCK - 1) // BLOCK
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
-        is_in = start + offsets < end
-        if mask_ptr is not None:
-            is_in = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        x = tl.load(x_ptr + start + offsets, mask=is_in, other=0.0)
-        scanned = _scan_block(x, gamma, carry)
-        tl.store(out_ptr + start + offsets, scanned, mask=start + offsets < end)
-        carry = _first(scanned, offsets)
+        at, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
+        scanned = _scan_block(tl.load(x_ptr + at, mask=is_token, other=0.0), gamma, carry)
+        tl.store(out_ptr + at, scanned, mask=is_in)
+        carry = _first(scanned)
 
 
 @triton.jit
 def score_kernel(
     log_ratio_ptr, entropy_ptr, mask_ptr, omega_ptr, score_ptr, is_candidate_ptr, cu_seqlens_ptr,
-    gamma, clip, limit, flat, BLOCK: tl.constexpr,
+    gamma, clip, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
-    sequence = tl.program_id(0)
-    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    num_blocks = (end - begin + BLOCK - 1) // BLOCK
+    begin, end, num_blocks = _bounds(cu_seqlens_ptr, BLOCK)
     carry = 0.0
     zeros = tl.zeros([BLOCK], tl.float32)
     num, omegas, entropies = zeros, zeros, zeros
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
-        is_in = start + offsets < end
-        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        scanned = _scan_block(
-            tl.load(log_ratio_ptr + start + offsets, mask=is_token, other=0.0), gamma, carry
-        )
-        carry = _first(scanned, offsets)
-        future = tl.exp(tl.clamp(scanned, -limit, limit, propagate_nan=tl.PropagateNan.ALL))
-        omega = tl.clamp(future, 1.0 - clip, 1.0 + clip, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(omega_ptr + start + offsets, omega, mask=is_in)
+        at, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
+        scanned = _scan_block(tl.load(log_ratio_ptr + at, mask=is_token, other=0.0), gamma, carry)
+        carry = _first(scanned)
+        omega = clamp(tl.exp(clamp(scanned, -LIMIT, LIMIT)), 1.0 - clip, 1.0 + clip)
+        tl.store(omega_ptr + at, omega, mask=is_in)
         num += is_token.to(tl.float32)
         omegas += tl.where(is_token, omega - 1.0, 0.0)
-        entropies += tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0)
+        entropies += tl.load(entropy_ptr + at, mask=is_token, other=0.0)
     tl.debug_barrier()  # omega is read back below, perhaps by other threads
     total = tl.maximum(tl.sum(num, axis=0), 1.0)
     omega_mean = 1.0 + tl.sum(omegas, axis=0) / total
@@ -103,11 +110,9 @@ def score_kernel(
     # is nearly flat.
     omegas, entropies, omega_squares, entropy_squares = zeros, zeros, zeros, zeros
     for block in range(num_blocks):
-        start = begin + block * BLOCK
-        is_in = start + offsets < end
-        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        d_omega = tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean
-        d_entropy = tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean
+        at, _, is_token = _tokens(begin + block * BLOCK, end, mask_ptr, BLOCK)
+        d_omega = tl.load(omega_ptr + at, mask=is_token, other=0.0) - omega_mean
+        d_entropy = tl.load(entropy_ptr + at, mask=is_token, other=0.0) - entropy_mean
         omegas += tl.where(is_token, d_omega, 0.0)
         entropies += tl.where(is_token, d_entropy, 0.0)
         omega_squares += tl.where(is_token, d_omega * d_omega, 0.0)
@@ -118,29 +123,20 @@ def score_kernel(
     entropy_std = _std(entropy_squares, entropy_off, total)
     omega_mean += omega_off
     entropy_mean += entropy_off
-    is_flat = omega_std < flat
+    is_flat = omega_std < FLAT
     for block in range(num_blocks):
-        start = begin + block * BLOCK
-        is_in = start + offsets < end
-        is_token = is_in & (tl.load(mask_ptr + start + offsets, mask=is_in, other=0) != 0)
-        z_omega = (tl.load(omega_ptr + start + offsets, mask=is_token, other=0.0) - omega_mean) / (
-            omega_std + 1e-6
-        )
-        z_entropy = (
-            tl.load(entropy_ptr + start + offsets, mask=is_token, other=0.0) - entropy_mean
-        ) / (entropy_std + 1e-6)
-        z_omega = tl.where(is_flat, 1.0, z_omega)
-        tl.store(
-            score_ptr + start + offsets, tl.where(is_token, z_entropy * z_omega, 0.0), mask=is_in
-        )
-        tl.store(
-            is_candidate_ptr + start + offsets,
-            is_token & (z_entropy > 0) & (z_omega > 0),
-            mask=is_in,
-        )
+        at, is_in, is_token = _tokens(begin + block * BLOCK, end, mask_ptr, BLOCK)
+        omega = tl.load(omega_ptr + at, mask=is_token, other=0.0)
+        entropy = tl.load(entropy_ptr + at, mask=is_token, other=0.0)
+        z_omega = tl.where(is_flat, 1.0, (omega - omega_mean) / (omega_std + EPSILON))
+        z_entropy = (entropy - entropy_mean) / (entropy_std + EPSILON)
+        score = tl.where(is_token, z_entropy * z_omega, 0.0)
+        tl.store(score_ptr + at, score, mask=is_in)
+        is_candidate = is_token & (z_entropy > 0) & (z_omega > 0)
+        tl.store(is_candidate_ptr + at, is_candidate, mask=is_in)
 
 
-def scan(x_T: Tensor, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None) -> Tensor:
+def scan(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
     """Launcher, see `branching.discounted_reverse_scan`."""
     out_T = torch.zeros_like(x_T)
     if len(cu_seqlens_S1) > 1:
@@ -155,8 +151,6 @@ def score(
     cu_seqlens_S1: Tensor,
     gamma: float,
     clip: float,
-    limit: float,
-    flat: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launcher, see `branching.branching_score`."""
     score_T = torch.zeros_like(entropy_T)
@@ -173,8 +167,6 @@ def score(
             cu_seqlens_ptr=cu_seqlens_S1,
             gamma=gamma,
             clip=clip,
-            limit=limit,
-            flat=flat,
             **LAUNCH,
         )
     return score_T, omega_T, is_candidate_T

@@ -7,45 +7,37 @@ four products in all. T: target tokens, D: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_targets, resolve_impl
+from flowkernels.arguments import check_targets
+from flowkernels.implementations import resolve_impl
 from flowkernels.lm_head import (
+    HEAD,
+    OPTIONS,
     Gradients,
     LMHead,
-    accumulator_dtype,
     new_head,
     walk_gradient,
     walk_scores,
 )
 from flowkernels.logprobs import LogProbs, Score, to_logprobs
-from flowkernels.targets import SamplingMask, Targets, unflatten
+from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 from flowkernels.vocab_parallel import VocabParallel
 
 
-@torch.library.custom_op("flowkernels::linear_scores", mutates_args=())
-def _linear_scores_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    fp32_logits: bool,
-    chunk_rows: int,
-    batch_invariant: bool,
-    impl: str,
-) -> Tensor:
+@torch.library.custom_op(
+    "flowkernels::linear_scores",
+    mutates_args=(),
+    schema=f"({HEAD}, {TARGETS}, {OPTIONS}) -> Tensor",
+)
+def _linear_scores_op(hidden: Tensor, *arguments: Any) -> Tensor:
     """`score_3T`; differentiable by hidden, weight and bias in the log-prob and the entropy."""
-    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
-    return walk_scores(head, hidden, parts, impl)
+    weight, bias, *flat, impl = arguments
+    head = LMHead(weight, bias, *flat[5:])
+    return walk_scores(head, hidden, unflatten(*flat[:5]), impl)
 
 
 @_linear_scores_op.register_fake
@@ -70,55 +62,33 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
 _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
 
 
-@torch.library.custom_op("flowkernels::linear_gradient", mutates_args=())
-def _linear_gradient_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    dscore: Tensor,
-    needs: Sequence[bool],
-    fp32_logits: bool,
-    chunk_rows: int,
-    batch_invariant: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "flowkernels::linear_gradient",
+    mutates_args=(),
+    schema=f"({HEAD}, {TARGETS}, Tensor dscore, bool[] needs, {OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
+    weight, bias, *flat, dscore, needs, fp32_logits, chunk_rows, batch_invariant, impl = arguments
     head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
     slopes = (dscore[Score.LOGPROB], dscore[Score.ENTROPY])
-    walk_gradient(head, hidden, parts, *slopes, gradients=gradients, impl=impl)
+    walk_gradient(head, hidden, unflatten(*flat), *slopes, gradients=gradients, impl=impl)
     return gradients.as_outputs(hidden)
 
 
 @_linear_gradient_op.register_fake
-def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(hidden, weight, arguments[7])
-
-
-def fake_gradients(
-    hidden: Tensor, weight: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients for the fake kernels of operators."""
-    dtype = accumulator_dtype(hidden.dtype)
-    empty = hidden.new_empty((0,))
-    return (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else empty,
-        weight.new_empty(weight.shape, dtype=dtype) if needs[1] else empty.clone(),
-        weight.new_empty((weight.shape[0],), dtype=dtype) if needs[2] else empty.clone(),
-    )
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weight, bias, *_, needs, fp32_logits, chunk_rows, batch_invariant, _ = arguments
+    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
+    return Gradients.empty(hidden, head, needs).as_outputs(hidden)
 
 
 def linear_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
     """`walk_scores` as an operator."""
-    options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, impl)
     score_3T: Tensor = _linear_scores_op(
-        hidden_TD, head.weight_VD, head.bias_V, *targets.flat(), *options
+        hidden_TD, head.weight_VD, head.bias_V, *targets.flat(), *head.options(impl)
     )
     return score_3T
 

@@ -8,6 +8,7 @@ vocabulary, S: sequences.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,144 +17,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowkernels import statistics
-from flowkernels.arguments import check_targets, check_token_inputs, resolve_impl
-from flowkernels.linear_logprobs import fake_gradients, linear_scores
-from flowkernels.lm_head import Gradients, LMHead, LossWalk, new_head
+from flowkernels.arguments import check_targets, check_token_inputs
+from flowkernels.implementations import resolve_impl
+from flowkernels.linear_logprobs import linear_scores
+from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
+from flowkernels.loss_walk import LossWalk
 from flowkernels.policy_loss import (
+    HandOver,
     PolicyLoss,
     add_slopes,
     fake_results,
-    scale_op,
-    scaled,
+    register_gradients,
+    scale_,
     scored_loss,
 )
-from flowkernels.targets import SamplingMask, Targets, unflatten
-from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, decode
+from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
+from flowkernels.token_loss import (
+    INPUTS,
+    LossSpec,
+    TokenInputs,
+    TokenLossFn,
+    unflatten_inputs,
+)
 from flowkernels.vocab_parallel import VocabParallel
 
 
-@torch.library.custom_op("flowkernels::linear_policy_loss", mutates_args=())
-def _linear_loss_op(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    advantage: Tensor,
-    token_weight: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: str,
-    needs: Sequence[bool],
-    compact: bool,
-    fp32_logits: bool,
-    chunk_rows: int,
-    batch_invariant: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "flowkernels::linear_policy_loss",
+    mutates_args=(),
+    schema=f"({HEAD}, {TARGETS}, {INPUTS}, bool[] needs, bool compact, {OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
-    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
-    gradients = Gradients.empty(hidden, head, needs)
-    inputs = TokenInputs(
-        advantage_T=advantage,
-        weight_T=token_weight,
-        old_logprob_T=old,
-        ref_logprob_T=ref,
-        cu_seqlens_S1=cu_seqlens,
-    )
-    column_7T = LossWalk(
-        head=head,
-        hidden_TD=hidden,
-        targets=unflatten(targets, temperature, softcap, mask_ids, mask_offsets),
-        inputs=inputs,
-        spec=decode(spec),
-        gradients=gradients if any(needs) else None,
-        impl=impl,
-        compact=compact,
-    ).run()
-    loss, stats = statistics.reduce(column_7T, token_weight, targets, impl)
+    weight, bias, *flat, needs, compact = arguments[:-4]
+    *options, impl = arguments[-4:]
+    head, (spec, inputs) = LMHead(weight, bias, *options), unflatten_inputs(*flat[5:])
+    walk = LossWalk(head, hidden, unflatten(*flat[:5]), inputs, spec, impl, compact)
+    loss, gradients, column_7T, stats = walk.run(needs)
     return loss, *gradients.as_outputs(hidden), column_7T, stats
 
 
 @_linear_loss_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    loss, column_7T, stats = fake_results(hidden, hidden.shape[0])
-    return loss, *fake_gradients(hidden, weight, arguments[12]), column_7T, stats
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    weight, bias, *_, needs, _compact = arguments[:-4]
+    head = LMHead(weight, bias, *arguments[-4:-1])
+    loss, *results = fake_results(hidden)
+    return loss, *Gradients.empty(hidden, head, needs).as_outputs(hidden), *results
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.needs = inputs[14]
-    ctx.save_for_backward(*output[1:4])
-
-
-def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-    found = zip(ctx.saved_tensors, ctx.needs, strict=True)
-    return (*(scaled(g, dloss) if need else None for g, need in found), *[None] * 17)
-
-
-_linear_loss_op.register_autograd(_backward, setup_context=_save_gradients)
-
-
-class _Eager(torch.autograd.Function):
-    """The loss outside an operator, which can express neither collectives of a group nor a gradient
-    that is added to a buffer of the caller's.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        walk: LossWalk,
-        needs: Sequence[bool],
-        weight_grad_VD: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        gradients = Gradients.empty(hidden_TD, walk.head, needs, weight_grad_VD)
-        # Ranks of a shard must walk the same rows, which they do: all of them know what makes a row
-        # active.
-        column_7T = replace(walk, gradients=gradients if any(needs) else None).run()
-        shard = walk.head.shard
-        if shard is not None and gradients.hidden_TD is not None:
-            dist.all_reduce(gradients.hidden_TD, group=shard.group)
-        loss, stats = statistics.reduce(
-            column_7T, walk.inputs.weight_T, walk.targets.ids_T, walk.impl
-        )
-        ctx.gradients = gradients
-        ctx.weight_grad_VD = weight_grad_VD
-        ctx.mark_non_differentiable(column_7T, stats)
-        ctx.set_materialize_grads(False)
-        return loss, column_7T, stats
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the gradient of a linear_policy_loss was taken twice; it is handed over at the "
-                "first backward pass"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        if ctx.weight_grad_VD is not None:
-            gradients.weight_VD = None
-            if not dloss.is_cuda and float(dloss) != 1.0:
-                raise ValueError(
-                    f"weight_grad_VD needs an upstream factor of 1, got {float(dloss)}"
-                )
-            scale_op(ctx.weight_grad_VD, torch.where(dloss == 1, dloss, torch.nan))
-        found = [gradients.hidden_TD, gradients.weight_VD, gradients.bias_V]
-        for gradient in found:
-            if gradient is not None:
-                scale_op(gradient, dloss)
-        return (*found, *[None] * 3)
+register_gradients(_linear_loss_op)
 
 
 def linear_policy_loss(
@@ -225,46 +138,42 @@ def linear_policy_loss(
     _check_eager(spec, weight_VD, sampling_mask, shard, weight_grad_VD)
     if not isinstance(spec, LossSpec):
         return _two_passes(head, hidden_TD, targets, spec, inputs, impl)
-    walk = LossWalk(
-        head=head,
-        hidden_TD=hidden_TD,
-        targets=targets,
-        inputs=inputs.corrected(spec),
-        spec=spec,
-        gradients=None,
-        impl=impl,
-        compact=compact,
-    )
+    walk = LossWalk(head, hidden_TD, targets, inputs.corrected(spec), spec, impl, compact)
     wanted = (hidden_TD, weight_VD, bias_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
     if shard is not None or weight_grad_VD is not None:
-        loss, column_7T, stats = _Eager.apply(*wanted, walk, needs, weight_grad_VD)
-        return PolicyLoss.of(loss, column_7T, stats)
-    return _in_operator(walk, needs)
+        return _outside_operator(walk, needs, weight_grad_VD)
+    flat = (*targets.flat(), *walk.inputs.flat(), spec.encoded)
+    results = _linear_loss_op(*wanted, *flat, needs, compact, *head.options(impl))
+    return PolicyLoss.of(results[0], *results[-2:])
 
 
-def _in_operator(walk: LossWalk, needs: Sequence[bool]) -> PolicyLoss:
-    head, inputs = walk.head, walk.inputs
-    of_tokens = (
-        inputs.advantage_T,
-        inputs.weight_T,
-        inputs.old_logprob_T,
-        inputs.ref_logprob_T,
-        inputs.cu_seqlens_S1,
-    )
-    options = (head.fp32_logits, head.chunk_rows, head.batch_invariant, walk.impl)
-    loss, _, _, _, column_7T, stats = _linear_loss_op(
-        walk.hidden_TD,
-        head.weight_VD,
-        head.bias_V,
-        *walk.targets.flat(),
-        *of_tokens,
-        walk.spec.encoded,
-        needs,
-        walk.compact,
-        *options,
-    )
+def _outside_operator(
+    walk: LossWalk, needs: Sequence[bool], weight_grad_VD: Tensor | None
+) -> PolicyLoss:
+    """The loss outside an operator, which can express neither collectives of a group nor a gradient
+    that is added to a buffer of the caller's.
+    """
+    head, shard = walk.head, walk.head.shard
+    with torch.no_grad():
+        # Ranks of a shard must walk the same rows, which they do: all of them know what makes a row
+        # active.
+        loss, gradients, column_7T, stats = walk.run(needs, weight_grad_VD)
+        if shard is not None and gradients.hidden_TD is not None:
+            dist.all_reduce(gradients.hidden_TD, group=shard.group)
+    weight_VD = gradients.weight_VD if weight_grad_VD is None else None
+    found = [gradients.hidden_TD, weight_VD, gradients.bias_V]
+    loss = HandOver.apply(loss, found, walk.hidden_TD, head.weight_VD, head.bias_V)
+    if weight_grad_VD is not None and loss.requires_grad:
+        loss.register_hook(functools.partial(_check_factor, weight_grad_VD))
     return PolicyLoss.of(loss, column_7T, stats)
+
+
+def _check_factor(weight_grad_VD: Tensor, dloss: Tensor) -> None:
+    """Refuse an upstream factor that came too late for what is in the buffer already."""
+    if not dloss.is_cuda and float(dloss) != 1.0:
+        raise ValueError(f"weight_grad_VD needs an upstream factor of 1, got {float(dloss)}")
+    scale_(weight_grad_VD, torch.where(dloss == 1, dloss, torch.nan))
 
 
 def _two_passes(

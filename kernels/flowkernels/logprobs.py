@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_logits, check_targets, resolve_impl
-from flowkernels.targets import SamplingMask, Targets, unflatten
+from flowkernels.arguments import check_logits, check_targets
+from flowkernels.implementations import resolve_impl, with_launcher
+from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 
 CHUNK_ELEMENTS = 2**19
 """Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
@@ -87,6 +88,16 @@ class Forward:
     logprob_C: Tensor
     entropy_C: Tensor
     lse_C: Tensor
+
+
+def empty_rows(logits_TV: Tensor) -> Tensor:
+    """An empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as that of
+    the logits does: kernels then read and write both 16 bytes at a time.
+    """
+    num_rows, num_vocab = logits_TV.shape
+    width = 16 // logits_TV.element_size()
+    stride = num_vocab + (logits_TV.stride(0) - num_vocab) % width
+    return logits_TV.new_empty_strided((num_rows, num_vocab), (stride, 1))
 
 
 def row_chunks(logits_TV: Tensor) -> Iterator[slice]:
@@ -206,8 +217,9 @@ def _masked_log_total(
     return top_C + own_C.index_add(0, row_K, (t_mask_K - top_C[row_K]).exp()).log()
 
 
-def _scores_torch(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """The reference of `logprobs_triton.scores`."""
+@with_launcher("flowkernels.logprobs_triton")
+def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """(`Score` rows [3, T], `State` rows [4, T])."""
     score_3T = torch.empty(Score.NUM, len(targets), device=logits_TV.device)
     state_4T = torch.zeros(State.NUM, len(targets), device=logits_TV.device)
     for chunk in row_chunks(logits_TV):
@@ -220,14 +232,17 @@ def _scores_torch(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     return score_3T, state_4T
 
 
-def _gradient_torch(
+@with_launcher("flowkernels.logprobs_triton")
+def write_gradient(
     logits_TV: Tensor,
     targets: Targets,
     scored: tuple[Tensor, Tensor],
     slopes: Slopes,
     out_TV: Tensor,
 ) -> None:
-    """The reference of `logprobs_triton.gradient`."""
+    """Write the gradient by the logits into `out_TV`, which may be the logits themselves; `scored`
+    is what `compute_scores` returned.
+    """
     score_3T, state_4T = scored
     for chunk in row_chunks(logits_TV):
         logits_CV, part = logits_TV[chunk], targets[chunk]
@@ -248,46 +263,14 @@ def _gradient_torch(
         backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk])
 
 
-def compute_scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """(`Score` rows [3, T], `State` rows [4, T])."""
-    if impl == "torch":
-        return _scores_torch(logits_TV, targets)
-    from flowkernels import logprobs_triton
-
-    return logprobs_triton.scores(logits_TV, targets)
-
-
-def write_gradient(
-    logits_TV: Tensor,
-    targets: Targets,
-    scored: tuple[Tensor, Tensor],
-    slopes: Slopes,
-    impl: str,
-    out_TV: Tensor,
-) -> None:
-    """Write the gradient by the logits into `out_TV`, which may be the logits themselves; `scored`
-    is what `compute_scores` returned.
-    """
-    if impl == "torch":
-        _gradient_torch(logits_TV, targets, scored, slopes, out_TV)
-    else:
-        from flowkernels import logprobs_triton
-
-        logprobs_triton.gradient(logits_TV, targets, scored, slopes, out_TV)
-
-
-@torch.library.custom_op("flowkernels::scores", mutates_args=())
-def _scores_op(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
-    return compute_scores(logits, parts, impl)
+@torch.library.custom_op(
+    "flowkernels::scores",
+    mutates_args=(),
+    schema=f"(Tensor logits, {TARGETS}, str impl) -> (Tensor, Tensor)",
+)
+def _scores_op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *flat, impl = arguments
+    return compute_scores(impl, logits, unflatten(*flat))
 
 
 @_scores_op.register_fake
@@ -316,29 +299,23 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor, _: Tensor) -> tuple[Tensor | N
 _scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
 
 
-@torch.library.custom_op("flowkernels::gradient", mutates_args=())
-def _gradient_op(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    score: Tensor,
-    state: Tensor,
-    dscore: Tensor,
-    impl: str,
-) -> Tensor:
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
-    out_TV = logits.new_empty(logits.shape)
+@torch.library.custom_op(
+    "flowkernels::gradient",
+    mutates_args=(),
+    schema=f"(Tensor logits, {TARGETS}, Tensor score, Tensor state, Tensor dscore, str impl)"
+    " -> Tensor",
+)
+def _gradient_op(logits: Tensor, *arguments: Any) -> Tensor:
+    *flat, score, state, dscore, impl = arguments
+    out_TV = empty_rows(logits)
     slopes = (dscore[Score.LOGPROB], dscore[Score.ENTROPY])
-    write_gradient(logits, parts, (score, state), slopes=slopes, impl=impl, out_TV=out_TV)
+    write_gradient(impl, logits, unflatten(*flat), (score, state), slopes=slopes, out_TV=out_TV)
     return out_TV
 
 
 @_gradient_op.register_fake
 def _(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
+    return empty_rows(logits)
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ vocabulary, S: sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,19 +17,28 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import check_logits, check_targets, check_token_inputs, resolve_impl
+from flowkernels.arguments import check_logits, check_targets, check_token_inputs
+from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.logprobs import (
     Score,
     Slopes,
     backward_torch,
+    empty_rows,
     forward_torch,
     row_chunks,
     scores,
     write_gradient,
 )
 from flowkernels.statistics import Column, to_columns
-from flowkernels.targets import SamplingMask, Targets, unflatten
-from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, decode, token_loss
+from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
+from flowkernels.token_loss import (
+    INPUTS,
+    LossSpec,
+    TokenInputs,
+    TokenLossFn,
+    token_loss,
+    unflatten_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,13 @@ class PolicyLoss:
         )
 
 
-def _loss_torch(
+@with_launcher("flowkernels.policy_loss_triton")
+def run_loss(
     logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
 ) -> Tensor:
-    """The reference of `policy_loss_triton.loss`."""
+    """Return `column_7T`, and write the gradient by the logits into `out_TV` unless that is None;
+    it may be the logits.
+    """
     weight_T = inputs.weight_T
     column_7T = torch.zeros(Column.NUM, len(weight_T), device=weight_T.device)
     counts_T = (weight_T != 0) & (targets.ids_T >= 0)
@@ -83,25 +96,6 @@ def _loss_torch(
     return column_7T
 
 
-def run_loss(
-    logits_TV: Tensor,
-    targets: Targets,
-    spec: LossSpec,
-    inputs: TokenInputs,
-    out_TV: Tensor | None,
-    *,
-    impl: str,
-) -> Tensor:
-    """Return `column_7T`, and write the gradient by the logits into `out_TV` unless that is None;
-    it may be the logits.
-    """
-    if impl == "torch":
-        return _loss_torch(logits_TV, targets, spec, inputs, out_TV)
-    from flowkernels import policy_loss_triton
-
-    return policy_loss_triton.loss(logits_TV, targets, spec, inputs, out_TV)
-
-
 def scored_loss(
     spec: LossSpec | TokenLossFn, inputs: TokenInputs, score_3T: Tensor, target_ids_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Slopes]:
@@ -113,7 +107,7 @@ def scored_loss(
     tokens = replace(inputs, weight_T=weight_T).scored(logprob_T, entropy_T)
     token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
     column_7T = to_columns(token, tokens)
-    loss, stats = statistics.reduce_torch(column_7T, weight_T, target_ids_T)
+    loss, stats = statistics.reduce("torch", column_7T, weight_T, target_ids_T)
     return loss, column_7T, stats, token.weighted_slopes(weight_T)
 
 
@@ -128,98 +122,62 @@ def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
     return loss + (slope_2T * moved_2T).sum()
 
 
-@torch.library.custom_op("flowkernels::policy_loss", mutates_args=())
-def _policy_loss_op(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    spec: str,
-    needs_gradient: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "flowkernels::policy_loss",
+    mutates_args=(),
+    schema=f"(Tensor logits, {TARGETS}, {INPUTS}, bool needs_gradient, str impl)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _policy_loss_op(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, gradient or an empty tensor, columns, statistics)."""
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
-    inputs = TokenInputs(
-        advantage_T=advantage, weight_T=weight, old_logprob_T=old, ref_logprob_T=ref
-    )
-    dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
+    *flat, needs_gradient, impl = arguments
+    targets, (spec, inputs) = unflatten(*flat[:5]), unflatten_inputs(*flat[5:])
+    dlogits_TV = empty_rows(logits) if needs_gradient else logits.new_empty((0,))
     out_TV = dlogits_TV if needs_gradient else None
-    column_7T = run_loss(logits, parts, decode(spec), inputs, out_TV, impl=impl)
-    loss, stats = statistics.reduce(column_7T, weight, targets, impl)
+    column_7T = run_loss(impl, logits, targets, spec, inputs, out_TV)
+    loss, stats = statistics.reduce(impl, column_7T, inputs.weight_T, targets.ids_T)
     return loss, dlogits_TV, column_7T, stats
 
 
 @_policy_loss_op.register_fake
-def _(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     needs_gradient = arguments[-2]
-    loss, column_7T, stats = fake_results(logits, targets.shape[0])
-    dlogits_TV = logits.new_empty(logits.shape if needs_gradient else (0,))
-    return loss, dlogits_TV, column_7T, stats
+    loss, *results = fake_results(logits)
+    return loss, empty_rows(logits) if needs_gradient else logits.new_empty((0,)), *results
 
 
-def fake_results(example: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Empty (loss, columns, statistics) for the fake kernels of operators."""
     return (
         example.new_empty((), dtype=torch.float32),
-        example.new_empty((Column.NUM, num_tokens), dtype=torch.float32),
+        example.new_empty((Column.NUM, example.shape[0]), dtype=torch.float32),
         example.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32),
     )
 
 
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    # Or autograd fills a zero gradient of [T, V] for the gradient itself.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1])
+def register_gradients(operator: Any) -> None:
+    """Make an operator that returns (loss, the gradients by its first arguments, columns,
+    statistics) hand these gradients over.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        # Or autograd fills a zero gradient of [T, V] for the gradient itself.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:-2])
+
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        found = [_scaled(gradient, dloss) if need else None for gradient, need in given]
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+
+    operator.register_autograd(backward, setup_context=save)
 
 
-def _policy_loss_backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    (dlogits_TV,) = ctx.saved_tensors
-    return (scaled(dlogits_TV, dloss), *[None] * 12)
+register_gradients(_policy_loss_op)
 
 
-_policy_loss_op.register_autograd(_policy_loss_backward, setup_context=_save_gradient)
-
-
-@torch.library.custom_op("flowkernels::policy_loss_", mutates_args=("logits",))
-def _policy_loss_inplace_op(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    mask_ids: Tensor | None,
-    mask_offsets: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    old: Tensor | None,
-    ref: Tensor | None,
-    spec: str,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, columns, statistics); the gradient is written over the logits."""
-    parts = unflatten(targets, temperature, softcap, mask_ids, mask_offsets)
-    inputs = TokenInputs(
-        advantage_T=advantage, weight_T=weight, old_logprob_T=old, ref_logprob_T=ref
-    )
-    column_7T = run_loss(logits, parts, decode(spec), inputs, logits, impl=impl)
-    loss, stats = statistics.reduce(column_7T, weight, targets, impl)
-    return loss, column_7T, stats
-
-
-@_policy_loss_inplace_op.register_fake
-def _(logits: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_results(logits, targets.shape[0])
-
-
-@torch.library.custom_op("flowkernels::scale_", mutates_args=("gradient",))
-def scale_op(gradient: Tensor, factor: Tensor) -> None:
+def scale_(gradient: Tensor, factor: Tensor) -> None:
     """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
     if gradient.is_cuda and gradient.is_contiguous():
         from flowkernels import policy_loss_triton
@@ -228,42 +186,51 @@ def scale_op(gradient: Tensor, factor: Tensor) -> None:
     elif gradient.is_cuda or float(factor) != 1.0:
         for part in gradient.split(64):  # in fp32, and without a copy of all of it
             part.copy_(part.to(torch.promote_types(part.dtype, factor.dtype)) * factor)
+    torch.autograd.graph.increment_version(gradient)  # it may be taken once
 
 
-@scale_op.register_fake
-def _(gradient: Tensor, factor: Tensor) -> None:
-    return None
+def scale_rows_(gradient: Tensor, factor: Tensor) -> None:
+    """Scale a gradient; one of `empty_rows` with what lies between its rows, in one piece."""
+    if gradient.dim() == 2 and not gradient.is_contiguous() and len(gradient):
+        size = (len(gradient) - 1) * gradient.stride(0) + gradient.shape[1]
+        if gradient.untyped_storage().nbytes() == size * gradient.itemsize:  # nobody else's
+            gradient = gradient.as_strided((size,), (1,), 0)
+    scale_(gradient, factor)
 
 
-def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor: in place, but for a tracer, to which the gradient is an output that must
     stay.
     """
     if type(gradient) is not Tensor:
         wide = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
         return (wide * factor).to(gradient.dtype)
-    scale_op(gradient, factor)
+    scale_rows_(gradient, factor)
     return gradient
 
 
-class _Attach(torch.autograd.Function):
-    """Gives `loss` the gradient that was written over the logits."""
+class HandOver(torch.autograd.Function):
+    """Gives a loss the gradients by some tensors that were formed with it."""
 
     @staticmethod
-    def forward(ctx: Any, dlogits_TV: Tensor, loss: Tensor) -> Tensor:
-        ctx.dlogits_TV = dlogits_TV.detach()
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.dlogits_TV is None:
+        if ctx.gradients is None:
             raise RuntimeError(
-                "the gradient of an in-place policy_loss was taken twice; it is handed over at the "
-                "first backward pass"
+                "the gradient of a policy loss was taken twice; it is handed over at the first "
+                "backward pass"
             )
-        dlogits_TV, ctx.dlogits_TV = ctx.dlogits_TV, None
-        scale_op(dlogits_TV, dloss)
-        return dlogits_TV, None
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                scale_rows_(gradient, dloss)
+        return None, None, *gradients
 
 
 def policy_loss(
@@ -331,55 +298,29 @@ def policy_loss(
         cu_seqlens_S1=cu_seqlens_S1,
     )
     inputs = check_token_inputs(spec, inputs, targets)
-    inplace = inplace and not torch.compiler.is_compiling()
-    if not isinstance(spec, LossSpec):
-        return _two_passes(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
-    inputs = inputs.corrected(spec)
-    if spec.loss_type == "gspo":
-        return _two_passes(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
-    return _fused(logits_TV, targets, spec, inputs, impl=impl, inplace=inplace)
-
-
-def _fused(
-    logits_TV: Tensor,
-    targets: Targets,
-    spec: LossSpec,
-    inputs: TokenInputs,
-    *,
-    impl: str,
-    inplace: bool,
-) -> PolicyLoss:
-    """The loss by one kernel."""
     needs_gradient = logits_TV.requires_grad and torch.is_grad_enabled()
-    of_tokens = (inputs.advantage_T, inputs.weight_T, inputs.old_logprob_T, inputs.ref_logprob_T)
-    flat = (logits_TV, *targets.flat(), *of_tokens, spec.encoded)
-    if inplace and needs_gradient:
+    writes = inplace and needs_gradient and not torch.compiler.is_compiling()
+    if isinstance(spec, LossSpec):
+        inputs = inputs.corrected(spec)
+    if not isinstance(spec, LossSpec) or spec.loss_type == "gspo":
+        # The scores of all tokens, their loss in torch, then the gradient from the logits again.
+        targets = replace(targets, ids_T=torch.where(inputs.weight_T != 0, targets.ids_T, -1))
+        with torch.set_grad_enabled(needs_gradient and not writes):
+            scored = scores(logits_TV, targets, impl)
+        loss, column_7T, stats, slopes = scored_loss(spec, inputs, scored[0], targets.ids_T)
+        if writes:
+            with torch.no_grad():
+                write_gradient(impl, logits_TV, targets, scored, slopes, logits_TV)
+        elif needs_gradient:
+            loss = add_slopes(loss, scored[0], slopes)
+    elif writes:
         with torch.no_grad():
-            loss, column_7T, stats = _policy_loss_inplace_op(*flat, impl)
-        return PolicyLoss.of(_Attach.apply(logits_TV, loss), column_7T, stats)
-    loss, _, column_7T, stats = _policy_loss_op(*flat, needs_gradient, impl)
-    return PolicyLoss.of(loss, column_7T, stats)
-
-
-def _two_passes(
-    logits_TV: Tensor,
-    targets: Targets,
-    spec: LossSpec | TokenLossFn,
-    inputs: TokenInputs,
-    *,
-    impl: str,
-    inplace: bool,
-) -> PolicyLoss:
-    """The scores of all tokens, their loss in torch, then the gradient from the logits again."""
-    targets = replace(targets, ids_T=torch.where(inputs.weight_T != 0, targets.ids_T, -1))
-    needs_gradient = logits_TV.requires_grad and torch.is_grad_enabled()
-    with torch.set_grad_enabled(needs_gradient and not inplace):
-        scored = scores(logits_TV, targets, impl)
-    loss, column_7T, stats, slopes = scored_loss(spec, inputs, scored[0], targets.ids_T)
-    if needs_gradient and inplace:
-        with torch.no_grad():
-            write_gradient(logits_TV, targets, scored, slopes, impl=impl, out_TV=logits_TV)
-        loss = _Attach.apply(logits_TV, loss)
-    elif needs_gradient:
-        loss = add_slopes(loss, scored[0], slopes)
+            column_7T = run_loss(impl, logits_TV, targets, spec, inputs, logits_TV)
+        loss, stats = statistics.reduce(impl, column_7T, inputs.weight_T, targets.ids_T)
+    else:
+        flat = (*targets.flat(), *inputs.flat(), spec.encoded)
+        loss, _, column_7T, stats = _policy_loss_op(logits_TV, *flat, needs_gradient, impl)
+    if writes:
+        torch.autograd.graph.increment_version(logits_TV)
+        loss = HandOver.apply(loss, [logits_TV.detach()], logits_TV)
     return PolicyLoss.of(loss, column_7T, stats)

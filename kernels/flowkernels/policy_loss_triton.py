@@ -10,18 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flowkernels.rows_triton import (
-    LN2,
     LOG2E,
-    LOSS_LAUNCH,
+    ONE_PASS,
+    TWO_PASSES,
     backward_row,
-    grid,
-    mask_statistics,
+    clamp,
     row_arguments,
-    row_statistics,
-    target_logit,
+    score_row,
+    store_all,
     write_zeros,
 )
-from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS, Column
+from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
 from flowkernels.targets import Targets
 from flowkernels.token_loss import KLS, LossSpec, TokenInputs
 
@@ -31,18 +30,12 @@ _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
 K1, K2, K3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in `token_loss.KLS`
 LOSS = tl.constexpr(Column.LOSS)
-LOGPROB = tl.constexpr(Column.LOGPROB)
 ENTROPY = tl.constexpr(Column.ENTROPY)
 LOG_RATIO = tl.constexpr(Column.LOG_RATIO)
 KL_ESTIMATE = tl.constexpr(Column.KL)
 IS_CLIPPED = tl.constexpr(Column.IS_CLIPPED)
-HAS_GRADIENT = tl.constexpr(Column.HAS_GRADIENT)
 NUM_COLUMNS = tl.constexpr(Column.NUM)
-
-
-@triton.jit
-def _clamp(x, limit) -> tl.tensor:
-    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+NUM_NAMES = tl.constexpr(len(NAMES))
 
 
 @triton.jit
@@ -54,7 +47,7 @@ def _expm1(x) -> tl.tensor:
 @triton.jit
 def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
-    u = _clamp(raw, limit)
+    u = clamp(raw, -limit, limit)
     if KL == K1:
         kl, slope = -u, u * 0.0 + 1.0
     elif KL == K2:
@@ -69,7 +62,7 @@ def _policy_term(
     logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, LOSS_TYPE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(loss, derivative by logp, clipped), as in `token_loss`."""
-    ratio = tl.exp(_clamp(log_ratio, limit))
+    ratio = tl.exp(clamp(log_ratio, -limit, limit))
     if LOSS_TYPE == NLL:
         slope = -advantage
         loss = slope * logp
@@ -80,10 +73,7 @@ def _policy_term(
         is_clipped = ratio > 1.0 + clip_high
     else:
         unclipped = ratio * advantage
-        clipped = (
-            tl.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high, propagate_nan=tl.PropagateNan.ALL)
-            * advantage
-        )
+        clipped = clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
         is_clipped = unclipped > clipped
         loss = tl.where(is_clipped, -clipped, -unclipped)
         if dual_clip is not None:
@@ -99,83 +89,68 @@ def loss_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,
     row_stride, out_stride, temperature_stride, softcap, clip_low, clip_high, dual_clip, kl_coef,
-    entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr, ALIGNMENT: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
     Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
     weight 0 are not read.
     """
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row_ptr = logits_ptr + row * tl.cast(row_stride, tl.int64)
+    mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row_ptr = logits_ptr + index * tl.cast(row_stride, tl.int64)
         row_out_ptr = row_ptr
         if out_ptr is not None:
-            row_out_ptr = out_ptr + row * tl.cast(out_stride, tl.int64)
-        target = tl.load(targets_ptr + row)
-        weight = tl.load(weight_ptr + row)
+            row_out_ptr = out_ptr + index * tl.cast(out_stride, tl.int64)
+        target = tl.load(targets_ptr + index)
+        weight = tl.load(weight_ptr + index)
         if (weight != 0.0) & (target >= 0):
-            temperature = tl.load(temperature_ptr + row * temperature_stride)
-            scale = 1.0 / temperature * LOG2E
-            advantage = tl.load(advantage_ptr + row)
-            x_target = target_logit(row_ptr, target, num_vocab, softcap)
-            top, log2_total, entropy = row_statistics(
-                row_ptr, num_vocab, scale, softcap=softcap, IS_ALIGNED=IS_ALIGNED, LANES=LANES,
-                WIDTH=WIDTH, EVICTION="evict_first" if out_ptr is None else "evict_last",
+            temperature = tl.load(temperature_ptr + index * temperature_stride)
+            advantage = tl.load(advantage_ptr + index)
+            row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+            logp, scored = score_row(
+                row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
+                POLICY="evict_first" if out_ptr is None else "evict_last", LANES=LANES, WIDTH=WIDTH,
             )  # fmt: skip
-            masked_top, masked_log2_total = top, log2_total
-            begin, end = tl.to_tensor(0).to(tl.int64), tl.to_tensor(0).to(tl.int64)
-            if mask_ids_ptr is not None:
-                begin = tl.load(mask_offsets_ptr + row)
-                end = tl.load(mask_offsets_ptr + row + 1)
-                if end > begin:
-                    mask = (mask_ids_ptr, mask_copy_ptr, begin, end)
-                    masked_top, masked_log2_total = mask_statistics(
-                        row_ptr, mask, target, x_target=x_target, num_vocab=num_vocab, scale=scale,
-                        softcap=softcap, BLOCK=LANES,
-                    )  # fmt: skip
-            logp = ((x_target * scale - masked_top) - masked_log2_total) * LN2
+            entropy = scored[1][2]
             old = logp
             if old_ptr is not None:
-                old = tl.load(old_ptr + row)
+                old = tl.load(old_ptr + index)
             log_ratio = logp - old
             loss, dlogp, is_clipped = _policy_term(
                 logp, log_ratio, advantage, clip_low=clip_low, clip_high=clip_high,
                 dual_clip=dual_clip, limit=limit, LOSS_TYPE=LOSS_TYPE,
             )  # fmt: skip
             if ref_ptr is not None:
-                kl, dkl = _kl(tl.load(ref_ptr + row) - logp, limit, KL)
+                kl, dkl = _kl(tl.load(ref_ptr + index) - logp, limit, KL)
                 if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
                     loss += kl_coef * kl
                     dlogp += kl_coef * dkl
             else:
                 kl, dkl = _kl(old - logp, limit, K3)
-            c = 0.0
+            a = -weight * dlogp / temperature
+            slopes = (a, None)
+            has_gradient = a != 0.0
             if entropy_coef is not None:
                 loss -= entropy_coef * entropy
                 c = weight * entropy_coef / temperature
-            a = -weight * dlogp / temperature
-            has_gradient = (a != 0.0) | (c != 0.0)
-            tl.store(column_ptr + LOSS * num_rows + row, weight * loss)
-            tl.store(column_ptr + LOGPROB * num_rows + row, logp)
-            tl.store(column_ptr + ENTROPY * num_rows + row, entropy)
-            tl.store(column_ptr + LOG_RATIO * num_rows + row, log_ratio)
-            tl.store(column_ptr + KL_ESTIMATE * num_rows + row, kl)
-            tl.store(column_ptr + IS_CLIPPED * num_rows + row, is_clipped.to(tl.float32))
-            tl.store(column_ptr + HAS_GRADIENT * num_rows + row, has_gradient.to(tl.float32))
+                slopes = (a, c)
+                has_gradient = has_gradient | (c != 0.0)
+            columns = (  # in the order of `Column`
+                weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),
+                has_gradient.to(tl.float32),
+            )  # fmt: skip
+            store_all(column_ptr + index, num_rows, columns, NUM_COLUMNS)
             if out_ptr is not None:
                 backward_row(
-                    row_ptr, row_out_ptr, num_vocab,
-                    mask=(mask_ids_ptr, mask_copy_ptr, begin, end), target=target,
-                    x_target=x_target, full=(top, log2_total, entropy),
-                    masked=(masked_top, masked_log2_total), a=a, c=c, scale=scale, softcap=softcap,
-                    HAS_ENTROPY=entropy_coef is not None, IS_ALIGNED=IS_ALIGNED, LANES=LANES,
-                    WIDTH=WIDTH,
+                    row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
+                    ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
                 )  # fmt: skip
         else:
             for i in tl.static_range(NUM_COLUMNS):
-                tl.store(column_ptr + i * num_rows + row, 0.0)
+                tl.store(column_ptr + i * num_rows + index, 0.0)
             if out_ptr is not None:
-                write_zeros(row_out_ptr, num_vocab, IS_ALIGNED, LANES, WIDTH)
+                write_zeros(row_out_ptr, num_vocab, ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
 
 
 @triton.jit
@@ -217,31 +192,21 @@ def statistics_kernel(
         high += tl.where(log_ratio < 0, 0.0, is_clipped)
         mismatch += tl.abs(log_ratio)
         # A NaN fails both comparisons and lands in no bin.
-        bins = tl.floor(
-            tl.clamp(
-                log_ratio / BIN_WIDTH,
-                -NUM_BINS / 2,
-                NUM_BINS / 2 - 1,
-                propagate_nan=tl.PropagateNan.ALL,
-            )
-        )
+        bins = tl.floor(clamp(log_ratio / BIN_WIDTH, -NUM_BINS / 2, NUM_BINS / 2 - 1))
         bins += NUM_BINS // 2
         is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
         histogram += tl.sum(is_bin.to(tl.float32), axis=0)
     tl.store(loss_ptr, tl.sum(loss, axis=0))
-    tl.store(out_ptr, tl.sum(num, axis=0))
-    tl.store(out_ptr + 1, tl.sum(weights, axis=0))
-    tl.store(out_ptr + 2, tl.sum(entropies, axis=0))
-    tl.store(out_ptr + 3, tl.sum(kls, axis=0))
     ratio_sum = tl.sum(ratios, axis=0)
     is_nan = ratio_sum != ratio_sum  # max and min over a block pass over NaN
-    tl.store(out_ptr + 4, ratio_sum)
-    tl.store(out_ptr + 5, tl.where(is_nan, ratio_sum, tl.max(ratio_max, axis=0)))
-    tl.store(out_ptr + 6, tl.where(is_nan, ratio_sum, tl.min(ratio_min, axis=0)))
-    tl.store(out_ptr + 7, tl.sum(low, axis=0))
-    tl.store(out_ptr + 8, tl.sum(high, axis=0))
-    tl.store(out_ptr + 9, tl.sum(mismatch, axis=0))
-    tl.store(out_ptr + 10 + tl.arange(0, NUM_BINS), histogram)
+    values = (
+        tl.sum(num, axis=0), tl.sum(weights, axis=0), tl.sum(entropies, axis=0),
+        tl.sum(kls, axis=0), ratio_sum, tl.where(is_nan, ratio_sum, tl.max(ratio_max, axis=0)),
+        tl.where(is_nan, ratio_sum, tl.min(ratio_min, axis=0)), tl.sum(low, axis=0),
+        tl.sum(high, axis=0), tl.sum(mismatch, axis=0),
+    )  # fmt: skip
+    store_all(out_ptr, 1, values, NUM_NAMES)
+    tl.store(out_ptr + NUM_NAMES + tl.arange(0, NUM_BINS), histogram)
 
 
 @triton.jit
@@ -264,7 +229,7 @@ def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr) ->
             )
 
 
-def loss(
+def run_loss(
     logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
 ) -> Tensor:
     """Launcher: `column_7T`, and the gradient into `out_TV` (which may be the logits) unless that
@@ -272,8 +237,9 @@ def loss(
     """
     column_7T = torch.empty(Column.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        loss_kernel[grid(LOSS_LAUNCH, logits_TV)](
-            **row_arguments(logits_TV, targets, LOSS_LAUNCH, out_TV),
+        launch = ONE_PASS if out_TV is None else TWO_PASSES
+        loss_kernel[launch.grid(logits_TV)](
+            **row_arguments(launch, logits_TV, targets, out_TV),
             out_ptr=out_TV,
             out_stride=0 if out_TV is None else out_TV.stride(0),
             advantage_ptr=inputs.advantage_T,
@@ -293,8 +259,8 @@ def loss(
     return column_7T
 
 
-def statistics(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Launcher: (loss, statistics), see `statistics.reduce_torch`."""
+def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Launcher: (loss, statistics), see `statistics.reduce`."""
     result = torch.empty((), device=column_7T.device)
     out = torch.empty(NUM_STATISTICS, device=column_7T.device)
     statistics_kernel[(1,)](
@@ -311,10 +277,8 @@ def statistics(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tup
     return result, out
 
 
-def scale_(gradient_TV: Tensor, factor: Tensor) -> None:
+def scale_(gradient: Tensor, factor: Tensor) -> None:
     """Launcher: gradient *= factor, in place."""
-    assert gradient_TV.is_contiguous()
-    if gradient_TV.numel():
-        scale_kernel[(1024,)](
-            gradient_TV, factor.float(), gradient_TV.numel(), BLOCK=4096, num_warps=8
-        )
+    assert gradient.is_contiguous()
+    if gradient.numel():
+        scale_kernel[(1024,)](gradient, factor.float(), gradient.numel(), BLOCK=4096, num_warps=8)

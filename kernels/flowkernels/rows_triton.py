@@ -1,16 +1,25 @@
 """Blocks of the row kernels in Triton: the statistics of a row of logits, and its gradient.
 `logprobs.py` has the maths and the reference.
 
-A row is read in blocks of [LANES, WIDTH] elements. WIDTH consecutive ones belong to one thread, so
-every lane keeps its own running (maximum, sum, weighted sum) without talking to the others, and
-takes one exp2 per element plus one per WIDTH; the lanes meet once, at the end of the row. Sums are
-of exp(z - maximum) and of exp(z - maximum) (z - maximum): neither overflows, and the entropy is not
-the small difference of two large numbers.
+A row is read in blocks of ROUNDS times [LANES, WIDTH] elements. WIDTH consecutive ones, 16 bytes,
+are one load of a thread, and a thread has ROUNDS loads under way at once: memory is waited for as
+seldom as registers allow (`python -m bench.aot --roofline`). Every lane keeps its own running
+(maximum, sum, weighted sum) without talking to the others, and takes one exp2 per element plus one
+per block; the lanes meet once, at the end of the row. Sums are of exp(z - maximum) and of
+exp(z - maximum) (z - maximum): neither overflows, and the entropy is not the small difference of
+two large numbers.
 
-Functions share these arguments: `scale` = log2(e) / temperature; `softcap` may be None; `full` =
-(top, log2_total, entropy) of the row, `masked` = (top, log2_total) over its sampling mask, with t =
-(x - top) * scale and log2_total = log2 of sum 2^t; `mask` = (ids_ptr, copy_ptr, begin, end): the
-ids of all masks, room for a copy of their logits, and where those of the row are.
+Rows that do not begin at multiples of 16 bytes, as those of an odd vocabulary, are read from the
+first multiple on; the few elements before it and behind the last one are read apart. Which lane an
+element falls to then depends on where its row begins, and with it the last bit of a result.
+
+Functions share these arguments: `row` = (pointer, num_vocab, scale, softcap) with scale = log2(e) /
+temperature and a softcap that may be None; t = x * scale - top; `full` = (top, log2_total, entropy)
+of the row, with top = the largest x * scale and log2_total = log2 of sum 2^t, `masked` = (top,
+log2_total) over its sampling mask; `mask_ptrs` = (ids, offsets, copy): the ids of all masks, where
+those of each row are, and room for a copy of their logits; `scored` = (logit of the target, full,
+masked, (begin, end) of the row's ids in the mask); `slopes` = (a, c), the weights of the
+log-probability and of the entropy in the gradient, c None where it has no entropy.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ _FAR = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which 0 ti
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Launch:
     """Launch parameters that keep as many bytes in flight as registers hold without a spill on any
     target (`python -m bench.aot`).
     """
@@ -48,26 +57,26 @@ class Config:
     """Per thread. Left to itself the NVIDIA assembler at times saves registers that nobody else
     needs, and spills."""
 
-    def arguments(self, element_size: int) -> dict[str, int]:
-        """`element_size` is that of the logits: a load is 16 bytes, the widest there is."""
+    def options(self, element_size: int) -> dict[str, int]:
+        """Block and compiler options for logits of this size; a load is 16 bytes of them, the
+        widest there is.
+        """
         limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
-        width = max(1, 16 // element_size)
+        width = 16 // element_size
         return {"LANES": 32 * self.num_warps, "WIDTH": width, "num_warps": self.num_warps, **limit}
 
+    def grid(self, logits_TV: Tensor) -> tuple[int]:
+        """One-dimensional, so that T is no launch limit."""
+        if self.rows_per_sm is None:
+            return (len(logits_TV),)
+        return (min(len(logits_TV), self.rows_per_sm * _num_sms(logits_TV.device)),)
 
-SCORE_LAUNCH = Config(num_warps=8, rows_per_sm=None, max_registers=80)
+
+ONE_PASS = Launch(num_warps=8, rows_per_sm=None, max_registers=80)
 """The launch of kernels that read a row once."""
-GRADIENT_LAUNCH = Config(num_warps=8, rows_per_sm=None, max_registers=80)
-LOSS_LAUNCH = Config(num_warps=16, rows_per_sm=1, max_registers=128)
+TWO_PASSES = Launch(num_warps=16, rows_per_sm=1, max_registers=128)
 """The launch of the loss: one row at a time on a multiprocessor, so that all rows at work (132 of
 304 kB on an H200, V = 152k) fit L2 until they are read again."""
-
-
-def grid(config: Config, logits_TV: Tensor) -> tuple[int]:
-    """One-dimensional, so that T is no launch limit."""
-    if config.rows_per_sm is None:
-        return (len(logits_TV),)
-    return (min(len(logits_TV), config.rows_per_sm * _num_sms(logits_TV.device)),)
 
 
 @cache
@@ -78,11 +87,10 @@ def _num_sms(device: torch.device) -> int:
 
 
 def row_arguments(
-    logits_TV: Tensor, targets: Targets, config: Config, out_TV: Tensor | None = None
+    launch: Launch, logits_TV: Tensor, targets: Targets, out_TV: Tensor | None = None
 ) -> dict[str, Any]:
     """The arguments that all row kernels take; without a sampling mask its pointers are None."""
     mask, device = targets.mask, logits_TV.device
-    spread = [_misalignment(x) for x in (logits_TV, out_TV) if x is not None]
     return {
         "logits_ptr": logits_TV,
         "targets_ptr": targets.ids_T,
@@ -95,46 +103,100 @@ def row_arguments(
         "row_stride": logits_TV.stride(0),
         "temperature_stride": targets.temperature_T.stride(0),
         "softcap": targets.softcap,
-        "IS_ALIGNED": all(each == (0, 0, 0) for each in spread),
-        **config.arguments(logits_TV.element_size()),
+        "ALIGNMENT": alignment(logits_TV, out_TV),
+        **launch.options(logits_TV.element_size()),
     }
 
 
-def _misalignment(x_TV: Tensor) -> tuple[int, int, int]:
-    """Bytes beyond the last multiple of 16 of the address, the row stride and the row length."""
-    size = x_TV.element_size()
-    return x_TV.data_ptr() % 16, x_TV.stride(0) * size % 16, x_TV.shape[1] * size % 16
+def alignment(logits_TV: Tensor, out_TV: Tensor | None = None) -> str:
+    """Say which loads and stores can be 16 bytes: "whole", of rows that begin and end at multiples
+    of 16; "alike", between the first and the last multiple, in both tensors at once; "apart", loads
+    alone.
+    """
+    both = [logits_TV] if out_TV is None else [logits_TV, out_TV]
+    if not any(
+        (x.data_ptr() | x.stride(0) * x.itemsize | x.shape[1] * x.itemsize) % 16 for x in both
+    ):
+        return "whole"
+    begins = {(x.itemsize, x.data_ptr() % 16, x.stride(0) * x.itemsize % 16) for x in both}
+    return "alike" if len(begins) == 1 else "apart"
+
+
+@triton.jit
+def clamp(x, low, high) -> tl.tensor:
+    """NaN stays NaN."""
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _not_far(x) -> tl.tensor:
+    return tl.maximum(x, _FAR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def store_all(ptr, stride, values, NUM: tl.constexpr) -> None:
+    """Store the NUM values, `stride` elements apart."""
+    for i in tl.static_range(NUM):
+        tl.store(ptr + i * stride, values[i])
 
 
 @triton.jit
 def _columns(LANES: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """The places [ROUNDS, LANES, WIDTH] of a block."""
-    rounds = tl.arange(0, ROUNDS)[:, None, None] * (LANES * WIDTH)
-    return rounds + tl.arange(0, LANES)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    """Places [LANES, WIDTH] of a part of a block; the next one begins LANES * WIDTH further on."""
+    return tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _load(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
+    """Load in fp32; `is_in` may be None."""
+    if is_in is None:
+        x = tl.load(ptr, eviction_policy=POLICY)
+    else:
+        x = tl.load(ptr, mask=is_in, other=other, eviction_policy=POLICY)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_block(
+    ptr, limit, other, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
+    PART: tl.constexpr = LANES * WIDTH
+    c0 = _columns(LANES, WIDTH)
+    c1, c2, c3 = c0 + PART, c0 + 2 * PART, c0 + 3 * PART
+    if limit is None:
+        x0 = _load(ptr + c0, None, other, POLICY)
+        x1 = _load(ptr + c1, None, other, POLICY)
+        x2 = _load(ptr + c2, None, other, POLICY)
+        x3 = _load(ptr + c3, None, other, POLICY)
+    else:
+        x0 = _load(ptr + c0, c0 < limit, other, POLICY)
+        x1 = _load(ptr + c1, c1 < limit, other, POLICY)
+        x2 = _load(ptr + c2, c2 < limit, other, POLICY)
+        x3 = _load(ptr + c3, c3 < limit, other, POLICY)
+    return x0, x1, x2, x3
 
 
 @triton.jit
 def _body(
-    row_ptr, num_vocab, IS_ALIGNED: tl.constexpr, WIDTH: tl.constexpr
+    ptr, num_vocab, ALIGNMENT: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(begin, size) of what can be read 16 bytes at a time: all of an aligned row, else what is left
-    without the elements before the first boundary and behind the last one.
-    """
+    """(begin, size) of the part of a row that is made of whole loads."""
     begin, size = 0, num_vocab
-    if not IS_ALIGNED:
-        address = row_ptr.to(tl.int64)
-        begin = tl.minimum(((-address) & 15) // (16 // WIDTH), num_vocab).to(tl.int32)
+    if ALIGNMENT != "whole":
+        SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        begin = tl.minimum((-ptr.to(tl.int64) & 15) // SIZE, num_vocab).to(tl.int32)
         size = (num_vocab - begin) // WIDTH * WIDTH
     return begin, tl.multiple_of(size, WIDTH)
 
 
 @triton.jit
-def _ragged(begin, size, num_vocab, LANES: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(columns, mask) [LANES] of the elements outside the body, of which there are fewer than two
-    times WIDTH.
+def _rest(begin, size, LANES: tl.constexpr) -> tl.tensor:
+    """Columns [LANES] beside the body, of which the first num_vocab - size are in the row: fewer
+    than two loads have.
     """
     lane = tl.arange(0, LANES)
-    return tl.where(lane < begin, lane, lane + size), lane < num_vocab - size
+    return tl.where(lane < begin, lane, lane + size)
 
 
 @triton.jit
@@ -146,57 +208,66 @@ def _cap(x, softcap) -> tl.tensor:
 
 
 @triton.jit
-def _absorb(x, is_in, top, total, moment, scale, softcap) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take the block x [ROUNDS, LANES, WIDTH] of raw logits, -inf where not `is_in` (None: all are),
-    into the running state [LANES], whose `top` is in units of t. The maximum needs all loads of an iteration at once: were they absorbed
-    one by one, or capped before, the compiler would issue each when the one before it is used up.
+def _absorb(
+    row, parts, limit, state, NUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take NUM parts [LANES, WIDTH] of raw logits, -inf from element `limit` (or None) on, into the
+    running (top, total, moment) [LANES].
+
+    The maximum needs all loads of a block at once. Were they absorbed one by one, or capped before,
+    the compiler would issue each load when the one before it has been used up.
     """
-    block_top = _cap(tl.max(tl.max(x, axis=2), axis=0), softcap) * scale
-    new_top = tl.maximum(top, block_top)
+    _, _, scale, softcap = row
+    top, total, moment = state
+    largest = parts[0]
+    for i in tl.static_range(1, NUM):
+        largest = tl.maximum(largest, parts[i])
+    new_top = tl.maximum(top, _cap(tl.max(largest, axis=1), softcap) * scale)
     base = tl.where(new_top == -_INF, 0.0, new_top)
-    t = _cap(x, softcap) * scale - base[None, :, None]
-    if is_in is not None:
-        t = tl.where(is_in, t, _FAR)
-    t = tl.maximum(t, _FAR, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(t)
-    shift = tl.maximum(top - base, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    e_sum, moment_sum = tl.zeros_like(parts[0]), tl.zeros_like(parts[0])
+    for i in tl.static_range(NUM):
+        t = _not_far(_cap(parts[i], softcap) * scale - base[:, None])
+        if limit is not None:
+            t = tl.where(_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _FAR)
+        e = tl.exp2(t)
+        e_sum += e
+        moment_sum += e * t
+    shift = _not_far(top - base)
     shrink = tl.exp2(shift)
-    moment = shrink * (moment + total * shift) + tl.sum(tl.sum(e * t, axis=2), axis=0)
-    total = shrink * total + tl.sum(tl.sum(e, axis=2), axis=0)
+    moment = shrink * (moment + total * shift) + tl.sum(moment_sum, axis=1)
+    total = shrink * total + tl.sum(e_sum, axis=1)
     return new_top, total, moment
 
 
 @triton.jit
-def row_statistics(
-    row_ptr, num_vocab, scale, softcap,
-    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, EVICTION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+def _row_statistics(
+    row, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`full` of a row; its entropy is in nats."""
+    row_ptr, num_vocab, _, _ = row
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
-    columns = _columns(LANES, WIDTH)
-    top = tl.full([LANES], -_INF, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    moment = tl.zeros([LANES], tl.float32)
-    begin, size = _body(row_ptr, num_vocab, IS_ALIGNED, WIDTH)
+    zeros = tl.zeros([LANES], tl.float32)
+    state = (zeros - _INF, zeros, zeros)
+    begin, size = _body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
     num_full = size // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
-        x = tl.load(body_ptr + start + columns, eviction_policy=EVICTION).to(tl.float32)
-        top, total, moment = _absorb(x, None, top, total, moment, scale, softcap)
-    if num_full < size:
-        is_in = num_full + columns < size
-        x = tl.load(body_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy=EVICTION)
-        x = tl.where(is_in, x.to(tl.float32), -_INF)
-        top, total, moment = _absorb(x, is_in, top, total, moment, scale, softcap)
-    if not IS_ALIGNED:
-        places, is_place = _ragged(begin, size, num_vocab, LANES)
-        x = tl.load(row_ptr + places, mask=is_place, other=0.0).to(tl.float32)
-        x = tl.where(is_place, x, -_INF)[None, :, None]
-        is_place = is_place[None, :, None]
-        top, total, moment = _absorb(x, is_place, top, total, moment, scale, softcap)
+        parts = _load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
+        state = _absorb(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    left = size - num_full
+    if left > 0:
+        parts = _load_block(
+            body_ptr + num_full, left, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH
+        )
+        state = _absorb(row, parts, left, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    if ALIGNMENT != "whole":
+        left = num_vocab - size
+        x = _load(row_ptr + _rest(begin, size, LANES), tl.arange(0, LANES) < left, -_INF, POLICY)
+        state = _absorb(row, (x[:, None],), left, state=state, NUM=1, LANES=LANES, WIDTH=1)
+    top, total, moment = state
     row_top = tl.max(top, axis=0)
     base = tl.where(row_top == -_INF, 0.0, row_top)
-    shift = tl.maximum(top - base, _FAR, propagate_nan=tl.PropagateNan.ALL)
+    shift = _not_far(top - base)
     shrink = tl.exp2(shift)
     row_moment = tl.sum(shrink * (moment + total * shift), axis=0)
     row_total = tl.sum(shrink * total, axis=0)
@@ -205,38 +276,36 @@ def row_statistics(
 
 
 @triton.jit
-def target_logit(row_ptr, target, num_vocab, softcap) -> tl.tensor:
-    """NaN for a target outside the vocabulary, so that a wrong id cannot go unseen."""
-    x = tl.load(row_ptr + target, mask=(target >= 0) & (target < num_vocab), other=float("nan")).to(
-        tl.float32
-    )
-    return _cap(x, softcap)
+def _logits_at(row, ids, is_in) -> tl.tensor:
+    """NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
+    row_ptr, num_vocab, _, softcap = row
+    is_in = is_in & (ids >= 0) & (ids < num_vocab)
+    return _cap(tl.load(row_ptr + ids, mask=is_in, other=float("nan")).to(tl.float32), softcap)
 
 
 @triton.jit
-def mask_statistics(
-    row_ptr, mask, target, x_target, num_vocab, scale, softcap, BLOCK: tl.constexpr
+def _mask_statistics(
+    row, mask_ptrs, bounds, target, x_target, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """`masked` over the mask's ids and the target. Their logits are copied, because the gradient
     will overwrite them.
     """
-    ids_ptr, copy_ptr, begin, end = mask
+    ids_ptr, _, copy_ptr = mask_ptrs
+    begin, end = bounds
+    scale = row[2]
     offsets = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], -_INF, tl.float32)
     is_target = tl.zeros([BLOCK], tl.int1)
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
         ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=-1)
-        is_id = is_in & (ids >= 0) & (ids < num_vocab)
-        x = tl.load(row_ptr + ids, mask=is_id, other=float("nan")).to(tl.float32)
-        x = _cap(x, softcap)
+        x = _logits_at(row, ids, is_in)
         tl.store(copy_ptr + start + offsets, x, mask=is_in)
-        x = tl.where(is_in, x, -_INF)
-        tops = tl.maximum(tops, x, propagate_nan=tl.PropagateNan.ALL)
+        tops = tl.maximum(tops, tl.where(is_in, x, -_INF), propagate_nan=tl.PropagateNan.ALL)
         is_target |= ids == target
-    # A maximum over a block passes over NaN; a sum does not.
-    nan = tl.sum(tl.where(tops == tops, 0.0, tops), axis=0)
-    top = tl.maximum(x_target, tl.max(tops, axis=0) + nan, propagate_nan=tl.PropagateNan.ALL) * scale
+    nan = tl.sum(tl.where(tops == tops, 0.0, tops), axis=0)  # a maximum over a block passes over it
+    top = tl.maximum(x_target, tl.max(tops, axis=0) + nan, propagate_nan=tl.PropagateNan.ALL)
+    top *= scale
     # other threads may read the copy than wrote it, or write the row while it is still being read
     tl.debug_barrier()
     totals = tl.zeros([BLOCK], tl.float32)
@@ -250,6 +319,35 @@ def mask_statistics(
 
 
 @triton.jit
+def add_mask(
+    row, index, target, mask_ptrs, full, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`scored` of the row with this index, whose `full` is known."""
+    x_target = _logits_at(row, target, True)
+    top, log2_total, _ = full
+    begin, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if mask_ptrs[0] is not None:
+        begin, end = tl.load(mask_ptrs[1] + index), tl.load(mask_ptrs[1] + index + 1)
+        if end > begin:
+            top, log2_total = _mask_statistics(
+                row, mask_ptrs, (begin, end), target=target, x_target=x_target, BLOCK=BLOCK
+            )
+    return x_target, full, (top, log2_total), (begin, end)
+
+
+@triton.jit
+def score_row(
+    row, index, target, mask_ptrs, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]]:  # fmt: skip
+    """(log-prob of the target, `scored`); POLICY: what becomes of the row in the cache."""
+    full = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
+    scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
+    top, log2_total = scored[2]
+    return ((scored[0] * row[2] - top) - log2_total) * LN2, scored
+
+
+@triton.jit
 def _uncap(g, x, softcap) -> tl.tensor:
     """The gradient by the raw logit, from that by the capped logit x."""
     if softcap is not None:
@@ -259,152 +357,166 @@ def _uncap(g, x, softcap) -> tl.tensor:
 
 
 @triton.jit
-def _normalized(
-    top, log2_total, entropy, a, c
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(lse, entropy, a, c) such that q = 2^(x scale - lse) takes one instruction less than p =
-    2^(x scale - top - log2_total) and nothing is lost: what lse was rounded by goes into the others.
+def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(lse, entropy, factor) such that factor * 2^(x scale - lse) is the probability 2^(x scale -
+    top - log2_total), for one instruction less, and log2 of it + H is x scale - lse + entropy: what
+    the sum lse was rounded by is not lost.
     """
+    top, log2_total, entropy = full
     lse = top + log2_total
     of_total = lse - top
     rounding = (top - (lse - of_total)) + (log2_total - of_total)
-    lost = tl.exp2(-rounding)
-    return lse, entropy - rounding * LN2, a * lost, c * lost
+    return lse, entropy - rounding * LN2, tl.exp2(-rounding)
 
 
 @triton.jit
-def _gradient(x, lse, entropy, a, c, scale, HAS_ENTROPY: tl.constexpr) -> tl.tensor:
-    """p (a + c (log p + H)), without the target's term, with what `_normalized` returned."""
-    log2_q = x * scale - lse
-    factor = a
-    if HAS_ENTROPY:
-        log2_far = tl.maximum(log2_q, _FAR, propagate_nan=tl.PropagateNan.ALL)
-        factor = a + c * (log2_far * LN2 + entropy)
-    return tl.exp2(log2_q) * factor
+def _gradient(x, normalized, slopes, scale) -> tl.tensor:
+    """p (a + c (log p + H)) without the target's term; the slopes hold the factor of
+    `_normalized`.
+    """
+    lse, entropy, _ = normalized
+    factor, c = slopes
+    log2_p = x * scale - lse
+    if c is not None:
+        factor = factor + c * (_not_far(log2_p) * LN2 + entropy)
+    return tl.exp2(log2_p) * factor
+
+
+@triton.jit
+def _write_part(row, out_ptr, x, is_in, normalized, slopes) -> None:
+    """Write the gradient where the logits x were read."""
+    _, _, scale, softcap = row
+    x = _cap(x, softcap)
+    g = _uncap(_gradient(x, normalized, slopes, scale), x, softcap)
+    g = g.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr, g, mask=is_in, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_block(
+    row, ptr, out_ptr, limit, normalized, slopes, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    parts = _load_block(ptr, limit, 0.0, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH)
+    for i in tl.static_range(ROUNDS):
+        columns = _columns(LANES, WIDTH) + i * LANES * WIDTH
+        if limit is None:
+            _write_part(row, out_ptr + columns, parts[i], None, normalized, slopes)
+        else:
+            _write_part(row, out_ptr + columns, parts[i], columns < limit, normalized, slopes)
 
 
 @triton.jit
 def _write_gradient(
-    row_ptr, out_ptr, num_vocab, full, a, c, scale, softcap, HAS_ENTROPY: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+    row, out_ptr, full, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
     """Write the gradient of a row but for the target's own term. Goes from the end of the row to
     its beginning: cache most likely holds what was read last.
     """
+    row_ptr, num_vocab, _, _ = row
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
-    top, log2_total, entropy = full
-    lse, entropy, a, c = _normalized(top, log2_total, entropy, a, c)
-    columns = _columns(LANES, WIDTH)
-    begin, size = _body(row_ptr, num_vocab, IS_ALIGNED, WIDTH)
+    normalized = _normalized(full)
+    a, c = slopes
+    slopes = (a * normalized[2], None)
+    if c is not None:
+        slopes = (a * normalized[2], c * normalized[2])
+    begin, size = _body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
-    body_out_ptr = tl.multiple_of(out_ptr + begin, 16)
+    body_out_ptr = out_ptr + begin
+    if ALIGNMENT != "apart":
+        body_out_ptr = tl.multiple_of(body_out_ptr, 16)
     num_full = size // BLOCK * BLOCK
-    if not IS_ALIGNED:
-        places, is_place = _ragged(begin, size, num_vocab, LANES)
-        x_apart = tl.load(row_ptr + places, mask=is_place, other=0.0).to(tl.float32)
-        x_apart = _cap(x_apart, softcap)
-        g_apart = _gradient(x_apart, lse, entropy, a, c, scale, HAS_ENTROPY)
-        g_apart = _uncap(g_apart, x_apart, softcap).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + places, g_apart, mask=is_place)
+    if ALIGNMENT != "whole":
+        places = _rest(begin, size, LANES)
+        is_in = tl.arange(0, LANES) < num_vocab - size
+        x = _load(row_ptr + places, is_in, 0.0, POLICY="evict_first")
+        _write_part(row, out_ptr + places, x, is_in, normalized, slopes)
     if num_full < size:
-        is_in = num_full + columns < size
-        x = tl.load(
-            body_ptr + num_full + columns, mask=is_in, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
-        x = _cap(x, softcap)
-        g = _gradient(x, lse, entropy, a, c, scale, HAS_ENTROPY)
-        g = _uncap(g, x, softcap).to(out_ptr.dtype.element_ty)
-        tl.store(body_out_ptr + num_full + columns, g, mask=is_in, eviction_policy="evict_first")
+        _write_block(
+            row, body_ptr + num_full, body_out_ptr + num_full, limit=size - num_full,
+            normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
     for back in range(BLOCK, num_full + BLOCK, BLOCK):
         start = num_full - back
-        x = tl.load(body_ptr + start + columns, eviction_policy="evict_first").to(tl.float32)
-        x = _cap(x, softcap)
-        g = _gradient(x, lse, entropy, a, c, scale, HAS_ENTROPY)
-        g = _uncap(g, x, softcap).to(out_ptr.dtype.element_ty)
-        tl.store(body_out_ptr + start + columns, g, eviction_policy="evict_first")
+        _write_block(
+            row, body_ptr + start, body_out_ptr + start, limit=None, normalized=normalized,
+            slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
 def write_zeros(
-    out_ptr, num_vocab, IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+    out_ptr, num_vocab, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> None:
-    BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
-    zeros = tl.zeros([ROUNDS, LANES, WIDTH], out_ptr.dtype.element_ty)
+    PART: tl.constexpr = LANES * WIDTH
     columns = _columns(LANES, WIDTH)
-    begin, size = _body(out_ptr, num_vocab, IS_ALIGNED, WIDTH)
+    begin, size = _body(out_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(out_ptr + begin, 16)
-    for start in range(0, size, BLOCK):
-        tl.store(
-            body_ptr + start + columns,
-            zeros,
-            mask=start + columns < size,
-            eviction_policy="evict_first",
-        )
-    if not IS_ALIGNED:
-        places, is_place = _ragged(begin, size, num_vocab, LANES)
-        tl.store(out_ptr + places, tl.zeros([LANES], out_ptr.dtype.element_ty), mask=is_place)
+    block = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
+    for start in range(0, size, PART):
+        is_in = start + columns < size
+        tl.store(body_ptr + start + columns, block, mask=is_in, eviction_policy="evict_first")
+    if ALIGNMENT != "whole":
+        is_left = tl.arange(0, LANES) < num_vocab - size
+        zeros = tl.zeros([LANES], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + _rest(begin, size, LANES), zeros, mask=is_left)
 
 
 @triton.jit
-def _gradient_apart(x, full, masked, a, c, scale, HAS_ENTROPY: tl.constexpr) -> tl.tensor:
-    """The gradient where log-probability and entropy are of different distributions, by the raw
-    logit, whose capped value is x.
-    """
-    top, log2_total, entropy = full
-    masked_top, masked_log2_total = masked
-    g = a * tl.exp2((x * scale - masked_top) - masked_log2_total)
-    if HAS_ENTROPY:
-        lse, entropy, _, c = _normalized(top, log2_total, entropy, a, c)
-        g += _gradient(x, lse, entropy, 0.0, c, scale, True)
-    return g
-
-
-@triton.jit
-def _write_masked_gradient(
-    out_ptr, num_vocab, mask, full, masked, a, c, scale, softcap,
-    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _write_at(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> None:
     """Write the gradient of the log-probability, which the mask's ids and the target alone have,
     over that of the entropy, which the whole row has.
     """
-    ids_ptr, copy_ptr, begin, end = mask
-    offsets = tl.arange(0, BLOCK)
-    for start in range(begin, end, BLOCK):
-        is_in = start + offsets < end
-        ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
-        x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
-        g = _gradient_apart(x, full, masked, a, c, scale, HAS_ENTROPY)
-        g = _uncap(g, x, softcap).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ids, g, mask=is_in & (ids >= 0) & (ids < num_vocab))
+    _, num_vocab, scale, softcap = row
+    _, full, masked, _ = scored
+    a, c = slopes
+    g = a * tl.exp2((x * scale - masked[0]) - masked[1])
+    if is_target:
+        g -= a
+    if c is not None:
+        normalized = _normalized(full)
+        g += _gradient(x, normalized, (0.0, c * normalized[2]), scale)
+    g = _uncap(g, x, softcap)
+    is_in = is_in & (ids >= 0) & (ids < num_vocab)
+    tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
 def backward_row(
-    row_ptr, out_ptr, num_vocab, mask, target, x_target, full, masked, a, c, scale, softcap,
-    HAS_ENTROPY: tl.constexpr, IS_ALIGNED: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    row, out_ptr, target, scored, mask_ptrs, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Gradient of a row: a weighs the log-probability, c the entropy. Rows that have none are
-    written without being read. What differs from the rest of the row is written over it at the end,
-    the target last, which a mask may name too.
+    """Gradient of a row. Rows that have none are written without being read. What differs from the
+    rest of the row is written over it at the end, the target last, which a mask may name too.
     """
-    ids_ptr, _, begin, end = mask
-    if (a == 0.0) & (c == 0.0):
-        write_zeros(out_ptr, num_vocab, IS_ALIGNED, LANES, WIDTH)
+    x_target, full, _, bounds = scored
+    begin, end = bounds
+    ids_ptr, _, copy_ptr = mask_ptrs
+    a, c = slopes
+    is_zero = a == 0.0
+    if c is not None:
+        is_zero = is_zero & (c == 0.0)
+    if is_zero:
+        write_zeros(out_ptr, row[1], ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
     else:
-        a_row = a
+        of_row = slopes
         if ids_ptr is not None:
-            a_row = tl.where(end > begin, 0.0, a)
+            of_row = (tl.where(end > begin, 0.0, a), c)
         _write_gradient(
-            row_ptr, out_ptr, num_vocab, full, a=a_row, c=c, scale=scale, softcap=softcap,
-            HAS_ENTROPY=HAS_ENTROPY, IS_ALIGNED=IS_ALIGNED, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
+            row, out_ptr, full, slopes=of_row, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
+        )
         tl.debug_barrier()  # the row was written by other threads
         if ids_ptr is not None:
-            _write_masked_gradient(
-                out_ptr, num_vocab, mask, full=full, masked=masked, a=a, c=c, scale=scale,
-                softcap=softcap, HAS_ENTROPY=HAS_ENTROPY, BLOCK=LANES,
-            )  # fmt: skip
+            offsets = tl.arange(0, LANES)
+            for start in range(begin, end, LANES):
+                is_in = start + offsets < end
+                ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
+                x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
+                _write_at(
+                    row, out_ptr, ids, is_in=is_in, x=x, is_target=False, scored=scored,
+                    slopes=slopes,
+                )  # fmt: skip
             tl.debug_barrier()
-        g = _gradient_apart(x_target, full, masked, a, c, scale, HAS_ENTROPY) - a
-        g = _uncap(g, x_target, softcap).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + target, g, mask=(target >= 0) & (target < num_vocab))
+        _write_at(
+            row, out_ptr, target, is_in=True, x=x_target, is_target=True, scored=scored,
+            slopes=slopes,
+        )  # fmt: skip

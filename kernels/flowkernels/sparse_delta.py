@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flowkernels.arguments import checks_values, resolve_impl
+from flowkernels.arguments import checks_values
+from flowkernels.implementations import resolve_impl, with_launcher
 
 BLOCK_WORDS = 65536
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, which wraps alike
@@ -84,8 +84,9 @@ def _chunks(num: int) -> Iterator[slice]:
     return (slice(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK))
 
 
-def _diff_torch(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of `sparse_delta_triton.diff`."""
+@with_launcher("flowkernels.sparse_delta_triton")
+def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `WordDiff`."""
     index_C = (old != new).nonzero()[:, 0]
     counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
     old_C, new_C = old[index_C], new[index_C]
@@ -95,10 +96,9 @@ def _diff_torch(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, T
     return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
 
 
-def _scatter_torch(
-    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int
-) -> Tensor:
-    """Reference of `sparse_delta_triton.scatter`."""
+@with_launcher("flowkernels.sparse_delta_triton")
+def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+    """Add the diffs; return the digest change."""
     index_C = _indices(counts, positions)
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     for part in _chunks(len(index_C)):
@@ -109,24 +109,21 @@ def _scatter_torch(
     return change
 
 
-def _digest_torch(words: Tensor, first: int) -> Tensor:
-    """Reference of `sparse_delta_triton.digest`."""
-    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
+@with_launcher("flowkernels.sparse_delta_triton")
+def digest(words: Tensor, first: int) -> Tensor:
+    """The digest of a piece."""
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for part in _chunks(len(words)):
         index = torch.arange(first + part.start, first + part.stop, device=words.device)
-        digest += _weighted(_squares(words[part]), index)
-    return digest
+        total += _weighted(_squares(words[part]), index)
+    return total
 
 
 @torch.library.custom_op("flowkernels::diff_words", mutates_args=())
 def _diff_op(
     old: Tensor, new: Tensor, first: int, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if impl == "torch":
-        return _diff_torch(old, new, first)
-    from flowkernels import sparse_delta_triton
-
-    return sparse_delta_triton.diff(old, new, first)
+    return diff(impl, old, new, first)
 
 
 @_diff_op.register_fake
@@ -141,29 +138,15 @@ def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Ten
 def _scatter_op(
     words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str
 ) -> Tensor:
-    if impl == "torch":
-        return _scatter_torch(words, counts, positions, diffs, first)
-    from flowkernels import sparse_delta_triton
-
-    # Bounds that never point outside the changes, whatever the counts hold.
-    bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
-    return sparse_delta_triton.scatter(words, bounds_B1, positions, diffs, first, writes=True)
-
-
-@_scatter_op.register_fake
-def _(words: Tensor, *_: object) -> Tensor:
-    return words.new_empty(2, dtype=torch.int64)
+    return scatter(impl, words, counts, positions, diffs, first)
 
 
 @torch.library.custom_op("flowkernels::digest_words", mutates_args=())
 def _digest_op(words: Tensor, first: int, impl: str) -> Tensor:
-    if impl == "torch":
-        return _digest_torch(words, first)
-    from flowkernels import sparse_delta_triton
-
-    return sparse_delta_triton.digest(words, first)
+    return digest(impl, words, first)
 
 
+@_scatter_op.register_fake
 @_digest_op.register_fake
 def _(words: Tensor, *_: object) -> Tensor:
     return words.new_empty(2, dtype=torch.int64)
@@ -245,8 +228,8 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
     impl = resolve_impl(impl, words.device)
     flat = _as_words("words", words)
     _check_first(first, len(flat))
-    digest: Tensor = _digest_op(flat, first, impl)
-    return digest
+    found: Tensor = _digest_op(flat, first, impl)
+    return found
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
@@ -269,10 +252,10 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
             + given.replace("torch.", "")
         )
     flat, at = words.reshape(-1), index.reshape(-1)
-    digest = torch.zeros(2, dtype=torch.int64, device=words.device)
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for part in _chunks(len(flat)):
-        digest += _weighted(_squares(flat[part]), at[part])
-    return digest
+        total += _weighted(_squares(flat[part]), at[part])
+    return total
 
 
 def _as_words(name: str, tensor: Tensor) -> Tensor:

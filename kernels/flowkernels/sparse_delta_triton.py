@@ -5,6 +5,7 @@ their order does not matter.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +38,12 @@ def _square(word) -> tl.tensor:
 @triton.jit
 def _weigh(squares, coefficients) -> tl.tensor:
     return (squares * coefficients.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _add_digest(digest_ptr, a, b) -> None:
+    tl.atomic_add(digest_ptr, tl.sum(a, axis=0), sem="relaxed")
+    tl.atomic_add(digest_ptr + 1, tl.sum(b, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -108,8 +115,7 @@ def scatter_kernel(
         a += _weigh(gain, c_a)
         b += _weigh(gain, c_b)
     if begin < end:
-        tl.atomic_add(digest_ptr, tl.sum(a, axis=0), sem="relaxed")
-        tl.atomic_add(digest_ptr + 1, tl.sum(b, axis=0), sem="relaxed")
+        _add_digest(digest_ptr, a, b)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -126,12 +132,11 @@ def digest_kernel(
         c_a, c_b = _coefficients(first + index)
         a += _weigh(squares, c_a)
         b += _weigh(squares, c_b)
-    tl.atomic_add(digest_ptr, tl.sum(a, axis=0), sem="relaxed")
-    tl.atomic_add(digest_ptr + 1, tl.sum(b, axis=0), sem="relaxed")
+    _add_digest(digest_ptr, a, b)
 
 
 def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launcher, see `sparse_delta.diff_words`."""
+    """Launcher, see `sparse_delta.diff`."""
     num_blocks, tiles = triton.cdiv(len(old), BLOCK_WORDS.value), BLOCK_WORDS.value // TILE["TILE"]
     grid = (num_blocks * tiles,)
     tile_counts = torch.empty(grid, dtype=torch.int32, device=old.device)
@@ -144,14 +149,21 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
     positions, diffs = old.new_empty(num_changes), old.new_empty(num_changes)
     if num_changes:
         compact_kernel[grid](old, new, tile_counts, tile_ends, positions, diffs, len(old), **TILE)
-    change = scatter(old, bounds_B1, positions, diffs, first, writes=False)
+    change = _scatter(old, bounds_B1, positions, diffs, first, writes=False)
     return bounds_B1.diff().int(), positions, diffs, change
 
 
-def scatter(
+def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+    """Launcher, see `sparse_delta.scatter`."""
+    # Bounds that never point outside the changes, whatever the counts hold.
+    bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
+    return _scatter(words, bounds_B1, positions, diffs, first, writes=True)
+
+
+def _scatter(
     words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool
 ) -> Tensor:
-    """Launcher, see `sparse_delta.scatter_words_`; the digest change alone if not `writes`."""
+    """The digest change alone if not `writes`."""
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
@@ -162,7 +174,7 @@ def scatter(
 
 
 def digest(words: Tensor, first: int) -> Tensor:
-    """Launcher, see `sparse_delta.digest_words`."""
+    """Launcher, see `sparse_delta.digest`."""
     out = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(words):
         grid = (triton.cdiv(len(words), DIGEST["TILE"] * DIGEST["NUM_TILES"]),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flowkernels.implementations import with_launcher
 from flowkernels.token_loss import TokenLoss, Tokens
 
 
@@ -61,12 +62,9 @@ def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
     return torch.stack([columns[i] for i in range(Column.NUM)])
 
 
-def reduce_torch(
-    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [26]) over the tokens that count: the reference of
-    `policy_loss_triton.statistics`.
-    """
+@with_launcher("flowkernels.policy_loss_triton")
+def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, statistics [26]) over the tokens that count."""
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
     column_7T = torch.where(counts_T, column_7T, 0.0)
@@ -92,17 +90,6 @@ def reduce_torch(
     sums = torch.stack([values[name].float() for name in NAMES])
     histogram = (is_bin_TB & counts_T[:, None]).sum(0)
     return column_7T[Column.LOSS].sum(), torch.cat([sums, histogram.float()])
-
-
-def reduce(
-    column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor, impl: str
-) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [26]) by either implementation."""
-    if impl == "torch":
-        return reduce_torch(column_7T, weight_T, target_ids_T)
-    from flowkernels import policy_loss_triton
-
-    return policy_loss_triton.statistics(column_7T, weight_T, target_ids_T)
 
 
 def by_name(statistics: Tensor) -> dict[str, Tensor]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-OpTargets = tuple[Tensor, Tensor, float | None, Tensor | None, Tensor | None]
+TARGETS = (
+    "Tensor targets, Tensor temperature, float? softcap, Tensor? mask_ids, Tensor? mask_offsets"
+)
+"""`Targets.flat` in the schema of an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Targets:
         mask = None if self.mask is None else self.mask.at(index_A)
         return Targets(self.ids_T[index_A], self.temperature_T[index_A], self.softcap, mask)
 
-    def flat(self) -> OpTargets:
+    def flat(self) -> tuple[Any, ...]:
         """The fields as an operator takes them; `unflatten` puts them together again."""
         ids_K, offsets_T1 = (
             (None, None) if self.mask is None else (self.mask.token_ids_K, self.mask.offsets_T1)

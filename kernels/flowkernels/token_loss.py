@@ -103,10 +103,24 @@ class LossSpec:
 
 
 @lru_cache(maxsize=64)
-def decode(text: str) -> LossSpec:
+def _decode(text: str) -> LossSpec:
     """The spec that `LossSpec.encoded` stands for."""
     given = json.loads(text)
     return LossSpec(**{**given, "mis": None if given["mis"] is None else tuple(given["mis"])})
+
+
+_PER_TOKEN = (
+    "advantage_T",
+    "weight_T",
+    "old_logprob_T",
+    "ref_logprob_T",
+    "sampler_logprob_T",
+)
+_FLAT = (*_PER_TOKEN[:4], "cu_seqlens_S1")
+INPUTS = (
+    "Tensor advantage, Tensor token_weight, Tensor? old, Tensor? ref, Tensor? cu_seqlens, str spec"
+)
+"""`TokenInputs.flat` and `LossSpec.encoded` in the schema of an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +162,13 @@ class TokenInputs:
 
     def per_token(self) -> dict[str, Any]:
         """The tensors [T] by name, None among them."""
-        return {
-            "advantage_T": self.advantage_T,
-            "weight_T": self.weight_T,
-            "old_logprob_T": self.old_logprob_T,
-            "ref_logprob_T": self.ref_logprob_T,
-            "sampler_logprob_T": self.sampler_logprob_T,
-        }
+        return {name: getattr(self, name) for name in _PER_TOKEN}
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """The fields that an operator takes, in the order of `INPUTS`; without the sampler's, whose
+        correction comes before.
+        """
+        return tuple(getattr(self, name) for name in _FLAT)
 
     def corrected(self, spec: LossSpec) -> TokenInputs:
         """The inputs with TIS on the advantages and MIS on the weights, as the spec has them."""
@@ -171,6 +185,12 @@ class TokenInputs:
             cu_seqlens_S1=self.cu_seqlens_S1,
             **self.per_token(),
         )
+
+
+def unflatten_inputs(*flat: Any) -> tuple[LossSpec, TokenInputs]:
+    """The loss and its inputs from the arguments of an operator."""
+    *tensors, encoded = flat
+    return _decode(encoded), TokenInputs(**dict(zip(_FLAT, tensors, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

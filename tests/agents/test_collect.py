@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
 from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Plan, ResponsePrefix
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
 from flowtrain.tools import ToolCard
 from flowtrain.types import (

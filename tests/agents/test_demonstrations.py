@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 from char_tokenizer import CharTokenizer
 
-from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.planner import Plan, ResponsePrefix
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.refiner import LLMRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard

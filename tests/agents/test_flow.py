@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
-from flowtrain.agents.flow import MALFORMED, BranchStart
+from flowtrain.agents.flow import MALFORMED, BranchStart, Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.memory import MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, Plan, PromptTooLong, ResponsePrefix
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import NO_TOOL, Plan
+from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import (

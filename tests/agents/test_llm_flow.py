@@ -19,10 +19,10 @@ from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
 
-from flowtrain.agents import Flow
 from flowtrain.agents.build import MODULES, make_flow, prompt_hashes
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import NO_COMMAND
+from flowtrain.agents.flow import Flow
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.prompts import FullPrompt
@@ -155,10 +155,10 @@ def llm_flow(
             engine,
             CharTokenizer(),
             FullPrompt(list(tools.values()), CharTokenizer()),
-            ("Wiki",),
             100,
             1.0,
             30.0,
+            tool_names=("Wiki",),
         )
         chat_engine = Endpoint("local", config.engines["local"])
         try:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_tools
-from flowtrain.agents.commands import parse_command
+from flowtrain.agents.build import make_flow, make_planner, make_prompt
+from flowtrain.agents.commands import find_command
 from flowtrain.agents.expert import ScriptedPlanner, next_step
 from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
@@ -22,6 +22,8 @@ from flowtrain.agents.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
 from flowtrain.config import Config
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import ToolCard
+from flowtrain.tools.registry import make_tools
 from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
 
 
@@ -186,6 +188,10 @@ def test_the_last_expression_that_was_computed_is_the_answer() -> None:
 # ---- the executor's command
 
 
+def read(command: str) -> dict[str, object]:
+    return find_command(command, ToolCard("Search", "", ()))[0]
+
+
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
 def test_a_query_written_as_json_is_read_back(query: str, ensure_ascii: bool) -> None:
@@ -195,15 +201,15 @@ def test_a_query_written_as_json_is_read_back(query: str, ensure_ascii: bool) ->
         "execution = "
         f"tool.execute(query={json.dumps(query, ensure_ascii=ensure_ascii and not is_astral)})"
     )
-    assert parse_command(command) == {"query": query}
+    assert read(command) == {"query": query}
 
 
 def test_a_command_has_literal_arguments_by_name() -> None:
-    assert parse_command("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {
+    assert read("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {
         "query": "x",
         "top_k": [1, -2.5, None],
     }
-    assert parse_command("execution = tool.execute()") == {}
+    assert read("execution = tool.execute()") == {}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,6 @@ def test_a_command_has_literal_arguments_by_name() -> None:
     [
         "",
         "No command was run.",
-        "tool.execute(query='x')",
         "print('x')",
         "execution = tool.execute('x')",
         "execution = tool.close()",
@@ -225,9 +230,6 @@ def test_a_command_has_literal_arguments_by_name() -> None:
         "execution = tool.execute(query=x)",
         "execution = tool.execute(**{'query': 'x'})",
         "execution = tool.execute(*['x'])",
-        "execution = tool.execute(query='x'); import os",
-        "import os\nexecution = tool.execute(query='x')",
-        "execution = tool.execute(query='x')\nexecution = tool.execute(query='y')",
         "execution = tool.execute(query='x'",
         "execution = tool.execute(query='\x00')",
         "execution = tool.execute(query='\ud800')",
@@ -240,7 +242,7 @@ def test_a_command_has_literal_arguments_by_name() -> None:
 )
 def test_anything_else_is_refused_and_never_run(command: str) -> None:
     with pytest.raises(ValueError):
-        parse_command(command)
+        read(command)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -258,7 +260,7 @@ def test_anything_else_is_refused_and_never_run(command: str) -> None:
 def test_no_command_does_more_than_raise_value_error(command: str) -> None:
     for text in (command, f"execution = tool.execute(query={command})"):
         try:
-            arguments = parse_command(text)
+            arguments = read(text)
         except ValueError:
             continue
         assert isinstance(arguments, dict)
@@ -325,7 +327,7 @@ class FakeEngine:
 
 
 def expert(error: float) -> ScriptedPlanner:
-    like = PolicyPlanner(FakeEngine(), FakeTokenizer(), CompactPrompt(), (), 10, 1.0, 1.0)  # type: ignore[arg-type]
+    like = PolicyPlanner(FakeEngine(), FakeTokenizer(), CompactPrompt(), 10, 1.0, 1.0)  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, end_id=999)
 
 

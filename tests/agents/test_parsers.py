@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.commands import find_command, parse_command, write_command
-from flowtrain.agents.generator import final_answer
+from flowtrain.agents.commands import find_command, write_command
 from flowtrain.agents.planner import parse_action
 from flowtrain.agents.verifier import parse_verdict
 from flowtrain.tools import Parameter, ToolCard
 from flowtrain.types import Verdict
+from flowtrain.utils.text import final_answer
 
 CARD = ToolCard(
     "Wiki", "Looks up.", (Parameter("query", "what"), Parameter("limit", "how many", int, False))
@@ -92,7 +92,7 @@ arguments = st.dictionaries(st.sampled_from(["query", "limit", "url", "x"]), val
 @given(arguments)
 def test_a_command_is_read_as_it_was_written(arguments: dict[str, object]) -> None:
     command = write_command(arguments)
-    assert parse_command(command) == arguments
+    assert find_command(command, CARD) == (arguments, 1)
     assert "\n" not in command
 
 
@@ -103,9 +103,8 @@ def test_a_command_is_read_as_it_was_written(arguments: dict[str, object]) -> No
 @example("execution = tool.execute(a=" + "9" * 5000 + ")")
 @example("execution = tool.execute(a=-" + "-" * 20_000 + "1)")
 def test_no_reply_breaks_the_command_parser(reply: str) -> None:
-    for read in (parse_command, lambda text: find_command(text, CARD)):
-        with contextlib.suppress(ValueError):
-            read(reply)
+    with contextlib.suppress(ValueError):
+        find_command(reply, CARD)
 
 
 @settings(max_examples=300)
@@ -167,7 +166,6 @@ def test_arguments_come_through_whatever_is_around_them(
         (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
         (f"> {CALL}", (CHAD, 1)),
         (f"`{CALL}`", (CHAD, 1)),
-        ('Here:\nexecution = tool.execute(\n  query="area of Chad"\n)\nDone.', (CHAD, 1)),
         ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
         (
             r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```",

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.build import make_planner
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, PromptTooLong, match_tool, parse_action
+from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, match_tool, parse_action
+from flowtrain.agents.policy import PromptTooLong
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.config import Config
 from flowtrain.tools.base_generator import GuessGenerator
@@ -397,7 +398,7 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 
 def policy(engine: FakeEngine, **changes: object) -> PolicyPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
-    return PolicyPlanner(engine, FakeTokenizer(), CompactPrompt(), TOOLS, **fields)  # type: ignore[arg-type]
+    return PolicyPlanner(engine, FakeTokenizer(), CompactPrompt(), tool_names=TOOLS, **fields)  # type: ignore[arg-type]
 
 
 TASK = Task(

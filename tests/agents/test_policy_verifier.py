@@ -12,13 +12,14 @@ from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents import Flow, FlowLimits, Memory
 from flowtrain.agents.build import make_flow, make_verifier
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import ScriptedVerifier, steps_left
+from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
-from flowtrain.agents.memory import MemoryEntry
-from flowtrain.agents.planner import Plan, PromptTooLong, ResponsePrefix
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, read_verdict
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.config import Config

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.branching import (
-    BranchRule,
     Candidate,
     ResponseScores,
     choose,
@@ -27,6 +26,7 @@ from flowtrain.algorithms.branching import (
     root_samples,
     score_samples,
 )
+from flowtrain.config import Appo
 from flowtrain.config.options import parse
 from flowtrain.run.policy_trainer import optim_spec
 from flowtrain.training import model as models
@@ -71,7 +71,7 @@ def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -
 def points(
     groups: Sequence[Group],
     scores: ResponseScores,
-    rule: BranchRule,
+    rule: Appo,
     num: int,
     blank: Sequence[int] = (),
 ) -> list[list[tuple[int, int, int]]]:
@@ -83,7 +83,7 @@ def points(
     return [[(p.parent, p.turn, p.token) for p in each] for each in found]
 
 
-ENTROPY = BranchRule(kind="entropy", spacing=1)
+ENTROPY = Appo(rule="entropy", spacing=1)
 
 
 def test_places_are_told_by_root_turn_and_token() -> None:
@@ -126,7 +126,7 @@ def test_both_factors_must_be_high() -> None:
     groups = [Group(0, (rollout(turn([1, 2, 3, 4])),))]
     log_ratio = [-0.5, -0.15, -0.05, 0.2]  # future from each: -0.5, 0.0, 0.15, 0.2
     score = scores([0.0, 2.0, 2.0, 0.0], log_ratio)
-    assert points(groups, score, BranchRule(spacing=1), 1) == [[(0, 0, 2)]]
+    assert points(groups, score, Appo(spacing=1), 1) == [[(0, 0, 2)]]
     out = branching_score(
         torch.tensor(log_ratio),
         torch.zeros(4),
@@ -141,7 +141,7 @@ def test_both_factors_must_be_high() -> None:
 def test_equal_policies_fall_back_to_entropy() -> None:
     groups = [Group(0, (rollout(turn([1, 2, 3])),))]
     assert (
-        points(groups, scores([0, 1, 9]), BranchRule(spacing=1), 1)
+        points(groups, scores([0, 1, 9]), Appo(spacing=1), 1)
         == points(groups, scores([0, 1, 9]), ENTROPY, 1)
         == [[(0, 0, 2)]]
     )
@@ -149,7 +149,7 @@ def test_equal_policies_fall_back_to_entropy() -> None:
 
 def test_kept_tokens_move_the_place_on_and_never_beyond_the_end() -> None:
     groups = [Group(0, (rollout(turn([1, 2, 3])),))]
-    rule = BranchRule(kind="entropy", spacing=1, keeps_token=True)
+    rule = Appo(rule="entropy", spacing=1, keep_token=True)
     assert points(groups, scores([0, 1, 9]), rule, 1) == [[(0, 0, 2)]], (
         "token 1 is kept; after token 2 there is nothing"
     )
@@ -159,7 +159,7 @@ def test_arpo_branches_where_a_tool_raised_the_entropy() -> None:
     """dH of 10 makes the chance 1, of -10 makes it 0; the first turn has read no tool."""
     groups = [Group(0, (rollout(turn([1]), turn([2, 3]), turn([4])), rollout(turn([5]))))]
     score = scores([10.0, 20.0, 20.0, 0.0, 99.0])
-    assert points(groups, score, BranchRule(kind="arpo", spacing=16), 3) == [[(0, 1, 0)]]
+    assert points(groups, score, Appo(rule="arpo", spacing=16), 3) == [[(0, 1, 0)]]
 
 
 # ---- the budget
@@ -198,9 +198,7 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
 ) -> None:
     group = Group(0, tuple(rollout(*map(turn, turns)) for turns in roots))
     ids = [x for turns in roots for response in turns for x in response]
-    rule = BranchRule(
-        kind="entropy", spread="root" if spread == "root" else "question", spacing=spacing
-    )
+    rule = Appo(rule="entropy", spread="root" if spread == "root" else "question", spacing=spacing)
     (found,) = points([group], scores([float(x) for x in ids]), rule, num)
     assert len(found) == (num if ids else 0)
     assert all(
@@ -257,7 +255,7 @@ def test_every_rule_runs_on_real_scores(
         Group(g, tuple(rollout(*turns[6 * g + 2 * r : 6 * g + 2 * r + 2]) for r in range(3)))
         for g in range(2)
     ]
-    rule = BranchRule(kind=kind, spacing=1)  # type: ignore[arg-type]
+    rule = Appo(rule=kind, spacing=1)  # type: ignore[arg-type]
     samples, _ = root_samples(groups)
     scores = score_samples(trainer, samples, 40, against_reference=False)
     found = find_points(groups, scores, rule, num_branches=4, seed=0, is_blank_V=NOT_BLANK)

@@ -13,7 +13,7 @@ from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.rules import Rules
-from flowtrain.tasks import TaskCursor
+from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
     Action,
     Call,

@@ -173,7 +173,10 @@ def test_the_audit_finds_what_does_not_add_up(
             ["serve", "--database", "{tmp}/new", "--run.sed", "1"],
             "unknown key run.sed: did you mean run.seed?",
         ),
-        (["serve", "--database", "{tmp}/new", "--port", "70000"], "'70000' is no port"),
+        (
+            ["serve", "--database", "{tmp}/new", "--port", "70000"],
+            "'70000' is no whole number from 0 to 65535",
+        ),
         (
             ["serve", "--database", "{tmp}/new", "--host", "203.0.113.1"],
             "cannot listen at 203.0.113.1",

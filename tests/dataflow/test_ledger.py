@@ -40,7 +40,7 @@ from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
 from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
-from flowtrain.tasks import TaskCursor
+from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
 from flowtrain.utils.seeds import derive_seed
 
@@ -209,7 +209,10 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
     assert push(flow, mine, rewards=(1.0, 1.0)) == "committed"
     assert push(flow, yours, node="n2") == "duplicate"
     assert push(flow, mine) == "duplicate"
-    assert [event.outcome.rewards for event in flow.events() if event.outcome] in ([], [(1.0, 1.0)])
+    assert [event.outcome.rewards for event in flow.history().events if event.outcome] in (
+        [],
+        [(1.0, 1.0)],
+    )
     for _ in range(3):
         push(flow, lease(flow)[0])
     served = flow.batch(BatchRequest("planner", 1)).groups
@@ -505,7 +508,7 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(
     assert again.batch(BatchRequest("planner", 2)) == second
     again.progress(Progress("planner", 2, 1))
     assert again.batch(BatchRequest("planner", 3)) == third
-    assert [event.version for event in again.events() if event.outcome is None] == [1, 2], (
+    assert [event.version for event in again.history().events if event.outcome is None] == [1, 2], (
         "a version that comes again is no news"
     )
     assert {each.work_item for each in (*first.groups, *second.groups, *third.groups)} == set(
@@ -590,7 +593,7 @@ def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None
         10.0,
         2.0,
     )
-    assert [event.version for event in flow.events() if event.outcome is None] == [1, 2]
+    assert [event.version for event in flow.history().events if event.outcome is None] == [1, 2]
 
 
 def test_a_node_with_another_model_is_refused_and_the_others_go_on(
@@ -720,13 +723,13 @@ def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> 
         for each in leases[4:]:
             push(flow, each, version=step - 1)
     lease(flow, 4)
-    decided = flow.decisions()
+    decided = flow.history().decisions
     assert [each.position for each in decided] == list(range(len(decided)))
-    assert all(each.is_admitted == (each.draw < 0.5) for each in decided)
-    assert {each.is_admitted for each in decided} == {True, False}
+    assert all(each.admitted == (each.draw < 0.5) for each in decided)
+    assert {each.admitted for each in decided} == {0, 1}
     assert [each.num_events for each in decided] == sorted(each.num_events for each in decided)
     assert len({each.num_events for each in decided}) == 3
-    events = flow.events()
+    events = flow.history().events
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     expected = [
         event.outcome.work_item if event.outcome else f"v{event.version}"
@@ -775,7 +778,7 @@ def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> No
     answer = flow.lease(LeaseRequest("n1", "a", 2))
     assert (answer.leases, answer.reason) == ((), "filtered")
     assert answer.retry_after_s > 0
-    assert len(flow.decisions()) == 1002
+    assert len(flow.history().decisions) == 1002
     assert flow.audit().problems == ()
 
 

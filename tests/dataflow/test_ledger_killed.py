@@ -155,7 +155,7 @@ def test_many_threads_at_once(database: str, num_ledgers: int) -> None:
     audit = flows[0].audit()
     assert audit.problems == ()
     assert (audit.counts["committed"], audit.counts["planner.assigned"]) == (96, 96)
-    assert [event.number for event in flows[0].events()] == list(range(1, 96 + 24 + 1))
+    assert [event.number for event in flows[0].history().events] == list(range(1, 96 + 24 + 1))
     for flow in flows:
         flow.close()
 

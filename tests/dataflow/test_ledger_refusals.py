@@ -15,7 +15,7 @@ from flowtrain.dataflow.contract import BatchRequest, Progress, Refused, Release
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect
-from flowtrain.tasks import TaskCursor
+from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import UserError
 
 

@@ -80,7 +80,7 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
         and found.num_prompts > found.num_groups
     )
     assert {"assigned", "stale", "filtered"} <= states, "the run has nothing to show"
-    assert sum(len(batch.again) for batch in flow.history().batches) > 2
+    assert sum(row.is_replay for row in flow.history().assignments) > 2
     assert replay(flow.history()) == found
     flow.close()
 
@@ -253,7 +253,7 @@ def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest:
 
     trained(Restarted())  # type: ignore[arg-type]
     again, went_on = ledger(tmp_path / "ledger.db", **RULES), ledger(honest, **RULES)
-    assert again.decisions() == went_on.decisions()
-    assert again.history().batches == went_on.history().batches
+    assert again.history().decisions == went_on.history().decisions
+    assert again.history().assignments == went_on.history().assignments
     again.close()
     went_on.close()

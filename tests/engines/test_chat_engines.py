@@ -270,7 +270,9 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     chats.bind(policy)
     tools = {"Base_Generator": BaseGenerator(chats.roles["tools"], 30.0)}
     prompt = FullPrompt(list(tools.values()), tokenizer)
-    planner = PolicyPlanner(policy, tokenizer, prompt, ("Base_Generator",), 16, 1.0, 30.0)
+    planner = PolicyPlanner(
+        policy, tokenizer, prompt, 16, 1.0, 30.0, tool_names=("Base_Generator",)
+    )
     flow = make_flow(cfg, planner, tools, 2, chats.roles)
     groups = collect(
         flow,

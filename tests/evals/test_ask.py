@@ -18,7 +18,7 @@ from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import Meter, metered
 from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.ask import ask, questions
-from flowtrain.evals.chat_planner import ChatPlanner, PlainText
+from flowtrain.evals.chat_planner import ChatPlanner
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
@@ -186,7 +186,7 @@ class Echo:
 
 def test_a_chat_engine_plans_from_the_question_and_the_memory() -> None:
     echo = Echo("Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: search")
-    planner = ChatPlanner(echo, FullPrompt([], PlainText()), ("Search",), 7.0)
+    planner = ChatPlanner(echo, FullPrompt([], None), ("Search",), 7.0)
     memory = Memory((MemoryEntry("Search", "area of Mali", "x", "The area of Mali is 1240."),))
     plan = asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0))
     assert (

@@ -35,7 +35,7 @@ NUM_ROLLOUTS = 2 * NUM_ROWS * NUM_TRIALS
 @pytest.fixture(scope="module")
 def lookups() -> list[Task]:
     """Questions that one search in the shipped corpus answers."""
-    tasks = facts_tasks(load_corpus(None), "texts", 200, seed=0)
+    tasks = facts_tasks(load_corpus(), "texts", 200, seed=0)
     return [task for task in tasks if task.kind == "lookup"][: 2 * NUM_ROWS]
 
 
@@ -184,7 +184,7 @@ def _is_of(record: dict[str, Any], seed: int) -> bool:
 # ---- a whole evaluation
 
 
-def test_an_evaluation_leaves_its_records_numbers_and_pictures(
+def test_an_evaluation_leaves_its_records_and_numbers(
     server: Server,
     words: tuple[str, ...],
     endpoint: ChatServer,
@@ -240,7 +240,6 @@ def test_an_evaluation_leaves_its_records_numbers_and_pictures(
         (2 * prompt_tokens + 10 * sum(each["reply_tokens"] for each in usage)) / 1e6
     )
     assert "bamboogle" in out and "paper: 7B Flow-GRPO" in out
-    assert (tmp_path / "run" / "evals.png").read_bytes().startswith(b"\x89PNG")
     assert not [path for path in tmp_path.iterdir() if path.name != "run"], "nothing else is left"
 
 
@@ -513,7 +512,7 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
-    assert out.splitlines()[0].endswith("failed  one")
+    assert out.splitlines()[0].endswith(f"failed  {tmp_path / 'one'}")
     records = read(tmp_path / "two" / "trajectories.jsonl")
     assert len(records) == 6 and all(
         record["turns"][0]["prompt_text"].startswith("Question: ") for record in records

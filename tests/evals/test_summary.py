@@ -1,9 +1,8 @@
-"""Accuracy, spread and interval against numbers worked out by hand; the tables and the picture."""
+"""Accuracy, spread and interval against numbers worked out by hand; the tables."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -145,16 +144,3 @@ def test_the_paper_s_numbers_stand_beside_ours() -> None:
         "the mean of some benchmarks is not that of all"
     )
     assert len(BENCHMARKS) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    from flowtrain.evals.picture import plot
-
-    scores = summarise([*TWO_TRIALS, record(0, 1, None, error="x", benchmark="amc23")], TOOLS)
-    out = plot(
-        {"ours": scores, "other": scores[:1]},
-        PAPER | {"nothing": {}},
-        "tiny",
-        tmp_path / "eval.png",
-    )
-    assert out.read_bytes().startswith(b"\x89PNG")

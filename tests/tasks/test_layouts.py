@@ -157,27 +157,27 @@ def test_the_baked_in_instruction_goes(tmp_path: Path) -> None:
         (
             "search-r1",
             {"question": "q"},
-            "key 'golden_answers or reward_model.ground_truth.target' is missing",
+            "golden_answers or reward_model.ground_truth.target): Object missing",
         ),
         (
             "search-r1",
             {"question": "q", "golden_answers": []},
-            "key 'golden_answers' must not be an empty list",
+            "Expected `array` of length >= 1 - at `$.answer`",
         ),
-        ("search-r1", {"question": "q", "reward_model": 3}, "is missing"),
-        ("deepmath", {"final_answer": "1"}, "key 'question' is missing"),
+        ("search-r1", {"question": "q", "reward_model": 3}, "field `answer`"),
+        ("deepmath", {"final_answer": "1"}, "Object missing required field `question`"),
         (
             "agentflow",
             {"question": BAKED_IN, "result": "x"},
-            "key 'question' must be a non-empty string",
+            "Expected `str` matching regex '\\\\S' - at `$.question`",
         ),
         (
             "own",
             {"question": "q", "answer": "A", "choices": ["one"]},
-            "key 'choices' must be a list of 2 to 26 non-empty strings",
+            "Expected `array` of length >= 2 - at `$.choices`",
         ),
-        ("own", {"question": "q", "answer": "A", "choices": ["one", " "]}, "key 'choices' must be"),
-        ("own", {"question": "q", "answer": "A", "choices": "one, two"}, "key 'choices' must be"),
+        ("own", {"question": "q", "answer": "A", "choices": ["one", " "]}, "at `$.choices[1]`"),
+        ("own", {"question": "q", "answer": "A", "choices": "one, two"}, "at `$.choices`"),
     ],
 )
 def test_missing_columns_are_named(
@@ -185,7 +185,7 @@ def test_missing_columns_are_named(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as refused:
         load_tasks(write(tmp_path, "set.json", [row]), preset)
-    assert str(refused.value).startswith(f"{tmp_path / 'set.json'}, entry 1: ")
+    assert str(refused.value).startswith(f"{tmp_path / 'set.json'}, entry 1 (question: ")
 
 
 def test_files_that_are_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

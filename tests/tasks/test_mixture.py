@@ -99,13 +99,6 @@ def test_every_batch_has_its_shares_and_every_source_its_epochs() -> None:
     ]
 
 
-def test_mistakes_are_refused() -> None:
-    with pytest.raises(UserError, match="position: must be 0 or more, not -1"):
-        MixedCursor(sources(2), {"s0": 1.0}, 0, position=-1)
-    with pytest.raises(UserError, match="at least one is needed"):
-        MixedCursor(sources(2, 0), {"s0": 1.0, "s1": 1.0}, 0)
-
-
 # ---- task sets
 
 

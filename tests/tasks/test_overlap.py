@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.tasks import facts_tasks, load_corpus
-from flowtrain.tasks.overlap import _similarity, _weights, _words, main, overlaps
+from flowtrain.tasks.corpus import load_corpus
+from flowtrain.tasks.facts import facts_tasks
+from flowtrain.tasks.overlap import _similarity, _weights, _words, overlaps
 from flowtrain.types import Task
 
 HELD_OUT = [
@@ -35,8 +32,8 @@ HELD_OUT = [
 
 def found(*questions: str) -> list[tuple[str, str]]:
     return [
-        (pair.train.question, pair.held_out.id)
-        for pair in overlaps([Task(q, q, ("x",)) for q in questions], HELD_OUT)
+        (train.question, held_out.id)
+        for train, held_out in overlaps([Task(q, q, ("x",)) for q in questions], HELD_OUT)
     ]
 
 
@@ -102,7 +99,7 @@ def test_puzzles_are_compared_by_their_numbers() -> None:
         [puzzle("8", "1", "1", "1"), puzzle("1", "1", "8", "8"), puzzle("1", "1", "1", "11")],
         held_out,
     )
-    assert [(pair.train.id, pair.similarity) for pair in pairs] == [("8111", 1.0)]
+    assert [train.id for train, _ in pairs] == ["8111"]
 
 
 def test_a_word_that_stands_twice_counts_twice() -> None:
@@ -110,8 +107,7 @@ def test_a_word_that_stands_twice_counts_twice() -> None:
         Task("a", "Tick tick tock tock boom?", ("x",)),
         Task("b", "Tick tock boom?", ("x",)),
     )
-    (pair,) = overlaps([once], [often], threshold=0.1)
-    assert pair.similarity < 0.6
+    assert overlaps([once], [often], threshold=0.1) and not overlaps([once], [often])
 
 
 TEXTS = st.lists(
@@ -135,7 +131,7 @@ def test_no_pair_is_missed(train: list[str], held_out: list[str], threshold: flo
         if _similarity(_words(a), _words(b), weights) >= threshold
     ]
     assert [
-        (pair.train.id, pair.held_out.id) for pair in overlaps(tasks, others, threshold)
+        (train.id, held_out.id) for train, held_out in overlaps(tasks, others, threshold)
     ] == every
 
 
@@ -146,46 +142,3 @@ def test_the_built_in_splits_are_templates_not_duplicates() -> None:
         task for task in held_out if task.question not in {other.question for other in train}
     ]
     assert len(overlaps(train, distinct)) < len(distinct) / 2
-
-
-def files(folder: Path, *questions: str) -> list[str]:
-    (folder / "bamboogle").mkdir()
-    data = folder / "bamboogle" / "data"
-    data.mkdir()
-    (data / "data.json").write_text(
-        json.dumps([{"query": task.question, "answer": ["x"]} for task in HELD_OUT])
-    )
-    train = folder / "train.jsonl"
-    train.write_text(
-        "\n".join(json.dumps({"question": question, "answer": "x"}) for question in questions)
-    )
-    return ["--train", str(train), "--benchmarks", str(folder)]
-
-
-def test_the_command_prints_pairs_and_exits_with_1(tmp_path: Path) -> None:
-    argv = files(
-        tmp_path,
-        "What is a mole?",
-        "WHO was president of the United States in the year Citibank was founded?",
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "flowtrain.tasks.overlap", *argv],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1, done.stderr
-    first, second, last = done.stdout.splitlines()
-    assert "train-2: WHO was president" in first and "bamboogle-3: Who was president" in second
-    assert last == "1 pairs at 0.6 or more, against 6 benchmark questions"
-
-
-def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = files(tmp_path, "What is a mole?")
-    assert main(argv) == 0 and main([*argv, "--threshold", "0"]) == 2
-    assert main(["--train", str(tmp_path / "no.jsonl"), "--benchmarks", str(tmp_path)]) == 2
-    (tmp_path / "none").mkdir()
-    assert main([*argv[:3], str(tmp_path / "none")]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    parts = ("--threshold=0.0: must be", "no.jsonl: cannot be read", "holds no benchmark file")
-    assert all(part in error for part, error in zip(parts, errors, strict=True))

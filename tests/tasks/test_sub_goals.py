@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_what_the_question_names_is_nothing_to_find() -> None:
 @pytest.mark.parametrize("kind", ["chain", "sum", *DEEP_KINDS])
 def test_a_perfect_planner_reaches_all_sub_goals_of_a_question(kind: str) -> None:
     corpus = load_corpus()
-    for task in facts_tasks(corpus, "train", 40, 0, {kind: 1.0}):
+    for task in facts_tasks(corpus, "train", 40, 0, [kind]):
         check(task)
         turns = tuple(
             turn(step.sub_goal, goal.names[0])
@@ -145,18 +146,14 @@ def test_files_may_hold_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("goals", "message"),
     [
-        ("Chad", "must be a list of objects with names, weight"),
-        ([{"names": ["Chad"]}], "must be a list of objects with names, weight"),
-        (
-            [{"names": ["Chad"], "weight": 1, "hint": "x"}],
-            "must be a list of objects with names, weight",
-        ),
-        ([{"names": "Chad", "weight": 1}], "names must be a list of strings"),
-        ([{"names": [1], "weight": 1}], "names must be a list of strings"),
-        ([{"names": ["Chad"], "weight": "1"}], "weight must be a number"),
-        ([{"names": ["Chad"], "weight": True}], "weight must be a number"),
+        ("Chad", "Expected `array`, got `str` - at `$.sub_goals`"),
+        ([{"names": ["Chad"]}], "missing required field `weight` - at `$.sub_goals[0]`"),
+        ([{"names": "Chad", "weight": 1}], "Expected `array`, got `str`"),
+        ([{"names": [1], "weight": 1}], "Expected `str`, got `int`"),
+        ([{"names": ["Chad"], "weight": "1"}], "Expected `float`, got `str`"),
+        ([{"names": ["Chad"], "weight": True}], "Expected `float`, got `bool`"),
     ],
 )
 def test_what_is_no_sub_goal_is_named(tmp_path: Path, goals: object, message: str) -> None:
-    with pytest.raises(UserError, match=f"line 1: key 'sub_goals'.*{message}"):
+    with pytest.raises(UserError, match="line 1 .*" + re.escape(message)):
         load(tmp_path, goals)

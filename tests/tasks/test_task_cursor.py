@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Task, UserError
+from flowtrain.types import Task
 
 SEEDS = st.integers(0, 5)
 SIZES = st.integers(1, 12)
@@ -68,12 +67,3 @@ def test_position_may_be_set_back() -> None:
     batches = [cursor.take(3) for _ in range(9)]
     cursor.position = 6
     assert [cursor.take(3) for _ in range(7)] == batches[2:]
-
-
-def test_mistakes_are_refused() -> None:
-    with pytest.raises(UserError, match="at least one is needed"):
-        TaskCursor([], 0)
-    with pytest.raises(UserError, match="position: must be 0 or more, not -1"):
-        TaskCursor(make_tasks(2), 0, position=-1)
-    with pytest.raises(UserError, match="at least 1 task, not 0"):
-        TaskCursor(make_tasks(2), 0).take(0)

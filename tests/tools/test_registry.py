@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.agents.build import make_tools
 from flowtrain.config import Config
 from flowtrain.config.search import WebSearch
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
+from flowtrain.tools.registry import make_tools
 from flowtrain.types import UserError
 
 TASKS = TaskSet((), {}, ("The area of Chad is 1284.", "The area of Mali is 1240."))

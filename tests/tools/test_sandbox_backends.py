@@ -68,7 +68,7 @@ def test_a_granted_package_computes(numpy_box: ProcessSandbox) -> None:
         )
         == "7.0\n"
     )
-    assert numpy_box.offers == "the standard library, numpy"
+    assert numpy_box.backend.offers == "the standard library, numpy"
 
 
 def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:

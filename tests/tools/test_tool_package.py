@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOW = """
 import asyncio, json
-from flowtrain.agents import Flow, FlowLimits
-from flowtrain.agents.build import make_tools
+from flowtrain.agents.flow import Flow, FlowLimits
+from flowtrain.tools.registry import make_tools
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import Plan

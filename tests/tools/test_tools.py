@@ -331,5 +331,3 @@ def test_search_refuses_what_it_cannot_index() -> None:
     for passages in ([], ["", "?!"]):
         with pytest.raises(UserError, match="needs a passage with at least one word"):
             Search(passages)
-    with pytest.raises(UserError, match="top_k must be at least 1, got 0"):
-        Search(PASSAGES, top_k=0)

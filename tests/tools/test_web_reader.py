@@ -27,7 +27,7 @@ from web_servers import (
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import ToolContext, run_tool
+from flowtrain.tools import run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.retrieval.dense import embedder
 from flowtrain.tools.web.addresses import Resolver, Rules
@@ -280,7 +280,7 @@ def test_reader_refuses_localhost_unless_allowed(
         monkeypatch.setattr("flowtrain.tools.web_reader.Rules", partial(Rules, ports))
         agent = {"tools": ["Web_Reader"], "tool_timeout_s": 20.0}
         config = Config.model_validate({"agent": agent, "web_reader": options})
-        return make_tools(config.agent.tools, ToolContext(config))["Web_Reader"]
+        return make_tools(config)["Web_Reader"]
 
     with serving(html("Its length is 4180 kilometres.", Content_Type="text/plain")) as server:
         own = (server.server_port,)
@@ -339,4 +339,4 @@ def test_an_embedder_must_be_an_engine() -> None:
         UserError,
         match=r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge",
     ):
-        make_tools(config.agent.tools, ToolContext(config))
+        make_tools(config)

@@ -13,7 +13,7 @@ import pytest
 from web_servers import Answer, Server, html, json_answer, serving, status
 
 from flowtrain.config import Config
-from flowtrain.tools import Tool, ToolContext, run_tool
+from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import ToolResult, UserError
 
@@ -122,7 +122,7 @@ def tool(
     config = Config.model_validate(
         {"agent": agent, "web_search": {"provider": provider, "base_url": url, **options}}
     )
-    return make_tools(config.agent.tools, ToolContext(config))["Web_Search"]
+    return make_tools(config)["Web_Search"]
 
 
 def search(
@@ -280,9 +280,7 @@ def test_another_variable_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_addresses_are_named_and_checked_at_the_start() -> None:
-    with pytest.raises(
-        UserError, match=r"web_search\.base_url='' must be the address of a SearXNG instance"
-    ):
+    with pytest.raises(UserError, match=r"web_search\.base_url='' must begin with http.* SearXNG"):
         tool("searxng", "")
     with pytest.raises(
         UserError, match=r"web_search\.base_url='localhost:8080' must begin with http"

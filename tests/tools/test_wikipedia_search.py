@@ -15,7 +15,7 @@ from web_servers import Answer, ScriptedChat, Server, html, json_answer, serving
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import Tool, ToolContext, run_tool
+from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.wikipedia_search import parse_choice
 from flowtrain.types import ToolResult, UserError
@@ -68,7 +68,7 @@ def tool(
         "tool_timeout_s": timeout_s,
     }
     config = Config.model_validate({"agent": agent, "wikipedia": {"base_url": url, **options}})
-    return make_tools(config.agent.tools, ToolContext(config, chat=chat))["Wikipedia_Search"]
+    return make_tools(config, chat=chat)["Wikipedia_Search"]
 
 
 def search(

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from forests import is_valid_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from flowtrain.training import attention
 from flowtrain.training.attention import Forest, forest_attention
-from flowtrain.training.tree import is_valid_tree
 
 
 def random_forest(num_tokens: int, seed: int, deep: float = 0.5) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from forests import is_valid_tree
 from gradients import distance
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -18,7 +19,7 @@ from flowtrain.training import model as models
 from flowtrain.training.attention import Forest, forest_attention
 from flowtrain.training.flex import BLOCK, FlexTree, padded
 from flowtrain.training.trainer import forward_rows
-from flowtrain.training.tree import is_valid_tree, pack_row
+from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World
 from flowtrain.types import Sample
 

@@ -8,17 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from forests import is_valid_tree, tree_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.training.tree import (
     PackedRow,
     empty_row,
-    is_valid_tree,
     pack,
     pack_row,
     pack_rows,
-    tree_bounds,
 )
 from flowtrain.types import Sample
 

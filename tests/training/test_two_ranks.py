@@ -1,14 +1,11 @@
-"""Two ranks train what one rank trains, also where another rank samples. Run as a script (under
-torchrun) this file is the training; the tests compare what it wrote.
+"""Two ranks train what one rank trains, also where another rank samples. Run as a script, this
+file is the training; the tests compare what it wrote.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import LossSpec
+from ranks import fork, launch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -265,29 +263,17 @@ def write(path: Path, trainer: Trainer, world: World) -> None:
 @pytest.fixture(scope="module")
 def places(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
     """The folder that the ranks of each layout filled."""
-    places, launched = {}, {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for layout in LAYOUTS:
-        size, num_samplers = layout
-        places[layout] = tmp_path_factory.mktemp(f"ranks{size}.{num_samplers}")
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(size),
-        ]
-        command = [*torchrun, __file__, tiny_path, str(places[layout]), str(num_samplers)]
-        launched[layout] = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    for process in launched.values():
-        try:
-            output, _ = process.communicate(timeout=240)
-        finally:
-            process.kill()
-        assert process.returncode == 0, output[-4000:]
+    places = {
+        (size, num_samplers): tmp_path_factory.mktemp(f"ranks{size}.{num_samplers}")
+        for size, num_samplers in LAYOUTS
+    }
+    launch(
+        __file__,
+        [
+            (size, (tiny_path, str(place), str(num_samplers)))
+            for (size, num_samplers), place in places.items()
+        ],
+    )
     return places
 
 
@@ -470,4 +456,4 @@ def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    fork(lambda path, out, num_samplers: run(path, Path(out), int(num_samplers)))

@@ -1,17 +1,15 @@
-"""Two FSDP2 ranks publish what one rank publishes. Run as a script (under torchrun) this file
-publishes; the tests compare the stores.
+"""Two FSDP2 ranks publish what one rank publishes. Run as a script, this file publishes; the tests
+compare the stores.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import fork, launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -86,27 +84,8 @@ def fail(*_: object, **__: object) -> None:
 @pytest.fixture(scope="module")
 def results(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The folder that one rank and that two ranks filled."""
-    places = {}
-    for size in (1, 2):
-        places[size] = tmp_path_factory.mktemp(f"ranks{size}")
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(size),
-        ]
-        command = [*torchrun, __file__, tiny_path, str(places[size])]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-12000:]
+    places = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (1, 2)}
+    launch(__file__, [(size, (tiny_path, str(place))) for size, place in places.items()])
     return places
 
 
@@ -190,4 +169,4 @@ def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: We
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    fork(lambda path, out: run(path, Path(out)))

@@ -188,32 +188,6 @@ def test_garbage_leaves_the_snapshot_and_the_deltas_that_lead_to_kept_versions(
     assert same_bits(pull(store, 12), chain(12))
 
 
-def test_a_lease_keeps_a_version_until_it_runs_out(store: WeightStore) -> None:
-    publish(store, 1, 2, 3, 4)
-    store.lease("node-1", 2, seconds=3600)
-    store.lease("node-2", 3, seconds=-1)
-    assert store.leases() == {"node-1": 2}
-    assert store.collect_garbage(keep=1) == [1] and store.versions() == [2, 3, 4]
-    store.lease("node-1", 4, seconds=3600)  # moves on
-    assert store.collect_garbage(keep=1) == [2, 3]
-    store.lease("node-3", 99, seconds=3600)  # never published here
-    assert store.collect_garbage(keep=1) == [] and store.versions() == [4]
-    for reader in ("", "../HEAD", "a/b"):
-        with pytest.raises(ValueError, match="reader must be letters"):
-            store.lease(reader, 4, 1)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 1, "expires": "soon"}'])
-def test_a_damaged_lease_is_named(store: WeightStore, text: str) -> None:
-    publish(store, 1)
-    store.lease("node", 1, seconds=3600)
-    (store.root / "leases" / "node.json").write_text(text)
-    with pytest.raises(
-        StoreError, match=r"node.json is no lease; delete it if no reader needs it: "
-    ):
-        store.collect_garbage(keep=1)
-
-
 # ---- manifests
 
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import http_stores as hs
 import pytest
@@ -21,17 +20,14 @@ from http_stores import (
     add_snapshot,
     delta_path,
     flip,
-    reseal,
     rewrite,
     same,
     weights_at,
 )
 from safetensors.numpy import load_file, save_file
 
-from flowtrain import _delta
 from flowtrain.weights import HttpStore, WeightStore, pull, remote
-from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.tensor_shards import u16_view
+from flowtrain.weights.files import write_delta
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -48,69 +44,23 @@ def test_inspect_lists_the_versions(run: Run, filled: WeightStore) -> None:
     assert re.search(r"^ +4 +\d\d +0\.\d{3}% .* 3, 0$", lines[5])
 
 
-def test_inspect_as_json(run: Run, filled: WeightStore) -> None:
-    code, out, _ = run("inspect", filled.root, "--json")
-    records = json.loads(out)
-    assert code == 0 and [r["version"] for r in records] == list(range(LAST + 1))
-    first, fourth = records[0], records[4]
-    size = (filled.folder(0) / "anchor-r0.safetensors").stat().st_size
-    assert (
-        first["snapshot_bytes"] == size
-        and first["bytes_per_change"] is None
-        and first["density"] == 1
-    )
-    assert fourth["bases"] == [3, 0] and fourth["snapshot"] == 0
-    assert (
-        fourth["delta_bytes"]
-        == delta_path(filled, 3, 4).stat().st_size
-        == pytest.approx(fourth["bytes_per_change"] * fourth["num_changed"])
-    )
-    assert fourth["skip_bytes"] == delta_path(filled, 0, 4).stat().st_size
-
-
 def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> None:
     manifest = filled.manifest(4)
-    code, out, _ = run("inspect", filled.root, "--version", 4, "--json")
+    code, out, _ = run("inspect", filled.root, "--version", 4)
     record = json.loads(out)
-    assert code == 0 and record["root"] == manifest.root
-    assert {t["name"]: (t["dtype"], tuple(t["shape"])) for t in record["tensors"]} == {
-        "layer.weight": ("bfloat16", (64, 96)),
-        "norm": ("float32", (7,)),
-        "step": ("float32", ()),
-    }
-    assert [(d["base"], d["version"]) for d in record["deltas"]] == [(3, 4), (0, 4)]
-    layer = record["deltas"][0]["tensors"][0]
-    assert (
-        layer["name"],
-        layer["first"],
-        layer["num_words"],
-        layer["level"],
-        sum(layer["blocks"].values()),
-    ) == (
-        "layer.weight",
-        0,
-        6144,
-        1,
-        1,
-    )
+    deltas = record.pop("deltas")
+    assert code == 0 and record == json.loads(manifest.to_json())
+    assert [(d["base"], d["version"]) for d in deltas] == [(3, 4), (0, 4)]
+    layer = deltas[0]["tensors"]["layer.weight"]
+    found = (layer["first"], layer["num_words"], layer["level"], sum(layer["num_blocks"].values()))
+    assert found == (0, 6144, 1, 1)
     digests = [
         f"{a:016x}{b:016x}"
         for a, b in (filled.manifest(3).digests["layer.weight"], manifest.digests["layer.weight"])
     ]
     assert [layer["base_digest"], layer["target_digest"]] == digests
-
-    code, out, _ = run("inspect", delta_path(filled, 0, 4), "--json")
-    assert code == 0 and json.loads(out) == record["deltas"][1]
-    code, out, _ = run("inspect", filled.root, "--version", 4)
-    assert (
-        code == 0
-        and "64x96" in out
-        and "scalar" in out
-        and manifest.root in out
-        and "delta-00000000-r0.safetensors: from 0 to 4" in out
-    )
-    code, single, _ = run("inspect", delta_path(filled, 0, 4))
-    assert code == 0 and single in out
+    code, out, _ = run("inspect", delta_path(filled, 0, 4))
+    assert code == 0 and json.loads(out) == deltas[1]
 
 
 def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) -> None:
@@ -118,12 +68,6 @@ def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) 
     code, out, _ = run("inspect", copied.root)
     assert code == 1 and re.match(
         r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3]
-    )
-    code, out, _ = run("inspect", copied.root, "--json")
-    assert (
-        code == 1
-        and "manifest.json is damaged" in json.loads(out)[2]["error"]
-        and json.loads(out)[3]["version"] == 3
     )
     for arguments, message in (
         (("--version", 2), "v00000002/manifest.json is damaged"),
@@ -167,87 +111,6 @@ def test_a_store_without_versions_or_with_a_wrong_head(
     assert code == 1 and "not a version" in err
 
 
-# ---- compose
-
-
-def apply_file(path: Path, start: int) -> dict[str, Any]:
-    weights = weights_at(start)
-    _, blobs = open_delta(path)
-    _delta.apply(list(blobs.values()), [u16_view(weights[name]) for name in blobs])
-    return weights
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 5), (1, 4), (2, 5)])
-@pytest.mark.parametrize("stored", [1, 2])
-@pytest.mark.parametrize("level", [1, 2])
-def test_compose(run: Run, tmp_path: Path, start: int, end: int, stored: int, level: int) -> None:
-    store = hs.fill(tmp_path / "weights", stored)
-    out_path = tmp_path / "joined.safetensors"
-    code, out, _ = run("compose", store.root, start, end, "-o", out_path, "--level", level)
-    assert code == 0 and re.search(
-        rf"joined.safetensors: from {start} to {end}, 2 tensors changed, .*B$", out.strip()
-    )
-    assert same(apply_file(out_path, start), weights_at(end)) and not same(
-        weights_at(start), weights_at(end)
-    )
-    header, blobs = open_delta(out_path)
-    assert (header["base"], header["version"]) == (start, end)
-    assert {_delta.info(blob)["level"] for blob in blobs.values()} == {level}
-    assert {path.name for path in tmp_path.iterdir()} == {"weights", "joined.safetensors"}
-
-
-def test_compose_of_deltas_of_several_ranks(run: Run, copied: WeightStore, tmp_path: Path) -> None:
-    """Ranks come and go between versions; the file is that of one rank all the same."""
-    manifest = copied.manifest(2)
-    old, new = (u16_view(weights_at(version)["layer.weight"]) for version in (1, 2))
-    _, blobs = open_delta(delta_path(copied, 1, 2))
-    files = []
-    for rank, (first, end) in enumerate(((0, 4000), (4000, 6144))):
-        part = _delta.encode(
-            old[first:end],
-            new[first:end],
-            first=first,
-            base_digest=_delta.digest(old[first:end], first=first),
-        )
-        of_rank = {"layer.weight": part} | ({"step": blobs["step"]} if rank else {})
-        files.append(
-            write_delta(
-                copied.folder(2) / f"delta-00000001-r{rank}.safetensors",
-                of_rank,
-                manifest.layout,
-                1,
-                2,
-            )
-        )
-    rewrite(copied, 2, delta_files={1: tuple(files)})
-    assert run("verify", copied.root, "--all")[0] == 0
-    assert run("compose", copied.root, 1, 3, "-o", tmp_path / "x.safetensors")[0] == 0
-    assert same(apply_file(tmp_path / "x.safetensors", 1), weights_at(3))
-
-
-def test_compose_refuses(run: Run, copied: WeightStore, tmp_path: Path) -> None:
-    out = tmp_path / "x.safetensors"
-    for start, end, code, message in (
-        (3, 3, 2, "FROM must be before TO"),
-        (4, 2, 2, "FROM must be before TO"),
-        (0, 77, 1, "version 77 is not"),
-    ):
-        found, _, err = run("compose", copied.root, start, end, "-o", out)
-        assert found == code and message in err
-    code, _, err = run("compose", copied.root, 0, 1, "-o", tmp_path / "none" / "x")
-    assert code == 2 and "the folder" in err and "does not exist" in err
-    rewrite(copied, 3, delta_files={})
-    code, _, err = run("compose", copied.root, 1, 3, "-o", out)
-    assert code == 1 and "no deltas lead from version 1 to 3" in err
-    flip(delta_path(copied, 4, 5))
-    code, _, err = run("compose", copied.root, 4, 5, "-o", out)
-    assert code == 1 and "checksum" in err
-    reseal(copied, 4, 5)
-    code, _, err = run("compose", copied.root, 4, 5, "-o", out, "--level", 2)
-    assert code == 1 and "a delta of 'step' between versions 4 and 5 is damaged" in err
-    assert not list(tmp_path.glob("x.*"))
-
-
 # ---- gc
 
 
@@ -264,9 +127,6 @@ def test_gc(run: Run, copied: WeightStore) -> None:
         r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out
     )
     assert copied.versions() == list(range(6))
-    copied.lease("engine", 1, 1000)
-    assert run("gc", copied.root, "--keep", 2)[1].startswith("deleted nothing")
-    copied.lease("engine", 4, 1000)
     code, out, _ = run("gc", copied.root, "--keep", 2)
     assert code == 0 and out.startswith("deleted 0, 1, 2 (") and out.endswith("; 3 versions stay\n")
     assert copied.versions() == [3, 4, 5] and same(pull(copied, 5), weights_at(5))
@@ -275,7 +135,7 @@ def test_gc(run: Run, copied: WeightStore) -> None:
 # ---- usage
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "compose", "serve", "gc"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "serve", "gc"])
 def test_help_has_an_example(run: Run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0 and f"example: python -m flowtrain.weights {command} " in " ".join(out.split())
@@ -297,8 +157,6 @@ def test_help_has_an_example(run: Run, command: str) -> None:
         *(
             ("gc", "S"),
             ("gc", "S", "--keep", "0"),
-            ("compose", "S", "0", "1"),
-            ("compose", "S", "0", "1", "-o", "f", "--level", "3"),
         ),
         *(
             ("serve", "S", "--port", "99999"),
@@ -340,17 +198,13 @@ def test_serve_refuses_a_port_in_use_and_a_bad_token(
 
 
 def test_commands_work_on_a_url(
-    run: Run, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, filled: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)
     with hs.serving(filled) as url:
-        for arguments in ((), ("--version", 4), ("--version", 4, "--json"), ("--json",)):
+        for arguments in ((), ("--version", 4)):
             assert run("inspect", url, *arguments) == run("inspect", filled.root, *arguments)
         assert run("verify", url, "--all") == run("verify", filled.root, "--all")
-        files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-        for location, path in zip((url, filled.root), files, strict=True):
-            assert run("compose", location, 0, 5, "-o", path)[0] == 0
-        assert all(same(apply_file(path, 0), weights_at(5)) for path in files)
         monkeypatch.setenv("FLOWTRAIN_TOKEN", "another")
         code, _, err = run("inspect", url)
         assert code == 1 and "the server refuses the token" in err
@@ -366,13 +220,8 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
             and f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
         )
         shutil.rmtree(copied.folder(0))
-        assert [r["version"] for r in json.loads(run("inspect", server.url, "--json")[1])] == [
-            1,
-            2,
-            3,
-            4,
-            5,
-        ]
+        lines = run("inspect", server.url)[1].splitlines()
+        assert [line.split()[0] for line in lines] == ["version", "1", "2", "3", "4", "5"]
         (copied.root / "HEAD").unlink()
         code, _, err = run("verify", server.url)
         assert code == 1 and f"{server.url} holds no version" in err

@@ -22,10 +22,8 @@ pytest_plugins = ("http_stores",)
 @pytest.mark.parametrize("level", [1, 2])
 def test_verify_a_good_store(run: Run, tmp_path: Path, level: int) -> None:
     store = hs.fill(tmp_path / "weights", level)
-    assert {
-        t["level"]
-        for t in json.loads(run("inspect", delta_path(store, 4, 5), "--json")[1])["tensors"]
-    } == {level}
+    tensors = json.loads(run("inspect", delta_path(store, 4, 5))[1])["tensors"]
+    assert {tensor["level"] for tensor in tensors.values()} == {level}
     num_bytes = sum(path.stat().st_size for path in store.root.glob("v*/*.safetensors"))
     code, out, err = run("verify", store.root, "--all", "--threads", 2)
     assert (code, out, err) == (0, f"fine: 6 versions, 7 files, {num_bytes / 1024:.3g} KiB\n", "")

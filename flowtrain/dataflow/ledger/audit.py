@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,18 +118,11 @@ _QUERIES = {
 
 def audit_database(database: str | Path) -> Audit:
     """Audit a ledger that may be in use. UserError if there is none."""
-    with reading(database) as transaction:
-        return audit(transaction)
-
-
-@contextmanager
-def reading(database: str | Path) -> Iterator[Transaction]:
-    """One state of a ledger that may be in use. UserError if there is none."""
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
     with closing(connect(database)) as found, found.read() as transaction:
         meta_row(transaction, found.name)
-        yield transaction
+        return audit(transaction)
 
 
 def audit(transaction: Transaction) -> Audit:

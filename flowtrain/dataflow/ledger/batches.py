@@ -10,17 +10,16 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import AssignedGroup, Batch, BatchRequest, Refused
-from flowtrain.dataflow.ledger.prompts import number_groups, outcome
-from flowtrain.dataflow.ledger.pushes import Arrivals
+from flowtrain.dataflow.ledger.prompts import candidate, number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import heard_policy
 from flowtrain.dataflow.rules import Candidate, Selector, replays
+from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
 
-MAX_WAIT_S = 30.0
-_POLL_S = 0.25
-"""Longest delay until groups pushed through another process are found."""
+_POLL_S = 0.1
+"""Seconds between two looks for groups that were pushed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Batches:
     config: Config
     clock: Callable[[], float]
     selector: Selector
-    arrivals: Arrivals
 
     def batch(self, request: BatchRequest) -> Batch:
         if not 0 <= request.rank < request.num_ranks:
@@ -38,12 +36,11 @@ class Batches:
             )
         end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
-            num_before = self.arrivals.num
             answer = self._batch(request)
             left = end - time.monotonic()
             if not answer.num_missing or left <= 0:
                 return answer
-            self.arrivals.wait_for(num_before + answer.num_missing, min(_POLL_S, left))
+            time.sleep(min(_POLL_S, left))
 
     def _batch(self, request: BatchRequest) -> Batch:
         step = request.step
@@ -123,7 +120,7 @@ def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
         " ORDER BY g.event",
         policy.name,
     )
-    return [_candidate(row, policy.max_staleness) for row in rows]
+    return [candidate(row, policy.max_staleness) for row in rows]
 
 
 def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
@@ -138,11 +135,7 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
         policy.name,
         step - 1 - policy.max_staleness,
     )
-    return [_candidate(row, policy.max_staleness) for row in rows]
-
-
-def _candidate(row: Any, max_staleness: int) -> Candidate:
-    return Candidate(outcome(row), row.min_version + max_staleness, row.event)
+    return [candidate(row, policy.max_staleness) for row in rows]
 
 
 def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:

@@ -13,16 +13,8 @@ from flowtrain.dataflow.ledger.audit import Audit, audit
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.nodes import Nodes
-from flowtrain.dataflow.ledger.prompts import (
-    Cursor,
-    Decision,
-    Event,
-    Prompts,
-    TaskOrder,
-    read_decisions,
-    read_events,
-)
-from flowtrain.dataflow.ledger.pushes import Arrivals, Pushes
+from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
+from flowtrain.dataflow.ledger.pushes import Pushes
 from flowtrain.dataflow.ledger.replay import History, read_history
 from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
@@ -57,14 +49,13 @@ class Ledger:
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
         self.database = connect(database)
-        arrivals = Arrivals()
         common = (self.database, config, clock)
         self._clock = clock
         nodes = Nodes(*common)
         leases = LeaseBook(*common, prompts=self._prompts)
-        pushes = Pushes(*common, group_filter=rules.group_filter, arrivals=arrivals)
+        pushes = Pushes(*common, group_filter=rules.group_filter)
         trainers = Trainers(*common)
-        batches = Batches(*common, selector=rules.selector, arrivals=arrivals)
+        batches = Batches(*common, selector=rules.selector)
         # The requests of `Dataflow`, each answered by its part.
         self.join = nodes.join
         self.lease = leases.lease
@@ -84,18 +75,6 @@ class Ledger:
     def audit(self) -> Audit:
         with self.database.read() as transaction:
             return audit(transaction)
-
-    def events(self, after: int = 0) -> list[Event]:
-        """Everything that the prompt filter observes, in order: groups and new versions with
-        numbers above `after`.
-        """
-        with self.database.read() as transaction:
-            return read_events(transaction, after)
-
-    def decisions(self) -> list[Decision]:
-        """The decisions of the prompt filter, in order."""
-        with self.database.read() as transaction:
-            return read_decisions(transaction)
 
     def history(self) -> History:
         """Everything that the rules have decided until this moment."""

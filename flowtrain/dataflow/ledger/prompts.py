@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.ledger.sql import Transaction, marks
-from flowtrain.dataflow.rules import Outcome, PromptFilter
+from flowtrain.dataflow.rules import Candidate, Outcome, PromptFilter
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_uniform
 
@@ -32,19 +32,6 @@ class Event:
     outcome: Outcome | None
     """None for a new version."""
     version: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The prompt filter's decision about one position in the order of tasks."""
-
-    position: int
-    task_id: str
-    kind: str
-    draw: float
-    num_events: int
-    """Number of events that it had seen."""
-    is_admitted: bool
 
 
 def number_groups(transaction: Transaction, num_events: int) -> int:
@@ -75,16 +62,14 @@ def read_events(transaction: Transaction, after: int) -> list[Event]:
     return sorted(found, key=lambda event: event.number)
 
 
-def read_decisions(transaction: Transaction) -> list[Decision]:
-    return [
-        Decision(row.position, row.task_id, row.kind, row.draw, row.num_events, bool(row.admitted))
-        for row in transaction.all("SELECT * FROM decisions ORDER BY position")
-    ]
-
-
 def outcome(row: Any) -> Outcome:
     rewards = tuple(json.loads(row.rewards))
     return Outcome(row.work_item, row.task_id, row.kind, rewards, row.num_tokens)
+
+
+def candidate(row: Any, max_staleness: int) -> Candidate:
+    """Make a candidate from the row of a share with its group and work item."""
+    return Candidate(outcome(row), row.min_version + max_staleness, row.event)
 
 
 class Cursor(Protocol):

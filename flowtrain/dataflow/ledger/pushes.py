@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,31 +16,12 @@ from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Call, Group, PolicyName, Trajectory
 
 
-class Arrivals:
-    """Counts the groups pushed through this process, for batches that wait for them."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._condition = threading.Condition()
-
-    def add(self) -> None:
-        with self._condition:
-            self.num += 1
-            self._condition.notify_all()
-
-    def wait_for(self, num: int, timeout_s: float) -> None:
-        """Wait until `num` groups have come in all, or for `timeout_s`."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.num >= num, timeout_s)
-
-
 @dataclass(frozen=True, slots=True)
 class Pushes:
     database: Database
     config: Config
     clock: Callable[[], float]
     group_filter: GroupFilter
-    arrivals: Arrivals
 
     def push(self, request: Push) -> Pushed:
         """Commit a group. A lease that has run out still counts if no other node was faster."""
@@ -69,7 +49,6 @@ class Pushes:
             if work_item.state == "committed":
                 return Pushed("duplicate")
             self._commit(transaction, request, work_item, summary)
-        self.arrivals.add()
         return Pushed("committed")
 
     def _commit(

@@ -14,48 +14,18 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger.prompts import (
-    Decision,
     Event,
     Prompts,
+    candidate,
     draw_of,
     observe,
     outcome,
-    read_decisions,
     read_events,
 )
 from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.rules import Candidate, Outcome, Rules, replays
+from flowtrain.dataflow.rules import Rules, replays
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A group, as one policy has it."""
-
-    policy: str
-    outcome: Outcome
-    event: int
-    """Number of its commit; 0: it has none yet."""
-    state: str
-    """"fresh", "assigned", "stale", "filtered", "surplus" or "empty"."""
-    min_version: int
-    step: int
-    """Step whose batch has it, or before which it was left out; 0 for a fresh one."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeBatch:
-    policy: str
-    step: int
-    num_groups: int
-    max_staleness: int
-    num_events: int
-    """Number of events when it was made."""
-    fresh: tuple[int, ...]
-    """Work items trained for the first time, in the order of the batch."""
-    again: tuple[int, ...]
-    """Work items trained before, in the order of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +39,21 @@ class History:
     """New rules, which have observed nothing."""
     tasks: tuple[Task, ...]
     """In their order, as many as were decided about."""
-    decisions: tuple[Decision, ...]
+    decisions: list[Any]
+    """Rows of decisions of the prompt filter, in order."""
     events: tuple[Event, ...]
-    shares: tuple[Share, ...]
-    """In the order of their commits."""
-    batches: tuple[MadeBatch, ...]
-    """By policy, in the order of steps."""
+    shares: list[Any]
+    """Rows of shares, each with its group and work item, in the order of their commits."""
+    batches: list[Any]
+    """Rows of batches by policy, in the order of steps."""
+    assignments: list[Any]
+    """Rows of assignments in the order of their batches."""
 
 
 def read_history(
     transaction: Transaction, config: Config, rules: Rules, prompts: Prompts
 ) -> History:
-    decisions = tuple(read_decisions(transaction))
+    decisions = transaction.all("SELECT * FROM decisions ORDER BY position")
     return History(
         seed=config.run.seed,
         replay_share=config.dataflow.replay_share,
@@ -88,51 +61,15 @@ def read_history(
         tasks=prompts.first_tasks(len(decisions)),
         decisions=decisions,
         events=tuple(read_events(transaction, 0)),
-        shares=_read_shares(transaction),
-        batches=_read_batches(transaction),
+        shares=transaction.all(
+            "SELECT s.policy, s.work_item, s.state, s.min_version, s.step, g.event, g.rewards,"
+            " g.num_tokens, w.task_id, w.kind FROM shares s"
+            " JOIN groups g ON g.work_item = s.work_item"
+            " JOIN work_items w ON w.id = s.work_item ORDER BY g.event"
+        ),
+        batches=transaction.all("SELECT * FROM batches ORDER BY policy, step"),
+        assignments=transaction.all("SELECT * FROM assignments ORDER BY policy, step, position"),
     )
-
-
-def _read_shares(transaction: Transaction) -> tuple[Share, ...]:
-    rows = transaction.all(
-        "SELECT s.policy, s.work_item, s.state, s.min_version, s.step, g.event, g.rewards,"
-        " g.num_tokens, w.task_id, w.kind FROM shares s JOIN groups g ON g.work_item = s.work_item"
-        " JOIN work_items w ON w.id = s.work_item ORDER BY g.event"
-    )
-    return tuple(
-        Share(
-            policy=row.policy,
-            outcome=outcome(row),
-            event=row.event or 0,
-            state=row.state,
-            min_version=row.min_version,
-            step=row.step or 0,
-        )
-        for row in rows
-    )
-
-
-def _read_batches(transaction: Transaction) -> tuple[MadeBatch, ...]:
-    assigned: dict[tuple[str, int], list[Any]] = {}
-    for row in transaction.all(
-        "SELECT policy, step, work_item, is_replay FROM assignments ORDER BY position"
-    ):
-        assigned.setdefault((row.policy, row.step), []).append(row)
-    batches = []
-    for row in transaction.all("SELECT * FROM batches ORDER BY policy, step"):
-        groups = assigned.get((row.policy, row.step), [])
-        batches.append(
-            MadeBatch(
-                policy=row.policy,
-                step=row.step,
-                num_groups=row.num_groups,
-                max_staleness=row.max_staleness,
-                num_events=row.num_events,
-                fresh=tuple(each.work_item for each in groups if not each.is_replay),
-                again=tuple(each.work_item for each in groups if each.is_replay),
-            )
-        )
-    return tuple(batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +118,21 @@ def check_prompt_filter(history: History) -> Iterator[str]:
                 )
                 return
             observe(prompt_filter, event)
-        if (admits := prompt_filter.admits(task.id, task.kind, draw)) != decision.is_admitted:
+        if (admits := prompt_filter.admits(task.id, task.kind, draw)) != bool(decision.admitted):
             yield (
                 f"{where}, {task.id!r}: the prompt filter says {_yes(admits)}, the ledger has "
-                f"{_yes(decision.is_admitted)}"
+                f"{_yes(decision.admitted)}"
             )
 
 
 def check_group_filter(history: History) -> Iterator[str]:
     """Shares that are empty or surplus did not depend on the filter."""
     for share in history.shares:
-        keeps = history.rules.group_filter.keeps(share.outcome)
+        keeps = history.rules.group_filter.keeps(outcome(share))
         was_kept = share.state != "filtered"
         if keeps != was_kept and share.state not in ("empty", "surplus"):
             yield (
-                f"group of work item {share.outcome.work_item}, {share.policy}: the group filter "
+                f"group of work item {share.work_item}, {share.policy}: the group filter "
                 f"says {_yes(keeps)}, the ledger has {_yes(was_kept)}"
             )
 
@@ -211,46 +148,44 @@ def check_selector(history: History) -> Iterator[str]:
         yield from _check_batches(history, shares, batches)
 
 
-def _check_batches(
-    history: History, shares: list[Share], batches: list[MadeBatch]
-) -> Iterator[str]:
-    by_work_item = {share.outcome.work_item: share for share in shares}
-    waiting: dict[int, Share] = {}
-    trained: list[Share] = []
+def _check_batches(history: History, shares: list[Any], batches: list[Any]) -> Iterator[str]:
+    by_work_item = {share.work_item: share for share in shares}
+    assigned: dict[tuple[str, int], list[Any]] = {}
+    for row in history.assignments:
+        assigned.setdefault((row.policy, row.step), []).append(row)
+    waiting: dict[int, Any] = {}
+    trained: list[Any] = []
     coming = iter([share for share in shares if share.event])
     share = next(coming, None)
     for batch in batches:
         while share is not None and share.event <= batch.num_events:
-            waiting[share.outcome.work_item] = share
+            waiting[share.work_item] = share
             share = next(coming, None)
-        gone = [
-            work_item
+        waiting = {
+            work_item: each
             for work_item, each in waiting.items()
-            if each.state in ("stale", "surplus") and each.step <= batch.step
-        ]
-        for work_item in gone:
-            del waiting[work_item]
+            if each.state not in ("stale", "surplus") or each.step > batch.step
+        }
         in_time = [
-            _candidate(each, batch)
+            candidate(each, batch.max_staleness)
             for each in trained
             if each.min_version + batch.max_staleness >= batch.step - 1
         ]
         again = replays(in_time, batch.num_groups, history.replay_share, batch.step - 1)
-        candidates = [_candidate(each, batch) for each in waiting.values()]
+        candidates = [candidate(each, batch.max_staleness) for each in waiting.values()]
         seed = derive_seed(history.seed, "select", batch.policy, batch.step)
         fresh = history.rules.selector.select(candidates, batch.num_groups - len(again), seed)
-        if (tuple(fresh), tuple(again)) != (batch.fresh, batch.again):
+        rows = assigned.get((batch.policy, batch.step), [])
+        old_fresh = [row.work_item for row in rows if not row.is_replay]
+        old_again = [row.work_item for row in rows if row.is_replay]
+        if (list(fresh), list(again)) != (old_fresh, old_again):
             yield (
                 f"batch of step {batch.step}, {batch.policy}: the selector takes {fresh} and again "
-                f"{again}, the ledger has {list(batch.fresh)} and again {list(batch.again)}"
+                f"{again}, the ledger has {old_fresh} and again {old_again}"
             )
-        for work_item in batch.fresh:
+        for work_item in old_fresh:
             waiting.pop(work_item, None)
             trained += [by_work_item[work_item]] if work_item in by_work_item else []
-
-
-def _candidate(share: Share, batch: MadeBatch) -> Candidate:
-    return Candidate(share.outcome, share.min_version + batch.max_staleness, share.event)
 
 
 def _yes(decision: bool) -> str:

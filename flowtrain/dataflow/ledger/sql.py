@@ -12,11 +12,11 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from flowtrain.dataflow.contract import Refused, Unavailable
@@ -69,19 +69,6 @@ def marks(values: Iterable[object]) -> str:
     return f"({', '.join('?' for _ in values)})"
 
 
-class Database(Protocol):
-    name: str
-    """Path or URL for messages, without a password."""
-
-    def write(self) -> Any:
-        """A context that is a `Transaction`: committed on exit, rolled back by an exception."""
-
-    def read(self) -> Any:
-        """A context that is a read-only `Transaction` on one state of the database."""
-
-    def close(self) -> None: ...
-
-
 def connect(database: str | Path) -> Database:
     """Open a database, a path or a `postgresql://` URL."""
     text = str(database)
@@ -92,10 +79,18 @@ def connect(database: str | Path) -> Database:
     return SqliteDatabase(Path(text))
 
 
-class _Pool:
-    """Connections, each used by one transaction at a time and kept for the next."""
+class Database:
+    """A database and its connections, each used by one transaction at a time and kept for the
+    next.
+    """
 
-    def __init__(self) -> None:
+    begin_write: str
+    begin_read: str
+    has_row_locks: bool
+
+    def __init__(self, name: str) -> None:
+        """`name`: path or URL for messages, without a password."""
+        self.name = name
         self._idle: SimpleQueue[Any] = SimpleQueue()
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
@@ -127,11 +122,37 @@ class _Pool:
         finally:
             self._slots.release()
 
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Transaction]:
+        try:
+            with self._connection() as connection:
+                cursor = connection.cursor()
+                cursor.execute(begin)
+                yield Transaction(cursor, self.has_row_locks)
+                cursor.execute("COMMIT")
+        except Exception as error:
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
     def _connect(self) -> Any:
+        raise NotImplementedError
+
+    def _explained(self, error: Exception) -> Exception | None:
+        """Return what to raise in place of a database's error; None for any other error."""
         raise NotImplementedError
 
     def _abandon(self, connection: Any) -> None:
         connection.close()
+
+    def write(self) -> AbstractContextManager[Transaction]:
+        """Return a transaction as a context: committed on exit, rolled back by an exception."""
+        return self._transaction(self.begin_write)
+
+    def read(self) -> AbstractContextManager[Transaction]:
+        """Return a read-only transaction on one state of the database, as a context."""
+        return self._transaction(self.begin_read)
 
     def close(self) -> None:
         """Close the connections that are idle."""
@@ -140,12 +161,15 @@ class _Pool:
                 self._idle.get_nowait().close()
 
 
-class SqliteDatabase(_Pool):
+class SqliteDatabase(Database):
     """A file with a write-ahead log. Commits survive a machine crash (synchronous = FULL)."""
 
+    begin_write = "BEGIN IMMEDIATE"
+    begin_read = "BEGIN"
+    has_row_locks = False
+
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.name = str(path)
+        super().__init__(str(path))
         self._path = path
         self._writing = threading.Lock()
 
@@ -155,28 +179,10 @@ class SqliteDatabase(_Pool):
         if not self._writing.acquire(timeout=WAIT_S):
             raise Unavailable(f"{self.name} was not free for writing in {WAIT_S:.0f} s")
         try:
-            with self._transaction("BEGIN IMMEDIATE") as transaction:
+            with super().write() as transaction:
                 yield transaction
         finally:
             self._writing.release()
-
-    @contextmanager
-    def read(self) -> Iterator[Transaction]:
-        with self._transaction("BEGIN") as transaction:
-            yield transaction
-
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[Transaction]:
-        try:
-            with self._connection() as connection:
-                cursor = connection.cursor()
-                cursor.execute(begin)
-                yield Transaction(cursor, has_row_locks=False)
-                cursor.execute("COMMIT")
-        except OverflowError as error:
-            raise Refused(f"a number has more than 64 bits: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise self._explained(error) from error
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -192,7 +198,9 @@ class SqliteDatabase(_Pool):
         connection.rollback()
         connection.close()
 
-    def _explained(self, error: sqlite3.Error) -> Exception:
+    def _explained(self, error: Exception) -> Exception | None:
+        if isinstance(error, OverflowError):
+            return Refused(f"a number has more than 64 bits: {error}")
         code = getattr(error, "sqlite_errorname", "")
         cures = {
             "SQLITE_FULL": "free some space",
@@ -205,7 +213,7 @@ class SqliteDatabase(_Pool):
         if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
         cure = next((cure for start, cure in cures.items() if code.startswith(start)), None)
-        return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else error
+        return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else None
 
 
 def _use_log(connection: sqlite3.Connection) -> None:
@@ -232,13 +240,17 @@ def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
     return _row_type(tuple(column[0] for column in cursor.description))._make(row)
 
 
-class PostgresDatabase(_Pool):
+class PostgresDatabase(Database):
     """A server that several services may use at once; commits are on its disk unless
     synchronous_commit says otherwise.
     """
 
+    begin_write = "BEGIN"
+    begin_read = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+    has_row_locks = True
+
     def __init__(self, url: str) -> None:
-        super().__init__()
+        super().__init__(_without_password(url))
         try:
             import psycopg
             from psycopg import conninfo, errors, rows
@@ -249,8 +261,7 @@ class PostgresDatabase(_Pool):
         try:
             conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError as error:
-            raise UserError(f"database {_without_password(url)!r}: {error}") from error
-        self.name = _without_password(url)
+            raise UserError(f"database {self.name!r}: {error}") from error
         self._url = url
         self._psycopg, self._rows = psycopg, rows
         self._mendable = (
@@ -260,30 +271,15 @@ class PostgresDatabase(_Pool):
             errors.InvalidCatalogName,
         )
 
-    @contextmanager
-    def write(self) -> Iterator[Transaction]:
-        with self._transaction("BEGIN") as transaction:
-            yield transaction
-
-    @contextmanager
-    def read(self) -> Iterator[Transaction]:
-        with self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY") as transaction:
-            yield transaction
-
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[Transaction]:
-        try:
-            with self._connection() as connection:
-                cursor = connection.cursor()
-                cursor.execute(begin)
-                yield Transaction(cursor, has_row_locks=True)
-                cursor.execute("COMMIT")
-        except self._psycopg.DataError as error:
-            raise Refused(f"the database takes no such value: {error}") from error
-        except self._mendable as error:
-            raise UserError(f"cannot use the database {self.name}: {_line(error)}") from error
-        except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
-            raise Unavailable(f"the database {self.name} did not answer: {_line(error)}") from error
+    def _explained(self, error: Exception) -> Exception | None:
+        line = " ".join(str(error).split())
+        if isinstance(error, self._psycopg.DataError):
+            return Refused(f"the database takes no such value: {line}")
+        if isinstance(error, self._mendable):
+            return UserError(f"cannot use the database {self.name}: {line}")
+        if isinstance(error, (self._psycopg.OperationalError, self._psycopg.InterfaceError)):
+            return Unavailable(f"the database {self.name} did not answer: {line}")
+        return None
 
     def _connect(self) -> Any:
         # A peer that vanishes in the middle of a transaction must not keep its locks.
@@ -293,7 +289,10 @@ class PostgresDatabase(_Pool):
             "statement_timeout": wait,
             "idle_in_transaction_session_timeout": wait,
         }
-        options = " ".join(f"-c {name}={value}" for name, value in settings.items())
+        given = self._psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
+        options = " ".join(
+            [str(given), *(f"-c {name}={value}" for name, value in settings.items())]
+        )
         return self._psycopg.connect(
             self._url,
             autocommit=True,
@@ -301,10 +300,6 @@ class PostgresDatabase(_Pool):
             options=options,
             row_factory=self._rows.namedtuple_row,
         )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _without_password(url: str) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowtrain.report.curves import Series, read_series
+from tokenizers import Tokenizer
+
+from flowtrain.report.curves import PANELS, STAGES, Series, read_series, total_seconds
 from flowtrain.report.jsonl import json_value
-from flowtrain.report.viewer.detokenize import find_tokenizer
-from flowtrain.report.viewer.log import LOGS, Place, choose, find_rollouts, log_files
-from flowtrain.report.viewer.panels import panel_records
+from flowtrain.report.viewer.log import LOGS, Place, choose, find_rollouts, spread
 from flowtrain.report.viewer.rollouts import rollout_record
 from flowtrain.report.viewer.run import (
     Config,
@@ -20,11 +20,13 @@ from flowtrain.report.viewer.run import (
     read_json,
     read_text,
     result_rows,
-    seconds_by_stage,
 )
 from flowtrain.types import UserError
 
 T = TypeVar("T")
+
+MOST_POINTS = 1000
+"""Points of a curve; a longer one is thinned out evenly."""
 
 
 class Run:
@@ -45,13 +47,15 @@ class Run:
         self.places: list[Place] = []
         for split in LOGS:
             self.places += self._try(list[Place](), find_rollouts, path, split)
-        self._tokenizer = find_tokenizer(path, str(self._config.get("model", {}).get("path", "")))
+        tokenizer = path / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._note_what_is_missing()
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
         """Bytes of a page with about so many rollouts."""
         chosen = choose(self.places, num_rollouts)
         rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
+        seconds = total_seconds(self._series)
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
         data = {
             "name": self.path.resolve().name,
@@ -59,11 +63,13 @@ class Run:
             "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
-            "reward": self._reward(),
-            "versions": self._range("version"),
-            "seconds": seconds_by_stage(self._series),
+            "reward": self._ends("eval_reward"),
+            "versions": self._ends("version"),
+            "seconds": {
+                stage: seconds[stage] for stage in (*STAGES, "checkpoint") if seconds.get(stage)
+            },
             "num_logged": len(self.places),
-            "panels": panel_records(self._series),
+            "panels": _panel_records(self._series),
             "results": self._results,
             "rollouts": rollouts,
             "shown": self._shown(chosen),
@@ -81,18 +87,10 @@ class Run:
             return default
 
     def _note_what_is_missing(self) -> None:
-        path, files = self.path, [path for split in LOGS for path in log_files(self.path, split)]
-        torn = [
-            each.name
-            for each in (path / "metrics.jsonl", *files)
-            if each.is_file() and _ends_within_a_line(each)
-        ]
-        is_training = "num_steps" in self._config.get("train", {}) and bool(files)
+        is_training = "num_steps" in self._config.get("train", {}) and bool(self.places)
         missing = {
-            f"{', '.join(torn)}: the last line is incomplete and was left out; the run is writing "
-            "it, or was killed.": torn,
             "The run has not finished, or was interrupted: there is no summary.json yet.": (
-                is_training and not (path / "summary.json").is_file()
+                is_training and not (self.path / "summary.json").is_file()
             ),
             "No step has been logged, so there are no curves.": not self._series,
             "No rollouts have been logged: curves and results are all there is.": not self.places,
@@ -102,14 +100,10 @@ class Run:
         }
         self.notes += [note for note, holds in missing.items() if holds]
 
-    def _reward(self) -> list[float]:
-        """First and last held-out reward; [] where none was measured."""
-        _, values = self._series.get("eval_reward", ([], []))
-        return [values[0], values[-1]] if values else []
-
-    def _range(self, key: str) -> list[int]:
+    def _ends(self, key: str) -> list[float]:
+        """First and last value of a metric; [] where none was logged."""
         _, values = self._series.get(key, ([], []))
-        return [int(min(values)), int(max(values))] if values else []
+        return [values[0], values[-1]] if values else []
 
     def _shown(self, chosen: Sequence[Place]) -> str:
         """Which rollouts the page has, in a sentence."""
@@ -122,10 +116,29 @@ class Run:
         ]
         return (
             f"{' and '.join(counts)} rollouts; {len(self.places) - len(chosen):,} were left out. "
-            "Whole groups, evenly over the steps, "
-            "those with both right and wrong answers first: shares among them are not those of the "
-            "run."
+            "Whole groups, evenly over the steps."
         )
+
+
+def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """The panels for which something was logged."""
+    return [
+        {
+            "title": panel.title,
+            "form": panel.form,
+            "is_stack": panel.is_stack,
+            "lines": [
+                {
+                    "label": curve.label,
+                    "is_sparse": curve.is_sparse,
+                    "points": spread(list(zip(*curve.series, strict=True)), MOST_POINTS),
+                }
+                for curve in curves
+            ],
+        }
+        for panel in PANELS
+        if (curves := panel.curves(series))
+    ]
 
 
 def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,12 +148,5 @@ def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
     if not turns or any(turn["training"] for turn in turns):
         return []
     return [
-        "No log-probs of the trainer: none of these rollouts was trained, or an earlier version "
-        "wrote the log. Colours show surprisal."
+        "No log-probs of the trainer: none of these rollouts was trained. Colours show surprisal."
     ]
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - 1, 0))
-        return file.read(1) not in (b"", b"\n")

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
-
-
-def find_tokenizer(run_dir: Path, model_path: str) -> Tokenizer | None:
-    """That of the run, of its newest checkpoint or of the model folder it started from; None where
-    none of them is there (any more).
-    """
-    checkpoints = sorted(run_dir.glob("checkpoints/step_????????/tokenizer.json"), reverse=True)
-    candidates = (run_dir / "tokenizer.json", *checkpoints, Path(model_path) / "tokenizer.json")
-    found = next((path for path in candidates if path.is_file()), None)
-    return None if found is None else Tokenizer.from_file(str(found))
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -28,11 +17,9 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     that completes it shows.
     """
     texts: list[str] = []
-    start = read = num_shown = (
-        # ids from `start` are decoded together, for what is before a token matters; all before
-        # `read` are whole
-        0
-    )
+    # Ids from `start` are decoded together, for what is before a token matters; all before `read`
+    # are whole.
+    start = read = num_shown = 0
     for index in range(len(ids)):
         text = text_of(tokenizer, ids[start : index + 1])
         # Only the last character may still change: the bytes that are there may be the start of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,23 +93,12 @@ def choose(places: Sequence[Place], number: int) -> list[Place]:
     )
 
 
-def _choose_evenly(places: Sequence[Place], number: int) -> list[Place]:
-    """Rounds over the steps, a group of each per round; the last round, for which there is no room,
-    over steps at even distances.
-    """
-    by_step: dict[int, list[list[Place]]] = {}
-    for group in _groups(places):
-        by_step.setdefault(group[0].step, []).append(group)
-    queues = [
-        _both_outcomes_first(_rotated(by_step[step], number))
-        for number, step in enumerate(sorted(by_step))
-    ]
-    chosen: list[Place] = []
-    for turn in zip_longest(*queues):
-        candidates = [group for group in turn if group is not None]
-        room = (number - len(chosen)) // max(map(len, candidates))
-        chosen += chain(*spread(candidates, room))
-    return chosen
+def _choose_evenly(places: Sequence[Place], number: int) -> Iterable[Place]:
+    """Whole groups at even distances over the steps."""
+    if number >= len(places):
+        return places
+    groups = _groups(places)
+    return chain(*spread(groups, number // max(map(len, groups))))
 
 
 def _groups(places: Iterable[Place]) -> list[list[Place]]:
@@ -117,29 +106,6 @@ def _groups(places: Iterable[Place]) -> list[list[Place]]:
     for place in places:
         groups.setdefault(place.group, []).append(place)
     return [groups[key] for key in sorted(groups)]
-
-
-def _rotated(items: Sequence[T], number: int) -> list[T]:
-    """Rotate the items by `number`, for a group's index decides its mini-batch."""
-    start = number * 5 % len(items)
-    return [*items[start:], *items[:start]]
-
-
-def _both_outcomes_first(groups: Sequence[list[Place]]) -> list[list[Place]]:
-    """Groups with right and wrong answers, which are those that teach; then wrong and right ones by
-    turns.
-    """
-    by_outcome: dict[frozenset[bool], list[list[Place]]] = {}
-    for group in groups:
-        by_outcome.setdefault(frozenset(is_right(place.reward) for place in group), []).append(
-            group
-        )
-    mixed, wrong, right = (
-        by_outcome.get(frozenset(outcome), []) for outcome in ((False, True), (False,), (True,))
-    )
-    return mixed + [
-        group for pair in zip_longest(wrong, right) for group in pair if group is not None
-    ]
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:

@@ -218,13 +218,13 @@ const isRight = (rollout) => rollout.outcomes.includes("right");
 const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "✓" : "✗");
 const tone = (rollout) => (rollout.reward == null ? "soft" : isRight(rollout) ? "right" : "wrong");
 const advantage = (rollout) => rollout.turns.find((turn) => turn.training)?.training.advantage;
-const textOf = (turn, index) => (turn.texts ? visible(turn.texts[index]).replaceAll("\n", "↵\n") : `${turn.ids[index]} `);
+const textOf = (turn, index) => (turn.texts ? visible(turn.texts[index]).replaceAll("\n", "↵\n") : `${turn.response_ids[index]} `);
 const splitName = (split) => (split === "train" ? "training" : split);
 const rewardText = (rollout) => (rollout.reward == null ? "not scored" : String(+rollout.reward.toFixed(3)));
 
 function haystack(rollout) {
-  rollout.text ??= [rollout.id, rollout.task, rollout.question, rollout.answer, ...rollout.answers, ...rollout.turns.flatMap((turn) =>
-    [turn.response, turn.command, turn.result, turn.action?.tool_name])].join("\n").toLowerCase();
+  rollout.text ??= [rollout.id, rollout.task_id, rollout.question, rollout.answer, ...rollout.answers, ...rollout.turns.flatMap((turn) =>
+    [turn.response_text, turn.command, turn.result, turn.action?.tool_name])].join("\n").toLowerCase();
   return rollout.text;
 }
 
@@ -301,7 +301,7 @@ function drawRollout(rollout) {
     h("a", { class: "quiet back", href: "#rollouts" }, "← All rollouts"),
     h("article", { class: "card" },
       h("p", { class: "crumbs num" }, h("span", {}, splitName(rollout.split)), h("span", {}, `step ${rollout.step}`), h("span", {}, visible(rollout.kind)),
-        h("span", {}, `task ${visible(rollout.task)}`), size > 1 && h("a", { href: `#group.${rollout.group}` }, `group of ${size} side by side`)),
+        h("span", {}, `task ${visible(rollout.task_id)}`), size > 1 && h("a", { href: `#group.${rollout.group}` }, `group of ${size} side by side`)),
       h("h2", {}, visible(rollout.question)),
       h("dl", { class: "rows" },
         row("Answer", rollout.answer ? visible(rollout.answer) : h("span", { class: "soft" }, "(empty)")),
@@ -336,7 +336,7 @@ function drawTurn(rollout, turn, index) {
   const action = turn.action;
   const versions = [...new Set(turn.spans.map((span) => span[2]))];
   const trained = turn.training && `mini-batch ${turn.training.minibatch + 1}`;
-  const about = [plural(turn.ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
+  const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
     row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))] : [row("Action", h("span", { class: "wrong" }, "malformed: no tool ran"))];
   return h("article", { class: "card turn" },
@@ -344,9 +344,9 @@ function drawTurn(rollout, turn, index) {
       h("span", { class: "soft small num" }, about.filter(Boolean).join(" · "))),
     h("dl", { class: "rows" },
       row("Prompt", promptText(rollout, index), turn.prompt == null ? "" : "mono"),
-      row("Response", turn.texts || turn.ids.length ? tokenLine(turn) : visible(turn.response)),
-      !turn.texts && turn.ids.length ? row("As text", visible(turn.response), "mono") : [],
-      row("", FINISHES[turn.finish] && h("span", { class: "warn" }, FINISHES[turn.finish])),
+      row("Response", turn.texts || turn.response_ids.length ? tokenLine(turn) : visible(turn.response_text)),
+      !turn.texts && turn.response_ids.length ? row("As text", visible(turn.response_text), "mono") : [],
+      row("", FINISHES[turn.finish_reason] && h("span", { class: "warn" }, FINISHES[turn.finish_reason])),
       h("div", { class: "sep" }), fields,
       row("Command", visible(turn.command), "mono"),
       row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
@@ -378,10 +378,10 @@ function promptText(rollout, index) {
 function tokenLine(turn) {
   const scores = turn.training?.logprobs ?? [];
   return h("div", { class: "tokens", onpointerover: (event) => tokenTip(event.target, turn), onpointerleave: hideTip },
-    turn.ids.map((id, index) => {
-      const difference = scores[index] == null || turn.logprobs[index] == null ? 0 : scores[index] - turn.logprobs[index];
+    turn.response_ids.map((id, index) => {
+      const difference = scores[index] == null || turn.response_logprobs[index] == null ? 0 : scores[index] - turn.response_logprobs[index];
       const strength = Math.min(Math.max((Math.log10(Math.abs(difference) || 1e-9) + 4) / 4, 0), 1);
-      const surprise = turn.logprobs[index] == null ? 0 : Math.min(-turn.logprobs[index] / 6, 1);
+      const surprise = turn.response_logprobs[index] == null ? 0 : Math.min(-turn.response_logprobs[index] / 6, 1);
       const text = turn.texts ? turn.texts[index] : null;
       return h("span", { class: `${difference > 0 ? "up" : "down"}${text ? "" : " id"}`, "--d": strength.toFixed(3), "--s": surprise.toFixed(3), "data-index": index },
         text ? visible(text).replaceAll("\n", "↵\n") : turn.texts ? "▫" : `${id} `);
@@ -391,10 +391,10 @@ function tokenLine(turn) {
 function tokenTip(target, turn) {
   if (!target.dataset.index) return hideTip();
   const index = Number(target.dataset.index);
-  const [sampler, trainer] = [turn.logprobs[index], turn.training?.logprobs[index]];
+  const [sampler, trainer] = [turn.response_logprobs[index], turn.training?.logprobs[index]];
   const span = turn.spans.find(([start, end]) => start <= index && index < end);
   const text = turn.texts && (turn.texts[index] || "(part of a character)");
-  const rows = [tipRow("id", String(turn.ids[index])), tipRow("sampler", sampler == null ? "−∞" : `${signed(sampler, 5)}  (${share(Math.exp(sampler))})`)];
+  const rows = [tipRow("id", String(turn.response_ids[index])), tipRow("sampler", sampler == null ? "−∞" : `${signed(sampler, 5)}  (${share(Math.exp(sampler))})`)];
   if (trainer != null) rows.push(tipRow("trainer", `${signed(trainer, 5)}  (${share(Math.exp(trainer))})`));
   if (trainer != null && sampler != null) rows.push(tipRow("difference", signed(trainer - sampler, 5)), tipRow("ratio", Math.exp(trainer - sampler).toFixed(5)));
   if (trainer == null) rows.push(tipRow("trainer", turn.training ? "did not count" : "not trained"));
@@ -426,7 +426,7 @@ function drawGroup(members) {
     h("a", { class: "quiet back", href: "#rollouts" }, "← All rollouts"),
     h("div", { class: "card" },
       h("p", { class: "crumbs num" }, h("span", {}, splitName(first.split)), h("span", {}, `step ${first.step}`), h("span", {}, visible(first.kind)),
-        h("span", {}, `task ${visible(first.task)}`)),
+        h("span", {}, `task ${visible(first.task_id)}`)),
       h("h2", {}, visible(first.question)),
       h("dl", { class: "rows" }, row("Accepted", visible(first.answers.join("  |  "))),
         row("Rollouts", `${members.filter(isRight).length} of ${members.length} right, mean reward ${mean.toFixed(3)}${why}`))),
@@ -478,7 +478,7 @@ function turnText(rollout, index, from, branches) {
     h("a", { class: "fork num", href: `#${branch.id}`, title: `score ${score(branch)}: another rollout goes on from here` }, `⑂ ${score(branch)}`));
   return h("p", {},
     h("span", { class: "soft small" }, `${index + 1} `, rollout.branch && index === rollout.branch.turn && `⑂ ${score(rollout)} … `),
-    h("span", { class: "tokens" }, turn.ids.slice(from).map((id, place) => [left(from + place), textOf(turn, from + place)]), left(turn.ids.length)),
+    h("span", { class: "tokens" }, turn.response_ids.slice(from).map((id, place) => [left(from + place), textOf(turn, from + place)]), left(turn.response_ids.length)),
     h("span", { class: "soft small" }, " → ", turn.is_error ? h("span", { class: "wrong" }, "error") : visible((turn.result ?? "").slice(0, 120))));
 }
 

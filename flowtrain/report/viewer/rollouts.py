@@ -1,6 +1,4 @@
-"""One logged rollout as the page shows it. Logs of earlier versions lack some of its fields; what
-is missing is None.
-"""
+"""One logged rollout as the page shows it."""
 
 from __future__ import annotations
 
@@ -23,36 +21,21 @@ def rollout_record(
 ) -> dict[str, Any]:
     """A line of the log, with text for token ids and with what the page filters by."""
     group = f"{place.split}.{place.step}.{place.group_index}"
-    logged: list[dict[str, Any]] = record.get("turns") or []
-    return {
+    logged: list[dict[str, Any]] = record["turns"]
+    return _cut(record) | {
         "id": f"{group}.{place.member}",
         "group": group,
         "split": place.split,
-        "step": place.step,
-        "task": record.get("task_id"),
-        "kind": record.get("kind") or "",
-        "question": record.get("question"),
-        "answers": record.get("answers") or [],
-        "scorer": record.get("scorer"),
-        "answer": _cut(record.get("answer")),
-        "reward": place.reward,
-        "scored_by": record.get("scored_by"),
-        "analysis": _cut(record.get("analysis")),
-        "error": _cut(record.get("error")),
-        "truncated": record.get("truncated") or "",
-        "branch": record.get("branch"),
-        "seconds": record.get("seconds"),
-        "seed": str(record.get("seed")),  # 64 bits, of which a number in JavaScript holds 53
-        "outcomes": _outcomes(place, record.get("truncated"), logged),
+        "seed": str(record["seed"]),  # 64 bits, of which a number in JavaScript holds 53
+        "outcomes": _outcomes(place, record["truncated"], logged),
         "turns": _turn_records(logged, tokenizer),
     }
 
 
-def _outcomes(place: Place, truncated: str | None, turns: list[dict[str, Any]]) -> list[str]:
+def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list[str]:
     """ "right" or "wrong" first; then what went wrong on the way."""
     malformed = [
-        turn.get("action") is None or turn["action"]["tool_name"].startswith(NO_TOOL)
-        for turn in turns
+        turn["action"] is None or turn["action"]["tool_name"].startswith(NO_TOOL) for turn in turns
     ]
     found = {
         "unscored": place.reward is None,
@@ -60,10 +43,9 @@ def _outcomes(place: Place, truncated: str | None, turns: list[dict[str, Any]]) 
         "wrong": place.reward is not None and not is_right(place.reward),
         "malformed": any(malformed),
         "tool error": any(
-            turn.get("is_error") and not bad for turn, bad in zip(turns, malformed, strict=True)
+            turn["is_error"] and not bad for turn, bad in zip(turns, malformed, strict=True)
         ),
-        "truncated": bool(truncated)
-        or any(turn.get("finish_reason") in _CUT_OFF for turn in turns),
+        "truncated": bool(truncated) or any(turn["finish_reason"] in _CUT_OFF for turn in turns),
     }
     return [name for name, holds in found.items() if holds]
 
@@ -72,8 +54,8 @@ def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> l
     records = []
     prompt_ids: list[int] = []
     for turn in turns:
-        num_shared = turn.get("prompt_shared", 0)
-        prompt_ids = [*prompt_ids[:num_shared], *turn.get("prompt_ids", ())]
+        num_shared = turn["prompt_shared"]
+        prompt_ids = [*prompt_ids[:num_shared], *turn["prompt_ids"]]
         prompt = text_of(tokenizer, prompt_ids) if tokenizer is not None and prompt_ids else None
         kept = (
             _common_start(prompt, text_of(tokenizer, prompt_ids[:num_shared]))
@@ -88,26 +70,10 @@ def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> l
 
 
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    ids = turn.get("response_ids") or []
-    return {
-        "num_prompt_tokens": turn.get("num_prompt_tokens"),
-        "num_new_tokens": len(turn["prompt_ids"]) if "prompt_ids" in turn else None,
-        "response": turn.get("response_text"),
-        "action": turn.get("action"),
-        "command": _cut(turn.get("command")),
-        "result": _cut(turn.get("result")),
-        "is_error": bool(turn.get("is_error")),
-        "verdict": turn.get("verdict"),
-        "verdict_text": _cut(turn.get("verdict_text")),
-        "finish": turn.get("finish_reason"),
-        "spans": turn.get("spans") or [],
-        "ids": ids,
-        "texts": None if tokenizer is None else pieces(tokenizer, ids),
-        "logprobs": turn.get("response_logprobs") or [],
-        "training": turn.get("training"),
-        "seconds": turn.get("seconds"),
-        "plan_s": turn.get("plan_s"),
-        "tool_s": turn.get("tool_s"),
+    shown = {key: value for key, value in turn.items() if key not in ("prompt_ids", "verifier")}
+    return _cut(shown) | {
+        "num_new_tokens": len(turn["prompt_ids"]),
+        "texts": None if tokenizer is None else pieces(tokenizer, turn["response_ids"]),
     }
 
 
@@ -119,10 +85,14 @@ def _common_start(text: str, start: str) -> str:
     return start
 
 
-def _cut(text: str | None) -> str | None:
-    if text is None or len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
+def _cut(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut the texts of a record that are too long to show."""
+    return {
+        key: f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT} more characters)"
+        if isinstance(value, str) and len(value) > LONGEST_TEXT
+        else value
+        for key, value in record.items()
+    }
 
 
 def _num_utf16(text: str) -> int:

@@ -8,12 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.curves import Series
 from flowtrain.report.tables import comparison_rows
 from flowtrain.types import UserError
 
-STAGES = ("collect", "train", "publish", "load", "eval", "other", "checkpoint")
 _MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
+_FACTS = {
+    "Model": ("model.path",),
+    "Algorithm": ("algorithm.name", "algorithm.mode", "algorithm.loss"),
+    "Questions per step": ("rollout.num_questions",),
+    "Rollouts per question": ("rollout.group_size",),
+    "Optimizer steps per batch": ("train.num_minibatches",),
+    "Learning rate": ("train.lr",),
+    "KL coefficient": ("algorithm.kl_coef",),
+    "Temperature": ("rollout.temperature",),
+    "Turns at most": ("agent.max_turns",),
+    "Engine": ("rollout.engine", "model.dtype"),
+    "Tasks": ("tasks.name", "tasks.path"),
+    "Seed": ("seed",),
+    "Ranks": ("world_size",),
+    "Began": ("time",),
+    "flowtrain": ("flowtrain", "git_commit"),
+    "Uncommitted changes": ("git_dirty",),
+}
+"""Label to keys of the config and of the manifest."""
 
 Config = Mapping[str, Mapping[str, Any]]
 """config.toml as it was read: of any version, so the models of `flowtrain.config` may not fit it.
@@ -52,51 +69,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def facts(config: Config, manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of what a person asks first; what the folder does not tell is left out."""
-
-    def option(section: str, key: str) -> Any:
-        return config.get(section, {}).get(key)
-
-    commit = (manifest.get("git_commit") or "")[:10] + (
-        " with changes" if manifest.get("git_dirty") else ""
-    )
-    pairs = [
-        ("Model", option("model", "path")),
-        (
-            "Algorithm",
-            _joined(
-                option("algorithm", "name"),
-                option("algorithm", "mode"),
-                option("algorithm", "loss"),
-            ),
-        ),
-        (
-            "Batch",
-            _times(
-                option("rollout", "num_questions"),
-                "questions",
-                option("rollout", "group_size"),
-                "rollouts",
-            ),
-        ),
-        ("Optimizer steps per batch", option("train", "num_minibatches")),
-        ("Learning rate", option("train", "lr")),
-        ("KL coefficient", option("algorithm", "kl_coef")),
-        ("Temperature", option("rollout", "temperature")),
-        ("Turns at most", option("agent", "max_turns")),
-        ("Engine", _joined(option("rollout", "engine"), option("model", "dtype"))),
-        ("Tasks", _joined(option("tasks", "name"), option("tasks", "path"))),
-        ("Seed", manifest.get("seed")),
-        ("Ranks", manifest.get("world_size")),
-        ("Began", (manifest.get("time") or "")[:16].replace("T", " ")),
-        ("flowtrain", _joined(manifest.get("flowtrain"), commit)),
-    ]
-    return [(label, str(value)) for label, value in pairs if value not in (None, "")]
-
-
-def seconds_by_stage(series: Mapping[str, Series]) -> dict[str, float]:
-    """Over all logged steps."""
-    totals = {stage: sum(series[f"{stage}_s"][1]) for stage in STAGES if f"{stage}_s" in series}
-    return {stage: total for stage, total in totals.items() if total > 0}
+    values = {
+        **{
+            f"{name}.{key}": value for name, table in config.items() for key, value in table.items()
+        },
+        **manifest,
+    }
+    texts = {
+        label: " · ".join(str(values[key]) for key in keys if values.get(key) not in (None, ""))
+        for label, keys in _FACTS.items()
+    }
+    return [(label, text) for label, text in texts.items() if text]
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str, str, str]]:
@@ -104,11 +87,3 @@ def result_rows(run_dir: Path) -> list[tuple[str, str, str, str]]:
     warm, summary = read_json(run_dir / "warm.json"), read_json(run_dir / "summary.json")
     warm, trained = summary.get("warm") or warm, summary.get("trained") or {}
     return comparison_rows(warm, trained) if warm or trained else []
-
-
-def _joined(*parts: Any) -> str:
-    return " · ".join(str(part) for part in parts if part not in (None, ""))
-
-
-def _times(a: Any, what_a: str, b: Any, what_b: str) -> str:
-    return "" if a is None or b is None else f"{a} {what_a} x {b} {what_b}"

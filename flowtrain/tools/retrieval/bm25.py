@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,12 +11,7 @@ import bm25s
 import numpy as np
 from tqdm import tqdm
 
-_WORD = re.compile(r"\w+")
-
-
-def words(text: str) -> list[str]:
-    """Return the words of a text, in order, without case."""
-    return _WORD.findall(text.casefold())
+from flowtrain.utils.text import words
 
 
 class Bm25:

@@ -17,7 +17,7 @@ from flowtrain.config import Config
 from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.dense import Embedder, embedder, rank
 from flowtrain.tools.retrieval.index import ensure_index, page_hash, page_url
-from flowtrain.tools.retrieval.passages import Passage, Passages
+from flowtrain.tools.retrieval.passages import Passage, Passages, Source
 from flowtrain.types import UserError
 
 SCHEME = "corpus:"
@@ -50,6 +50,17 @@ class Corpus:
             return await self._in_thread(lambda: self._take(self._bm25.rank(query, k)))
         vectors_1D = await self._embedder.embed([query], deadline_s)
         return await self._in_thread(lambda: self._take(rank(self._vectors, vectors_1D[0], k)))
+
+    def pages(self, page_of: Callable[[Passage], str], num_pages: int) -> Source:
+        """Make the source whose hits are pages, each with its best passage."""
+
+        async def search(query: str, deadline_s: float) -> list[Passage]:
+            pages: dict[str, Passage] = {}
+            for passage in await self.search(query, 3 * num_pages, deadline_s):
+                pages.setdefault(page_of(passage), passage)
+            return list(pages.values())[:num_pages]
+
+        return search
 
     async def read(self, url: str) -> list[Passage]:
         """Return the passages of a page, in the order of the file; none for an unknown page."""

@@ -69,9 +69,7 @@ def _stamp(corpus: Corpus, embedder: Embedder | None) -> Stamp:
         "path": str(Path(corpus.path).resolve()),
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
-        "text_key": corpus.text_key,
-        "title_key": corpus.title_key,
-        "url_key": corpus.url_key,
+        **corpus.model_dump(include={"text_key", "title_key", "url_key"}),
         "embedder": embedder.name if embedder else "",
     }
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import mmap
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from flowtrain.config.search import Corpus
-from flowtrain.tasks.rows import column_names, read_rows, type_name
+from flowtrain.tasks.rows import read_rows
 from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +27,22 @@ class Passage:
     url: str = ""
 
 
+Source = Callable[[str, float], Awaitable[Sequence[Passage]]]
+"""A function of query and seconds that returns passages, best first, or raises ToolError."""
+
+
 def read_passages(corpus: Corpus) -> Iterator[Passage]:
     """Yield the passages of a .jsonl, .json or .parquet file, in file order.
 
-    Raises UserError, which names the file, the line or row, the key and what it may be.
+    Raises UserError, which names the file, the line or row, the keys and what is wrong.
     """
-    path = Path(corpus.path)
-    keys = {name: getattr(corpus, name) for name in ("text_key", "title_key", "url_key")}
-    for _, where, row in read_rows(path, tuple(keys.values())):
-        if row.get(corpus.text_key) is None:
-            there = ", ".join(map(repr, column_names(path)))
-            raise UserError(
-                f"{where}: no {corpus.text_key!r}, which corpus.text_key names; the file has "
-                f"{there or 'none'}"
-            )
-        for name, key in keys.items():
-            if not isinstance(value := row.get(key), str | None):
-                raise UserError(
-                    f"{where}: {key!r} must be a string, not {type_name(value)}; corpus.{name} may "
-                    "name another"
-                )
-        yield Passage(*(row.get(key) or "" for key in keys.values()))
+    keys = {"text": corpus.text_key, "title": corpus.title_key, "url": corpus.url_key}
+    named = ", ".join(f"corpus.{name}_key={key!r}" for name, key in keys.items())
+    for _, where, row in read_rows(Path(corpus.path), tuple(keys.values())):
+        found = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
+        with user_error(f"{where} ({named})", msgspec.ValidationError):
+            passage = msgspec.convert(found, Passage)
+        yield passage
 
 
 class Passages:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from flowtrain.tools.base import ToolError
+from flowtrain.utils.text import encodable
 
 MAX_QUERY = 2000
 """Characters; search services take no more."""
@@ -15,7 +16,7 @@ _WORD = re.compile(r"\S{1,64}")
 
 def check_query(query: str) -> str:
     """Return the query on one line; raises ToolError when it is empty or too long."""
-    query = " ".join(query.encode(errors="replace").decode().split())
+    query = " ".join(encodable(query).split())
     if not query:
         raise ToolError("empty query")
     if len(query) > MAX_QUERY:

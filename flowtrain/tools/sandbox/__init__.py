@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
 
 from flowtrain.config import Agent
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
@@ -11,21 +10,7 @@ from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
 from flowtrain.types import UserError
 
 
-class Sandbox(Protocol):
-    """Runs untrusted Python."""
-
-    @property
-    def offers(self) -> str:
-        """The modules that the code can import, in words."""
-
-    async def run(self, code: str) -> str:
-        """Return what the code prints, or an expression's value; raises ToolError when it fails."""
-
-    def close(self) -> None:
-        """End all processes; may be called twice."""
-
-
-def make_sandbox(agent: Agent) -> Sandbox:
+def make_sandbox(agent: Agent) -> ProcessSandbox:
     """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most."""
     return ProcessSandbox(
         _backend(agent),

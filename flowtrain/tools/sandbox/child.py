@@ -37,26 +37,23 @@ import types
 from dataclasses import dataclass
 from types import FrameType
 
-# System call: its number on x86_64, on aarch64.
-SYSCALLS = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "munmap": (11, 215),
-    "brk": (12, 214),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "exit": (60, 93),
-    "futex": (202, 98),
-    "restart_syscall": (219, 128),
-    "clock_gettime": (228, 113),
-    "clock_nanosleep": (230, 115),
-    "exit_group": (231, 94),
-    "getrandom": (318, 278),
-}
+
+def _table(text: str) -> dict[str, tuple[int, int]]:
+    """Read system calls: name, number on x86_64, on aarch64 ("-": none, here -1)."""
+    words = ["-1" if word == "-" else word for word in text.split()]
+    numbers = zip(map(int, words[1::3]), map(int, words[2::3]), strict=True)
+    return dict(zip(words[::3], numbers, strict=True))
+
+
+SYSCALLS = _table("""
+read 0 63 write 1 64 munmap 11 215 brk 12 214 mremap 25 216 madvise 28 233 exit 60 93 futex 202 98
+restart_syscall 219 128 clock_gettime 228 113 clock_nanosleep 230 115 exit_group 231 94
+getrandom 318 278
+""")
 """The allow-list."""
-NO_EXEC_SYSCALLS = {"mmap": (9, 222), "mprotect": (10, 226)}
+NO_EXEC_SYSCALLS = _table("mmap 9 222 mprotect 10 226")
 """Allowed unless their third argument asks for executable memory."""
-FILE_SYSCALLS = """
+FILE_SYSCALLS = _table("""
 open 2 - close 3 57 stat 4 - fstat 5 80 lstat 6 - lseek 8 62 newfstatat 262 79 statx 332 291
 statfs 137 43 fstatfs 138 44 openat 257 56 access 21 - faccessat 269 48 faccessat2 439 439
 getdents64 217 61 getdents 78 - readlink 89 - readlinkat 267 78 getcwd 79 17 chdir 80 49
@@ -71,10 +68,9 @@ sched_getaffinity 204 123 getcpu 309 168 getpid 39 172 getppid 110 173 gettid 18
 geteuid 107 175 getgid 104 176 getegid 108 177 getgroups 115 158 getrusage 98 165 times 100 153
 sysinfo 99 179 uname 63 160 nanosleep 35 101 clock_getres 229 114 gettimeofday 96 169 time 201 -
 rseq 334 293 set_robust_list 273 99
-"""
-"""Allowed with a scratch folder: name, number on x86_64, on aarch64 ("-": none). Left out on
-purpose: `fcntl`, which can send a signal to another process, and `memfd_create`, which holds memory
-that no cap counts."""
+""")
+"""Allowed with a scratch folder. Left out on purpose: `fcntl`, which can send a signal to another
+process, and `memfd_create`, which holds memory that no cap counts."""
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The kernel's audit number of each machine, and its column in the tables above."""
 
@@ -127,9 +123,8 @@ def filter_program(machine: str, has_files: bool = False) -> bytes:
     if machine not in MACHINES:
         return b""
     arch, column = MACHINES[machine]
-    allowed = [numbers[column] for numbers in SYSCALLS.values()]
-    if has_files:
-        allowed += [int(n) for n in FILE_SYSCALLS.split()[column + 1 :: 3] if n != "-"]
+    calls = SYSCALLS | FILE_SYSCALLS if has_files else SYSCALLS
+    allowed = [numbers[column] for numbers in calls.values() if numbers[column] >= 0]
     code = [
         (LOAD, 0, 0, ARCH_OFFSET),
         (JUMP_EQ, 1, 0, arch),

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 from flowtrain.tools.base import ToolError
-from flowtrain.types import UserError
 
 PYTHON = os.path.realpath(sys.executable)
 CHILD = Path(__file__).with_name("child.py")
@@ -77,24 +76,10 @@ class ProcessSandbox:
             memory_mb: MiB of address space of a run.
             max_output_chars: a run that prints more is an error.
         """
-        for name, value, least in (
-            ("num_workers", num_workers, 1),
-            ("memory_mb", memory_mb, 64),
-            ("max_output_chars", max_output_chars, 1),
-        ):
-            if value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
-        if not 0 < timeout_s <= 3600:
-            raise UserError(f"timeout_s must be in (0, 3600], got {timeout_s}")
         limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "max_chars": max_output_chars}
         self.backend = backend
-        self._workers = _Workers(backend, num_workers, limits, timeout_s)
+        self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
-
-    @property
-    def offers(self) -> str:
-        """The modules that the code can import, in words."""
-        return self.backend.offers
 
     async def run(self, code: str) -> str:
         """Return what the code prints, or an expression's value; raises ToolError when it fails.
@@ -114,12 +99,10 @@ class ProcessSandbox:
 class _Workers:
     """The threads of a sandbox, each with one fork server that it starts, restarts and talks to."""
 
-    def __init__(
-        self, backend: Backend, num_workers: int, limits: dict[str, float], timeout_s: float
-    ) -> None:
+    def __init__(self, backend: Backend, num_workers: int, limits: dict[str, float]) -> None:
         self._backend = backend
         self._limits = limits
-        self._timeout_s = timeout_s
+        self._timeout_s = limits["timeout_s"]
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
         self._lock = threading.RLock()

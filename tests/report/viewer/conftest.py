@@ -168,7 +168,12 @@ class RunMaker:
             )
         held_out.log(4, 4, [Group(n, (self.trajectory(text, n % 2, 0, False),)) for n in range(6)])
         (run.path / "summary.json").write_text(
-            json.dumps({"warm": {"eval_reward": 0.25}, "trained": {"eval_reward": 0.75}})
+            json.dumps(
+                {
+                    side: {"splits": {"texts": {"sampled": reward}}}
+                    for side, reward in (("warm", 0.25), ("trained", 0.75))
+                }
+            )
         )
         return run.path
 

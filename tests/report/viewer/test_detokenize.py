@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from flowtrain.report.viewer.detokenize import find_tokenizer, pieces, text_of
+from flowtrain.report.viewer.detokenize import pieces, text_of
 
 ANY_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -50,29 +47,3 @@ def test_a_word_keeps_its_space() -> None:
 
 def test_a_special_token_is_shown(tokenizer: Tokenizer) -> None:
     assert pieces(tokenizer, [0, 0]) == ["<|end|>", "<|end|>"]
-
-
-def test_the_tokenizer_is_looked_for_in_the_run_its_checkpoints_and_its_model(
-    tokenizer: Tokenizer, run: Path, tmp_path: Path
-) -> None:
-    def found() -> int | None:
-        tokenizer = find_tokenizer(run, str(tmp_path / "model"))
-        return None if tokenizer is None else tokenizer.get_vocab_size()
-
-    def place(folder: str, number: int) -> None:
-        smaller = Tokenizer.from_str(tokenizer.to_str())
-        smaller.add_tokens([f"<{n}>" for n in range(number)])
-        (run / folder).mkdir(parents=True)
-        smaller.save(str(run / folder / "tokenizer.json"))
-
-    (
-        place("../model", 1),
-        place("checkpoints/step_00000001", 2),
-        place("checkpoints/step_00000012", 3),
-    )
-    seen = [found()]
-    for gone in ("tokenizer.json", "checkpoints/step_00000012", "checkpoints", "../model"):
-        shutil.rmtree(run / gone) if (run / gone).is_dir() else (run / gone).unlink()
-        seen.append(found())
-    size = tokenizer.get_vocab_size()
-    assert seen == [size, size + 3, size + 2, size + 1, None]

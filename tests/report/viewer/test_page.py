@@ -92,7 +92,7 @@ def test_what_a_model_says_is_data_and_nothing_else(runs: Any, data_of: DataOf, 
     assert (
         rollout["turns"][0]["result"]
         == rollout["turns"][0]["action"]["sub_goal"]
-        == rollout["turns"][0]["response"]
+        == rollout["turns"][0]["response_text"]
         == f"{text} 1"
     )
     if text.isprintable():
@@ -162,7 +162,7 @@ def test_numbers_that_json_lacks_are_null(run: Path, data_of: DataOf) -> None:
         log.read_text().replace('"reward": 0.0', '"reward": NaN').replace("-0.01", "-Infinity")
     )
     rollouts = data_of(build_page(run, 100))["rollouts"]
-    assert None in rollouts[0]["turns"][0]["logprobs"]
+    assert None in rollouts[0]["turns"][0]["response_logprobs"]
     assert any(rollout["reward"] is None for rollout in rollouts)
 
 

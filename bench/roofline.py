@@ -1,0 +1,383 @@
+"""What the machine code of a kernel allows: the bounds of its hot loops, read from a disassembly.
+
+A hot loop is an innermost loop that reads or writes global memory. For each, the instructions of an
+iteration are counted, and the time that a warp waits for memory is found by running the loop on
+paper: a load takes the device's latency, a warp issues in order and stops at the first instruction
+that touches a register which is still being loaded. The compiler may sink loads to their first use,
+so what the source says about loads in flight proves nothing; this does.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import triton.backends.nvidia
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What bounds a kernel there. Clocks and units are NVIDIA's; bandwidth is what a copy reaches,
+    and the latencies, under load, are assumptions.
+    """
+
+    name: str
+    num_sms: int
+    clock_ghz: float
+    copy_tb_s: float
+    dram_ns: float = 700.0
+    l2_ns: float = 300.0
+    issue_slots: int = 4
+    special_lanes: int = 16
+    """Special functions per clock of a multiprocessor; so many threads shuffle in two clocks."""
+    registers: int = 65536
+    max_threads: int = 2048
+    shared: int = 227 * 1024
+    """Bytes of shared memory of a multiprocessor."""
+
+
+DEVICES = {
+    "sm_80": Device("A100 80GB", num_sms=108, clock_ghz=1.41, copy_tb_s=1.75, shared=163 * 1024),
+    "sm_90": Device("H200", num_sms=132, clock_ghz=1.755, copy_tb_s=4.3),
+    "sm_100": Device("B200", num_sms=148, clock_ghz=1.85, copy_tb_s=7.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a program takes of a multiprocessor."""
+
+    registers: int
+    """Per thread."""
+    shared: int
+    """Bytes."""
+    num_warps: int
+    max_programs: int | None
+    """Programs that are launched per multiprocessor; None: as many as there are rows."""
+
+    def threads_per_sm(self, device: Device) -> int:
+        """Threads at work on a multiprocessor; registers are given out by 8 per thread."""
+        threads = 32 * self.num_warps
+        programs = min(
+            device.registers // (-(-self.registers // 8) * 8 * threads),
+            device.max_threads // threads,
+            device.shared // max(1, self.shared),
+            self.max_programs or device.max_threads,
+        )
+        return threads * max(1, programs)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The share of a copy's bandwidth that a kernel shall reach, in bytes that must move."""
+
+    share: float
+    num_bytes: int
+    """Times the size of an element: 1 for a read, 2 for a read and a write."""
+    latencies: tuple[str, ...]
+    """Where each pass over a row reads from: "dram", or "l2" for what was read before."""
+
+
+SCORE = Goal(0.88, 1, ("dram",))
+GRADIENT = Goal(0.88, 2, ("dram",))
+LOSS = Goal(1 / 1.3, 2, ("dram", "l2"))
+CAPPED = 0.35
+"""Share where logits are capped: three special functions per element bound it then, not memory."""
+MARGIN = 1.15
+"""A bound must be so much above the goal."""
+MIN_LOADS = 4.0
+_BESIDE = ("_mask_statistics", "_logits_at", "_write_at", "backward_row", "write_zeros")
+"""Functions whose loops are over a few ids of a row, or over rows that are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    address: int
+    opcode: str
+    """With its suffixes, as LDG.E.128."""
+    written: frozenset[str]
+    read: frozenset[str]
+    target: int | None
+    """Where a branch goes."""
+    where: tuple[str, int] | None
+    """(file, line) of the source, or None."""
+
+    @property
+    def kind(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a thread moves, for what reads or writes memory."""
+        return memory_bytes(self.opcode)
+
+
+def memory_bytes(opcode: str) -> int:
+    for suffix, size in (
+        (".128", 16),
+        (".64", 8),
+        (".U16", 2),
+        (".S16", 2),
+        (".U8", 1),
+        (".S8", 1),
+    ):
+        if suffix in opcode:
+            return size
+    return 4
+
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_REGISTER = re.compile(r"\b(U?R)(\d+)((?:\.\w+)*)")
+_NO_RESULT = {"STG", "STS", "STL", "BRA", "EXIT", "BAR", "RED", "ST", "NOP", "WARPSYNC", "MEMBAR"}
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of a kernel, from `nvdisasm -c -g`."""
+    labels: dict[str, int] = {}
+    waiting: list[str] = []
+    found: list[tuple[int, str, str, tuple[str, int] | None]] = []
+    where = None
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            waiting.append(label[1])
+        elif source := _LINE.search(line):
+            where = (source[1], int(source[2]))
+        elif match := _INSTRUCTION.search(line):
+            address = int(match[1], 16)
+            labels |= dict.fromkeys(waiting, address)
+            waiting.clear()
+            found.append((address, match[3], match[4], where))
+    return [_instruction(*parts, labels) for parts in found]
+
+
+def _instruction(
+    address: int, opcode: str, operands: str, where: tuple[str, int] | None, labels: dict[str, int]
+) -> Instruction:
+    kind = opcode.partition(".")[0]
+    jump = re.search(r"\(?(\.L_x_\d+)\)?", operands) if kind in ("BRA", "BSSY") else None
+    parts = operands.split(",")
+    results = [] if kind in _NO_RESULT else parts[:1]
+    written = {
+        f"{bank}{int(number) + i}"
+        for part in results
+        for bank, number, _ in _REGISTER.findall(part)
+        for i in range(_result_width(opcode))
+    }
+    read = {
+        f"{bank}{int(number) + i}"
+        for part in parts[len(results) :]
+        for bank, number, suffixes in _REGISTER.findall(part)
+        for i in range(_source_width(kind, part, opcode, suffixes))
+    }
+    return Instruction(
+        address,
+        opcode,
+        frozenset(written),
+        frozenset(read),
+        labels.get(jump[1]) if jump and kind == "BRA" else None,
+        where,
+    )
+
+
+def _result_width(opcode: str) -> int:
+    kind = opcode.partition(".")[0]
+    if kind in ("LDG", "LDS", "LDL", "LD", "LDC", "ULDC"):
+        return max(1, memory_bytes(opcode) // 4)
+    return 2 if ".WIDE" in opcode else 1
+
+
+def _source_width(kind: str, part: str, opcode: str, suffixes: str) -> int:
+    if ".64" in suffixes:
+        return 2
+    if kind in ("STG", "STS", "STL", "ST") and "[" not in part:
+        return max(1, memory_bytes(opcode) // 4)
+    return 1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An iteration of a hot loop, as one thread runs it."""
+
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        return Counter(instruction.kind for instruction in self.instructions)
+
+    @cached_property
+    def loads(self) -> list[Instruction]:
+        return [i for i in self.instructions if i.kind == "LDG"]
+
+    @cached_property
+    def stores(self) -> list[Instruction]:
+        return [i for i in self.instructions if i.kind == "STG"]
+
+    @property
+    def functions(self) -> set[str]:
+        """Names of the functions of the source that read and write memory."""
+        return {
+            name
+            for path, line in {i.where for i in (*self.loads, *self.stores) if i.where}
+            for first, last, name in _function_lines(path)
+            if first <= line <= last
+        }
+
+    def num_elements(self, size: int) -> float:
+        return (self.bytes_loaded or self.bytes_stored) / size
+
+    def count(self, *kinds: str) -> int:
+        """Instructions of these kinds, or all of them."""
+        return sum(self.counts[kind] for kind in kinds) if kinds else len(self.instructions)
+
+    @property
+    def bytes_loaded(self) -> int:
+        return sum(load.num_bytes for load in self.loads)
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(store.num_bytes for store in self.stores)
+
+    @property
+    def narrowest(self) -> int:
+        """Bytes of the narrowest access."""
+        return min(i.num_bytes for i in (*self.loads, *self.stores))
+
+    @cached_property
+    def waits(self) -> float:
+        """Latencies of memory that a warp waits for in an iteration, in the long run."""
+        num_warm, num_timed = 4, 8
+        ready: dict[str, float] = {}
+        now = started = 0.0
+        for iteration in range(num_warm + num_timed):
+            if iteration == num_warm:
+                started = now
+            for instruction in self.instructions:
+                touched = instruction.read | instruction.written
+                now = max(now, *(ready.pop(register, 0.0) for register in touched), 0.0)
+                if instruction.kind == "LDG":
+                    ready |= dict.fromkeys(instruction.written, now + 1.0)
+        return (now - started) / num_timed
+
+    @property
+    def loads_in_flight(self) -> float:
+        """Loads that are under way on average while a warp waits."""
+        return len(self.loads) / self.waits if self.waits else float("inf")
+
+
+def hot_loops(instructions: Sequence[Instruction]) -> list[Loop]:
+    """Innermost loops that touch global memory, in their order."""
+    spans = [
+        (i.target, i.address)
+        for i in instructions
+        if i.target is not None and i.target <= i.address
+    ]
+    return [
+        loop
+        for first, last in sorted(spans)
+        if not any(
+            (first, last) != other and first <= other[0] and other[1] <= last for other in spans
+        )
+        for loop in [Loop(tuple(_between(instructions, first, last)))]
+        if loop.loads or loop.stores
+    ]
+
+
+def _between(instructions: Sequence[Instruction], first: int, last: int) -> Iterator[Instruction]:
+    return (i for i in instructions if first <= i.address <= last)
+
+
+def disassemble(cubin: bytes) -> list[Instruction]:
+    """The instructions of a compiled kernel, by the disassembler in Triton's wheel."""
+    program = Path(triton.backends.nvidia.__path__[0]) / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [program, "-c", "-g", file.name], capture_output=True, text=True, check=True
+        )
+    return parse(done.stdout)
+
+
+def row(
+    program: Sequence[Instruction],
+    device: Device,
+    resources: Resources,
+    *,
+    goal: Goal | None,
+    element_size: int,
+) -> dict[str, Any]:
+    """Columns of the table: counts per element of the passes over a row, the least number of loads
+    under way, and the bounds in TB/s; `fault` says what keeps a kernel with a goal from it.
+    """
+    loops = hot_loops(program) or [Loop(tuple(program))]
+    passes = [loop for loop in loops if not loop.functions & set(_BESIDE)]
+    if not passes:
+        return {}
+    threads = resources.threads_per_sm(device)
+
+    def per_element(*kinds: str) -> float:
+        return sum(loop.count(*kinds) / loop.num_elements(element_size) for loop in passes)
+
+    loads = min((loop.loads_in_flight for loop in passes if loop.loads), default=float("inf"))
+    found: dict[str, Any] = {
+        "threads_per_sm": threads,
+        "instructions": per_element(),
+        "special": per_element("MUFU"),
+        "shuffles": per_element("SHFL"),
+        "narrowest": min(loop.narrowest for loop in passes),
+        "loads_in_flight": loads,
+        "kb_in_flight": loads * 16 * threads / 1024,
+    }
+    if goal is None:
+        return found
+    num_bytes = goal.num_bytes * element_size
+    lanes = device.num_sms * device.clock_ghz / 1e3  # of one lane per multiprocessor, per ps
+    nanoseconds = {"dram": device.dram_ns, "l2": device.l2_ns}
+    wait_ns = sum(
+        loop.waits * nanoseconds[where] / loop.num_elements(element_size)
+        for loop, where in zip(passes, goal.latencies, strict=True)
+    )
+    special = per_element("MUFU") + per_element("SHFL") / 2
+    bounds = {
+        "issue_tb_s": num_bytes * lanes * 32 * device.issue_slots / per_element(),
+        "special_tb_s": num_bytes * lanes * device.special_lanes / special,
+        "latency_tb_s": num_bytes * device.num_sms * threads / wait_ns / 1e3,
+    }
+    goal_tb_s = goal.share * device.copy_tb_s
+    return {
+        **found,
+        **bounds,
+        "goal_tb_s": goal_tb_s,
+        "fault": ", ".join(_faults(found, min(bounds.values()) / goal_tb_s)),
+    }
+
+
+def _faults(found: dict[str, Any], ratio: float) -> Iterator[str]:
+    if found["loads_in_flight"] < MIN_LOADS:
+        yield f"{found['loads_in_flight']:.1f} loads in flight"
+    if found["narrowest"] < 16:
+        yield f"an access of {found['narrowest']} bytes"
+    if found["shuffles"]:
+        yield f"{found['shuffles']:.2g} shuffles per element"
+    if ratio < MARGIN:
+        yield f"a bound at {ratio:.2f} times the goal"
+
+
+@cache
+def _function_lines(path: str) -> list[tuple[int, int, str]]:
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return [
+        (node.lineno, node.end_lineno or node.lineno, node.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]

@@ -1,0 +1,52 @@
+"""Command lines of several commands, with the arguments that they share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+class Commands:
+    """An argument parser; each command gets one of its own, with an example in its help."""
+
+    def __init__(self, program: str, description: str | None) -> None:
+        """`description`: the first line, and after an empty one what follows the commands."""
+        first, _, *rest = (description or "").strip().splitlines()
+        self.program = program
+        self.parser = argparse.ArgumentParser(
+            prog=program, description=first, epilog=" ".join(rest), allow_abbrev=False
+        )
+        self._commands = self.parser.add_subparsers(title="commands", required=True)
+
+    def add(
+        self, name: str, run: Callable[..., int], summary: str, example: str
+    ) -> argparse.ArgumentParser:
+        """Add a command. `run` becomes an option of the parsed arguments."""
+        command: argparse.ArgumentParser = self._commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary}.",
+            epilog=f"example: {self.program} {name} {example}",
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=run)
+        return command
+
+
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the address of a server; `port` is the default."""
+    text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
+    text = f"0: any free one (default: {port})"
+    parser.add_argument("--port", type=number(0, 65535), default=port, help=text)
+
+
+def number(low: int, high: int) -> Callable[[str], int]:
+    """Return an argument type: a whole number between two bounds."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
+        return int(text)
+
+    return parse
