@@ -26,7 +26,7 @@ from flowkernels import (
     rows_triton,
     sparse_delta_triton,
 )
-from flowkernels.statistics import BIN_WIDTH, NUM_BINS
+from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
@@ -136,9 +136,11 @@ def variants() -> Iterator[Variant]:
         scale = policy_loss_triton.scale_kernel
         yield Variant("scale", dtype, scale, constants, options, dtype)
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
+    merge = {"NUM": NUM_STATISTICS, **policy_loss_triton.MERGE}
     tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
     others = [
         ("statistics", "", policy_loss_triton.statistics_kernel, statistics, "fp32"),
+        ("merge", "", policy_loss_triton.merge_kernel, merge, "fp32"),
         ("scan", "", branching_triton.scan_kernel, branching_triton.LAUNCH, "fp32"),
         ("branching", "", branching_triton.score_kernel, branching_triton.LAUNCH, "fp32"),
         ("delta count", "", sparse_delta_triton.count_kernel, tile, "int16"),

@@ -62,14 +62,20 @@ class LMHead:
         return self.fp32_logits, self.chunk_rows, self.batch_invariant, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """[C, V], in fp32 if asked for, else in the dtype of the hidden states."""
+        """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
+        multiples of 16 bytes: a kernel then sums each alike, whatever its place.
+        """
         num_rows, hidden_CD = len(hidden_CD), self.padded(hidden_CD)
         dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
+        num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
+        stride = -(-num_vocab // width) * width
+        out_CV = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)[:, :num_vocab]
         if self.bias_V is None or dtype != hidden_CD.dtype:
-            logits_CV = _product(hidden_CD, self.weight_VD.t(), dtype)[:num_rows]
-            return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
+            _product(hidden_CD, self.weight_VD.t(), out_CV)
+            return out_CV[:num_rows] if self.bias_V is None else out_CV[:num_rows].add_(self.bias_V)
         with torch.autocast(hidden_CD.device.type, enabled=False):  # one rounding of the sum
-            return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t())[:num_rows]
+            torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)
+        return out_CV[:num_rows]
 
     def padded(self, rows_CX: Tensor) -> Tensor:
         """Add rows of zeros up to `chunk_rows` if the head is batch-invariant: a library picks its
@@ -177,7 +183,9 @@ class Gradients:
         if len(hidden_CD) == 0:
             return
         if self.hidden_TD is not None:
-            dhidden_CD = _product(head.padded(dlogits_CV), head.weight_VD, self.hidden_TD.dtype)
+            padded_CV = head.padded(dlogits_CV)
+            dhidden_CD = self.hidden_TD.new_empty(len(padded_CV), self.hidden_TD.shape[1])
+            _product(padded_CV, head.weight_VD, dhidden_CD)
             self.hidden_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
         if self.weight_VD is not None:
             _accumulate(self.weight_VD, dlogits_CV.t(), hidden_CD)
@@ -195,16 +203,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _product(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b of that dtype; 16-bit operands may give an fp32 result. Autocast has no say: the
-    operands' own dtype is what was asked for.
+def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
+    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say: the operands' own
+    dtype is what was asked for.
     """
+    dtype = out_MN.dtype
     with torch.autocast(a_MK.device.type, enabled=False):
         if a_MK.dtype == dtype:
-            return a_MK @ b_KN
-        if a_MK.is_cuda:
-            return torch.mm(a_MK, b_KN, out_dtype=dtype)
-        return a_MK.to(dtype) @ b_KN.to(dtype)
+            torch.mm(a_MK, b_KN, out=out_MN)
+        elif a_MK.is_cuda:
+            torch.mm(a_MK, b_KN, out_dtype=dtype, out=out_MN)
+        else:
+            torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
 
 
 def _accumulate(total_VD: Tensor, dlogits_VC: Tensor, hidden_CD: Tensor) -> None:

@@ -25,6 +25,8 @@ from flowkernels.targets import Targets
 from flowkernels.token_loss import KLS, LossSpec, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
+MERGE = {"BLOCK": 64, "num_warps": 4}
+"""Of the statistics of at most so many programs."""
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
@@ -36,6 +38,8 @@ KL_ESTIMATE = tl.constexpr(Column.KL)
 IS_CLIPPED = tl.constexpr(Column.IS_CLIPPED)
 NUM_COLUMNS = tl.constexpr(Column.NUM)
 NUM_NAMES = tl.constexpr(len(NAMES))
+RATIO_MAX = tl.constexpr(NAMES.index("ratio_max"))
+RATIO_MIN = tl.constexpr(NAMES.index("ratio_min"))
 
 
 @triton.jit
@@ -158,9 +162,10 @@ def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows,
     BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram. One
-    program: no order is left to chance.
+    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram: those
+    of each program, so that no order is left to chance.
     """
+    program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.float32)
     loss, num, weights, entropies, kls = zeros, zeros, zeros, zeros, zeros
@@ -168,7 +173,7 @@ def statistics_kernel(
     ratio_max = tl.full([BLOCK], -float("inf"), tl.float32)
     ratio_min = tl.full([BLOCK], float("inf"), tl.float32)
     histogram = tl.zeros([NUM_BINS], tl.float32)
-    for start in range(0, num_rows, BLOCK):
+    for start in range(program * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         rows = start + offsets
         is_in = rows < num_rows
         weight = tl.load(weight_ptr + rows, mask=is_in, other=0.0)
@@ -196,7 +201,8 @@ def statistics_kernel(
         bins += NUM_BINS // 2
         is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
         histogram += tl.sum(is_bin.to(tl.float32), axis=0)
-    tl.store(loss_ptr, tl.sum(loss, axis=0))
+    tl.store(loss_ptr + program, tl.sum(loss, axis=0))
+    out_ptr += program * (NUM_NAMES + NUM_BINS)
     ratio_sum = tl.sum(ratios, axis=0)
     is_nan = ratio_sum != ratio_sum  # max and min over a block pass over NaN
     values = (
@@ -207,6 +213,27 @@ def statistics_kernel(
     )  # fmt: skip
     store_all(out_ptr, 1, values, NUM_NAMES)
     tl.store(out_ptr + NUM_NAMES + tl.arange(0, NUM_BINS), histogram)
+
+
+@triton.jit
+def merge_kernel(
+    losses_ptr, parts_ptr, loss_ptr, out_ptr, num_parts, NUM: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """The loss and the NUM statistics, from those of up to BLOCK programs."""
+    offsets = tl.arange(0, BLOCK)
+    losses = tl.load(losses_ptr + offsets, mask=offsets < num_parts, other=0.0)
+    tl.store(loss_ptr, tl.sum(losses, axis=0))
+    is_in = (offsets < num_parts)[:, None] & (offsets < NUM)[None, :]
+    places = offsets[:, None] * NUM + offsets[None, :]
+    parts = tl.load(parts_ptr + places, mask=is_in, other=0.0)
+    total = tl.sum(parts, axis=0)
+    largest = tl.max(tl.where(is_in, parts, -float("inf")), axis=0)
+    smallest = tl.min(tl.where(is_in, parts, float("inf")), axis=0)
+    total = tl.where(offsets == RATIO_MAX, largest, total)
+    total = tl.where(offsets == RATIO_MIN, smallest, total)
+    is_nan = tl.max((parts != parts).to(tl.int32), axis=0) > 0  # max and min pass over it
+    total = tl.where(is_nan, float("nan"), total)
+    tl.store(out_ptr + offsets, total, mask=offsets < NUM)
 
 
 @triton.jit
@@ -261,20 +288,25 @@ def run_loss(
 
 def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
     """Launcher: (loss, statistics), see `statistics.reduce`."""
-    result = torch.empty((), device=column_7T.device)
-    out = torch.empty(NUM_STATISTICS, device=column_7T.device)
-    statistics_kernel[(1,)](
+    num_parts = max(1, min(MERGE["BLOCK"], triton.cdiv(len(weight_T), STATISTICS["BLOCK"])))
+    losses_P = torch.empty(num_parts, device=column_7T.device)
+    parts_PS = torch.empty(num_parts, NUM_STATISTICS, device=column_7T.device)
+    statistics_kernel[(num_parts,)](
         column_ptr=column_7T,
         weight_ptr=weight_T,
         targets_ptr=target_ids_T,
-        loss_ptr=result,
-        out_ptr=out,
+        loss_ptr=losses_P,
+        out_ptr=parts_PS,
         num_rows=len(weight_T),
         BIN_WIDTH=BIN_WIDTH,
         NUM_BINS=NUM_BINS,
         **STATISTICS,
     )
-    return result, out
+    if num_parts == 1:
+        return losses_P.view(()), parts_PS.view(-1)
+    loss, out = losses_P.new_empty(()), parts_PS.new_empty(NUM_STATISTICS)
+    merge_kernel[(1,)](losses_P, parts_PS, loss, out, num_parts, NUM=NUM_STATISTICS, **MERGE)
+    return loss, out
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:

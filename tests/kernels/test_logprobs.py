@@ -160,11 +160,11 @@ def test_rows_of_a_larger_buffer(impl: str) -> None:
     view = buffer[1::3, 30:47]
     view.copy_(batch["logits_TV"])
     out = logprobs(view, batch["target_ids_T"].to(view.device), impl=impl)
-    assert (
-        torch.equal(out.logprob_T.cpu(), expected[0])
-        and torch.equal(out.lse_T.cpu(), expected[2])
-        and (expected[0] != 0).any()
-    )
+    # Kernels sum a row from the first multiple of 16 bytes on.
+    same = {"rtol": 0, "atol": 0} if impl == "torch" else {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(out.logprob_T.cpu(), expected[0], **same)
+    torch.testing.assert_close(out.lse_T.cpu(), expected[2], **same)
+    assert (expected[0] != 0).any()
 
 
 @pytest.mark.parametrize("vocab", [257, 40_001])

@@ -465,9 +465,10 @@ def test_rows_of_a_larger_buffer(name: str, impl: str, inplace: bool) -> None:
         impl=impl,
     )
     out.loss.backward()
-    assert (
-        view.grad is not None and torch.equal(view.grad.cpu(), expected) and (expected != 0).any()
-    )
+    assert view.grad is not None and (expected != 0).any()
+    # Kernels sum a row from the first multiple of 16 bytes on.
+    same = {"rtol": 0, "atol": 0} if impl == "torch" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(view.grad.cpu(), expected, **same)
     before[::2, 3:20] = buffer[::2, 3:20]
     assert torch.equal(buffer, before)
     if not inplace:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel_truth import Batch, counted, mask_of, on_device, ours, plain_rows, random_batch, truth
 from torch import Tensor
 
-NUM_TOKENS, VOCAB = 16, 23
+NUM_TOKENS, VOCAB = 16, 24
 SPECS = {
     "clip": LossSpec(kl="k2", kl_coef=0.2),
     "nll-entropy": LossSpec("nll", entropy_coef=0.3),
