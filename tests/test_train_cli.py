@@ -355,7 +355,7 @@ def check_refused(
 BAD_TASKS = {
     "no object": ('{"question": "q", "answer": "a"}\n[]\n', "line 2: must be an object"),
     "no json": ('{"question": \n', "line 1: cannot be read as JSON"),
-    "no answer": ('{"question": "q"}\n', "line 1: key 'answer' is missing"),
+    "no answer": ('{"question": "q"}\n', "missing required field `answer`"),
     "no task": ("\n", "holds no tasks"),
     "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
     "half a character": (

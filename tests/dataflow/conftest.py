@@ -111,6 +111,17 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
+def postgres_database(
+    postgres_server: PostgresServer, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """URL of an empty database, for tests that change its settings."""
+    name = f"test_{abs(hash(request.node.nodeid)) % 10**9}"
+    postgres_server.execute(f"CREATE DATABASE {name}")
+    yield postgres_server.url(name)
+    postgres_server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
 def postgres(postgres_server: PostgresServer, request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty schema, which takes a hundredth of the time that a database does."""
     name = f"test_{abs(hash(request.node.nodeid)) % 10**9}"

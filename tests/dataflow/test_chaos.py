@@ -131,7 +131,7 @@ def faulty_calls(database: str | Path, seed: int) -> None:
         ledger.close()
 
 
-@pytest.mark.parametrize("first", range(0, 140, 10))
+@pytest.mark.parametrize("first", range(0, 60, 10))
 def test_services_of_one_sqlite_file(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 10):
         faulty_calls(tmp_path / f"{seed}.sqlite", seed)
@@ -165,7 +165,7 @@ def through_a_faulty_network(database: str | Path, seed: int) -> None:
     ledger.close()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_through_a_faulty_network(seed: int, tmp_path: Path) -> None:
     through_a_faulty_network(tmp_path / "flow.sqlite", seed)
 

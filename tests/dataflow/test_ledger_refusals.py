@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, push
@@ -96,17 +97,17 @@ def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent
     assert push(flow, each, num_tokens=20000) == "committed"
 
 
-def test_a_server_that_is_read_only_is_named(postgres: str) -> None:
-    flow = ledger(postgres)
+def test_a_server_that_is_read_only_is_named(postgres_database: str) -> None:
+    flow = ledger(postgres_database)
     joined(flow)
     flow.register(planner())
     (each,) = lease(flow)
     flow.close()
-    name = postgres.split("/")[3].partition("?")[0]
-    statement(postgres, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    name = postgres_database.split("/")[3].partition("?")[0]
+    statement(postgres_database, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
     with pytest.raises(UserError, match="read-only transaction") as refusal:
         push(flow, each)
-    assert postgres.partition("?")[0] in str(refusal.value)
+    assert postgres_database.partition("?")[0] in str(refusal.value)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -135,9 +136,9 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: P
     assert f"postgresql://me@/flow?host={tmp_path}" in str(refusal.value)
 
 
-def test_a_database_that_is_not_there(postgres: str) -> None:
+def test_a_database_that_is_not_there(postgres_server: Any) -> None:
     with pytest.raises(Unavailable, match="does not exist"):
-        ledger(postgres.replace("test_", "missing_"))
+        ledger(postgres_server.url("missing"))
 
 
 def test_text_that_the_database_does_not_take_is_the_sender_s_fault(database: str) -> None:
