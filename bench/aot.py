@@ -80,6 +80,10 @@ class Variant:
     programs_per_sm: int | None = None
 
 
+_Kind = tuple[str, str, Any, rows_triton.Launch, dict[str, Any], roofline.Goal]
+"""(kernel, extra, function, launch, absent arguments, goal)"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
@@ -138,7 +142,7 @@ def variants() -> Iterator[Variant]:
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
     merge = {"NUM": NUM_STATISTICS, **policy_loss_triton.MERGE}
     tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
-    others = [
+    others: list[tuple[str, str, Any, Mapping[str, Any], str]] = [
         ("statistics", "", policy_loss_triton.statistics_kernel, statistics, "fp32"),
         ("merge", "", policy_loss_triton.merge_kernel, merge, "fp32"),
         ("scan", "", branching_triton.scan_kernel, branching_triton.LAUNCH, "fp32"),
@@ -179,7 +183,7 @@ def _row_variants() -> Iterator[Variant]:
     one, two = rows_triton.ONE_PASS, rows_triton.TWO_PASSES
     score, gradient = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
     loss = policy_loss_triton.loss_kernel
-    kinds = [
+    kinds: list[_Kind] = [
         ("score", "", score, one, few, roofline.SCORE),
         ("score", "all", score, one, {}, replace(roofline.SCORE, share=roofline.CAPPED)),
         ("gradient", "", gradient, one, {**few, "dentropy_ptr": None}, roofline.GRADIENT),
@@ -187,7 +191,7 @@ def _row_variants() -> Iterator[Variant]:
         ("loss", "", loss, two, {**few, **clip_only}, roofline.LOSS),
         ("loss", "all", loss, two, clip, replace(roofline.LOSS, share=roofline.CAPPED)),
     ]
-    more = [
+    more: list[_Kind] = [
         ("score", "mask", score, one, {"softcap": None}, roofline.SCORE),
         ("loss", "entropy", loss, two, with_entropy, roofline.LOSS),
         ("loss", "no gradient", loss, one, {**few, **clip_only, "out_ptr": None}, roofline.SCORE),
