@@ -399,7 +399,8 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(
         "or there would be little to disagree about"
     )
     if top_k:
-        counts = [count for sample in samples if sample.kept for count in sample.kept.counts]
+        masks = [sample.sampling_mask for sample in samples if sample.sampling_mask]
+        counts = [count for mask in masks for count in mask.counts]
         assert max(counts) > top_k if top_p == 1 else min(counts) < top_k, (
             "of bf16 logits, some tie with the last that is kept"
         )
