@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flowkernels.logprobs import Score, Slopes, State
+from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
     ONE_PASS,
     add_mask,
-    backward_row,
     row_arguments,
     score_row,
     store_all,

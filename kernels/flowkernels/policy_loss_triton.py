@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
     ONE_PASS,
     TWO_PASSES,
-    backward_row,
     clamp,
     row_arguments,
     score_row,
     store_all,
-    write_zeros,
 )
 from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
 from flowkernels.targets import Targets

@@ -129,7 +129,7 @@ def clamp(x, low, high) -> tl.tensor:
 
 
 @triton.jit
-def _not_far(x) -> tl.tensor:
+def not_far(x) -> tl.tensor:
     return tl.maximum(x, _FAR, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -141,13 +141,13 @@ def store_all(ptr, stride, values, NUM: tl.constexpr) -> None:
 
 
 @triton.jit
-def _columns(LANES: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+def block_columns(LANES: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
     """Places [LANES, WIDTH] of a part of a block; the next one begins LANES * WIDTH further on."""
     return tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def _load(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
+def load_logits(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
     """Load in fp32; `is_in` may be None."""
     if is_in is None:
         x = tl.load(ptr, eviction_policy=POLICY)
@@ -157,28 +157,28 @@ def _load(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _load_block(
+def load_block(
     ptr, limit, other, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
     PART: tl.constexpr = LANES * WIDTH
-    c0 = _columns(LANES, WIDTH)
+    c0 = block_columns(LANES, WIDTH)
     c1, c2, c3 = c0 + PART, c0 + 2 * PART, c0 + 3 * PART
     if limit is None:
-        x0 = _load(ptr + c0, None, other, POLICY)
-        x1 = _load(ptr + c1, None, other, POLICY)
-        x2 = _load(ptr + c2, None, other, POLICY)
-        x3 = _load(ptr + c3, None, other, POLICY)
+        x0 = load_logits(ptr + c0, None, other, POLICY)
+        x1 = load_logits(ptr + c1, None, other, POLICY)
+        x2 = load_logits(ptr + c2, None, other, POLICY)
+        x3 = load_logits(ptr + c3, None, other, POLICY)
     else:
-        x0 = _load(ptr + c0, c0 < limit, other, POLICY)
-        x1 = _load(ptr + c1, c1 < limit, other, POLICY)
-        x2 = _load(ptr + c2, c2 < limit, other, POLICY)
-        x3 = _load(ptr + c3, c3 < limit, other, POLICY)
+        x0 = load_logits(ptr + c0, c0 < limit, other, POLICY)
+        x1 = load_logits(ptr + c1, c1 < limit, other, POLICY)
+        x2 = load_logits(ptr + c2, c2 < limit, other, POLICY)
+        x3 = load_logits(ptr + c3, c3 < limit, other, POLICY)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def _body(
+def row_body(
     ptr, num_vocab, ALIGNMENT: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """(begin, size) of the part of a row that is made of whole loads."""
@@ -191,7 +191,7 @@ def _body(
 
 
 @triton.jit
-def _rest(begin, size, LANES: tl.constexpr) -> tl.tensor:
+def rest_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
     """Columns [LANES] beside the body, of which the first num_vocab - size are in the row: fewer
     than two loads have.
     """
@@ -200,7 +200,7 @@ def _rest(begin, size, LANES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _cap(x, softcap) -> tl.tensor:
+def capped(x, softcap) -> tl.tensor:
     """softcap * tanh(x / softcap), with tanh by exp2, which every target has."""
     if softcap is not None:
         x = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
@@ -222,17 +222,17 @@ def _absorb(
     largest = parts[0]
     for i in tl.static_range(1, NUM):
         largest = tl.maximum(largest, parts[i])
-    new_top = tl.maximum(top, _cap(tl.max(largest, axis=1), softcap) * scale)
+    new_top = tl.maximum(top, capped(tl.max(largest, axis=1), softcap) * scale)
     base = tl.where(new_top == -_INF, 0.0, new_top)
     e_sum, moment_sum = tl.zeros_like(parts[0]), tl.zeros_like(parts[0])
     for i in tl.static_range(NUM):
-        t = _not_far(_cap(parts[i], softcap) * scale - base[:, None])
+        t = not_far(capped(parts[i], softcap) * scale - base[:, None])
         if limit is not None:
-            t = tl.where(_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _FAR)
+            t = tl.where(block_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _FAR)
         e = tl.exp2(t)
         e_sum += e
         moment_sum += e * t
-    shift = _not_far(top - base)
+    shift = not_far(top - base)
     shrink = tl.exp2(shift)
     moment = shrink * (moment + total * shift) + tl.sum(moment_sum, axis=1)
     total = shrink * total + tl.sum(e_sum, axis=1)
@@ -248,26 +248,28 @@ def _row_statistics(
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
     zeros = tl.zeros([LANES], tl.float32)
     state = (zeros - _INF, zeros, zeros)
-    begin, size = _body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
+    begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
     num_full = size // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
-        parts = _load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
+        parts = load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
         state = _absorb(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
     left = size - num_full
     if left > 0:
-        parts = _load_block(
+        parts = load_block(
             body_ptr + num_full, left, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH
         )
         state = _absorb(row, parts, left, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
     if ALIGNMENT != "whole":
         left = num_vocab - size
-        x = _load(row_ptr + _rest(begin, size, LANES), tl.arange(0, LANES) < left, -_INF, POLICY)
+        x = load_logits(
+            row_ptr + rest_columns(begin, size, LANES), tl.arange(0, LANES) < left, -_INF, POLICY
+        )
         state = _absorb(row, (x[:, None],), left, state=state, NUM=1, LANES=LANES, WIDTH=1)
     top, total, moment = state
     row_top = tl.max(top, axis=0)
     base = tl.where(row_top == -_INF, 0.0, row_top)
-    shift = _not_far(top - base)
+    shift = not_far(top - base)
     shrink = tl.exp2(shift)
     row_moment = tl.sum(shrink * (moment + total * shift), axis=0)
     row_total = tl.sum(shrink * total, axis=0)
@@ -280,7 +282,7 @@ def _logits_at(row, ids, is_in) -> tl.tensor:
     """NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
     row_ptr, num_vocab, _, softcap = row
     is_in = is_in & (ids >= 0) & (ids < num_vocab)
-    return _cap(tl.load(row_ptr + ids, mask=is_in, other=float("nan")).to(tl.float32), softcap)
+    return capped(tl.load(row_ptr + ids, mask=is_in, other=float("nan")).to(tl.float32), softcap)
 
 
 @triton.jit
@@ -345,178 +347,3 @@ def score_row(
     scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
     top, log2_total = scored[2]
     return ((scored[0] * row[2] - top) - log2_total) * LN2, scored
-
-
-@triton.jit
-def _uncap(g, x, softcap) -> tl.tensor:
-    """The gradient by the raw logit, from that by the capped logit x."""
-    if softcap is not None:
-        tanh = x * (1.0 / softcap)
-        g = g - g * (tanh * tanh)
-    return g
-
-
-@triton.jit
-def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(lse, entropy, factor) such that factor * 2^(x scale - lse) is the probability 2^(x scale -
-    top - log2_total), for one instruction less, and log2 of it + H is x scale - lse + entropy: what
-    the sum lse was rounded by is not lost.
-    """
-    top, log2_total, entropy = full
-    lse = top + log2_total
-    of_total = lse - top
-    rounding = (top - (lse - of_total)) + (log2_total - of_total)
-    return lse, entropy - rounding * LN2, tl.exp2(-rounding)
-
-
-@triton.jit
-def _gradient(x, normalized, slopes, scale) -> tl.tensor:
-    """p (a + c (log p + H)) without the target's term; the slopes hold the factor of
-    `_normalized`.
-    """
-    lse, entropy, _ = normalized
-    factor, c = slopes
-    log2_p = x * scale - lse
-    if c is not None:
-        factor = factor + c * (_not_far(log2_p) * LN2 + entropy)
-    return tl.exp2(log2_p) * factor
-
-
-@triton.jit
-def _write_part(row, out_ptr, x, is_in, normalized, slopes) -> None:
-    """Write the gradient where the logits x were read."""
-    _, _, scale, softcap = row
-    x = _cap(x, softcap)
-    g = _uncap(_gradient(x, normalized, slopes, scale), x, softcap)
-    g = g.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr, g, mask=is_in, eviction_policy="evict_first")
-
-
-@triton.jit
-def _write_block(
-    row, ptr, out_ptr, limit, normalized, slopes, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
-    parts = _load_block(ptr, limit, 0.0, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH)
-    for i in tl.static_range(ROUNDS):
-        columns = _columns(LANES, WIDTH) + i * LANES * WIDTH
-        if limit is None:
-            _write_part(row, out_ptr + columns, parts[i], None, normalized, slopes)
-        else:
-            _write_part(row, out_ptr + columns, parts[i], columns < limit, normalized, slopes)
-
-
-@triton.jit
-def _write_gradient(
-    row, out_ptr, full, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
-    """Write the gradient of a row but for the target's own term. Goes from the end of the row to
-    its beginning: cache most likely holds what was read last.
-    """
-    row_ptr, num_vocab, _, _ = row
-    BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
-    normalized = _normalized(full)
-    a, c = slopes
-    slopes = (a * normalized[2], None)
-    if c is not None:
-        slopes = (a * normalized[2], c * normalized[2])
-    begin, size = _body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
-    body_ptr = tl.multiple_of(row_ptr + begin, 16)
-    body_out_ptr = out_ptr + begin
-    if ALIGNMENT != "apart":
-        body_out_ptr = tl.multiple_of(body_out_ptr, 16)
-    num_full = size // BLOCK * BLOCK
-    if ALIGNMENT != "whole":
-        places = _rest(begin, size, LANES)
-        is_in = tl.arange(0, LANES) < num_vocab - size
-        x = _load(row_ptr + places, is_in, 0.0, POLICY="evict_first")
-        _write_part(row, out_ptr + places, x, is_in, normalized, slopes)
-    if num_full < size:
-        _write_block(
-            row, body_ptr + num_full, body_out_ptr + num_full, limit=size - num_full,
-            normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
-    for back in range(BLOCK, num_full + BLOCK, BLOCK):
-        start = num_full - back
-        _write_block(
-            row, body_ptr + start, body_out_ptr + start, limit=None, normalized=normalized,
-            slopes=slopes, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
-
-
-@triton.jit
-def write_zeros(
-    out_ptr, num_vocab, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
-    PART: tl.constexpr = LANES * WIDTH
-    columns = _columns(LANES, WIDTH)
-    begin, size = _body(out_ptr, num_vocab, ALIGNMENT, WIDTH)
-    body_ptr = tl.multiple_of(out_ptr + begin, 16)
-    block = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
-    for start in range(0, size, PART):
-        is_in = start + columns < size
-        tl.store(body_ptr + start + columns, block, mask=is_in, eviction_policy="evict_first")
-    if ALIGNMENT != "whole":
-        is_left = tl.arange(0, LANES) < num_vocab - size
-        zeros = tl.zeros([LANES], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + _rest(begin, size, LANES), zeros, mask=is_left)
-
-
-@triton.jit
-def _write_at(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> None:
-    """Write the gradient of the log-probability, which the mask's ids and the target alone have,
-    over that of the entropy, which the whole row has.
-    """
-    _, num_vocab, scale, softcap = row
-    _, full, masked, _ = scored
-    a, c = slopes
-    g = a * tl.exp2((x * scale - masked[0]) - masked[1])
-    if is_target:
-        g -= a
-    if c is not None:
-        normalized = _normalized(full)
-        g += _gradient(x, normalized, (0.0, c * normalized[2]), scale)
-    g = _uncap(g, x, softcap)
-    is_in = is_in & (ids >= 0) & (ids < num_vocab)
-    tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
-
-
-@triton.jit
-def backward_row(
-    row, out_ptr, target, scored, mask_ptrs, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    """Gradient of a row. Rows that have none are written without being read. What differs from the
-    rest of the row is written over it at the end, the target last, which a mask may name too.
-    """
-    x_target, full, _, bounds = scored
-    begin, end = bounds
-    ids_ptr, _, copy_ptr = mask_ptrs
-    a, c = slopes
-    is_zero = a == 0.0
-    if c is not None:
-        is_zero = is_zero & (c == 0.0)
-    if is_zero:
-        write_zeros(out_ptr, row[1], ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
-    else:
-        of_row = slopes
-        if ids_ptr is not None:
-            of_row = (tl.where(end > begin, 0.0, a), c)
-        _write_gradient(
-            row, out_ptr, full, slopes=of_row, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
-        )
-        tl.debug_barrier()  # the row was written by other threads
-        if ids_ptr is not None:
-            offsets = tl.arange(0, LANES)
-            for start in range(begin, end, LANES):
-                is_in = start + offsets < end
-                ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
-                x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
-                _write_at(
-                    row, out_ptr, ids, is_in=is_in, x=x, is_target=False, scored=scored,
-                    slopes=slopes,
-                )  # fmt: skip
-            tl.debug_barrier()
-        _write_at(
-            row, out_ptr, target, is_in=True, x=x_target, is_target=True, scored=scored,
-            slopes=slopes,
-        )  # fmt: skip

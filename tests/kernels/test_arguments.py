@@ -22,6 +22,7 @@ from flowkernels import (
     policy_loss,
     token_weights,
 )
+from flowkernels.implementations import resolve_impl
 from torch import Tensor
 
 IMPLS = ("torch", "triton")
@@ -500,9 +501,9 @@ def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch
 
 
 def test_auto_is_triton_on_a_gpu_and_torch_on_the_cpu() -> None:
-    assert arguments.resolve_impl("auto", torch.device("cuda", 0)) == "triton"
-    assert arguments.resolve_impl("auto", torch.device("cuda", 0), torch.float64) == "torch"
-    assert arguments.resolve_impl("auto", torch.device("cpu")) == "torch"
+    assert resolve_impl("auto", torch.device("cuda", 0)) == "triton"
+    assert resolve_impl("auto", torch.device("cuda", 0), torch.float64) == "torch"
+    assert resolve_impl("auto", torch.device("cpu")) == "torch"
 
 
 def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(

@@ -50,12 +50,12 @@ def hard_rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def score_floor(logits: Tensor, temperature: float) -> Tensor:
-    """[T] fp32 rounds each of x - max x, its quotient by the temperature and the logarithm by 6e-8,
-    relatively; so much is lost of the range of z (for the lse: of its size), and 1e-6 by the sums
-    over V.
+    """[T] fp32 rounds each of x and max x in units of the temperature, their difference and the
+    logarithm by 6e-8, relatively; so much is lost of the range of z (for the lse: of its size), and
+    1e-6 by the sums over V.
     """
     span = (logits.amax(-1) - logits.amin(-1)).double()
-    return 1e-6 + 2e-7 * torch.maximum(span, logits.abs().amax(-1).double()) / temperature
+    return 1e-6 + 2.4e-7 * torch.maximum(span, logits.abs().amax(-1).double()) / temperature
 
 
 def gradient_floor(
@@ -206,10 +206,19 @@ def run_last_of(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
-    monkeypatch.setattr("flowkernels.logprobs_triton.grid", lambda *_: (1,))
-    monkeypatch.setattr("flowkernels.policy_loss_triton.grid", lambda *_: (1,))
-    monkeypatch.setattr(builder, "set_grid_dim", lambda *size: set_dim(num_programs, 1, 1))
-    monkeypatch.setattr(builder, "set_grid_idx", lambda *index: set_index(num_programs - 1, 0, 0))
+    monkeypatch.setattr("flowkernels.rows_triton.Launch.grid", lambda *_: (1,))
+    is_alone = [True]
+
+    def set_dims(*size: int) -> None:
+        is_alone[0] = size[0] == 1  # the statistics have programs of their own
+        set_dim(*((num_programs, 1, 1) if is_alone[0] else size))
+
+    monkeypatch.setattr(builder, "set_grid_dim", set_dims)
+    monkeypatch.setattr(
+        builder,
+        "set_grid_idx",
+        lambda *index: set_index(*((num_programs - 1, 0, 0) if is_alone[0] else index)),
+    )
 
 
 @pytest.fixture

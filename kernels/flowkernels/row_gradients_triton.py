@@ -1,0 +1,193 @@
+"""The gradient of a row of logits in Triton, with the arguments of `rows_triton.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flowkernels.rows_triton import (
+    LN2,
+    ROUNDS,
+    block_columns,
+    capped,
+    load_block,
+    load_logits,
+    not_far,
+    rest_columns,
+    row_body,
+)
+
+
+@triton.jit
+def _uncap(g, x, softcap) -> tl.tensor:
+    """The gradient by the raw logit, from that by the capped logit x."""
+    if softcap is not None:
+        tanh = x * (1.0 / softcap)
+        g = g - g * (tanh * tanh)
+    return g
+
+
+@triton.jit
+def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(lse, entropy, factor) such that factor * 2^(x scale - lse) is the probability 2^(x scale -
+    top - log2_total), for one instruction less, and log2 of it + H is x scale - lse + entropy: what
+    the sum lse was rounded by is not lost.
+    """
+    top, log2_total, entropy = full
+    lse = top + log2_total
+    of_total = lse - top
+    rounding = (top - (lse - of_total)) + (log2_total - of_total)
+    return lse, entropy - rounding * LN2, tl.exp2(-rounding)
+
+
+@triton.jit
+def _gradient(x, normalized, slopes, scale) -> tl.tensor:
+    """p (a + c (log p + H)) without the target's term; the slopes hold the factor of
+    `_normalized`.
+    """
+    lse, entropy, _ = normalized
+    factor, c = slopes
+    log2_p = x * scale - lse
+    if c is not None:
+        factor = factor + c * (not_far(log2_p) * LN2 + entropy)
+    return tl.exp2(log2_p) * factor
+
+
+@triton.jit
+def _write_part(row, out_ptr, x, is_in, normalized, slopes) -> None:
+    """Write the gradient where the logits x were read."""
+    _, _, scale, softcap = row
+    x = capped(x, softcap)
+    g = _uncap(_gradient(x, normalized, slopes, scale), x, softcap)
+    g = g.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr, g, mask=is_in, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_block(
+    row, ptr, out_ptr, limit, normalized, slopes, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    parts = load_block(ptr, limit, 0.0, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH)
+    for i in tl.static_range(ROUNDS):
+        columns = block_columns(LANES, WIDTH) + i * LANES * WIDTH
+        if limit is None:
+            _write_part(row, out_ptr + columns, parts[i], None, normalized, slopes)
+        else:
+            _write_part(row, out_ptr + columns, parts[i], columns < limit, normalized, slopes)
+
+
+@triton.jit
+def _write_gradient(
+    row, out_ptr, full, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    """Write the gradient of a row but for the target's own term. Goes from the end of the row to
+    its beginning: cache most likely holds what was read last.
+    """
+    row_ptr, num_vocab, _, _ = row
+    BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
+    normalized = _normalized(full)
+    a, c = slopes
+    slopes = (a * normalized[2], None)
+    if c is not None:
+        slopes = (a * normalized[2], c * normalized[2])
+    begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
+    body_ptr = tl.multiple_of(row_ptr + begin, 16)
+    body_out_ptr = out_ptr + begin
+    if ALIGNMENT != "apart":
+        body_out_ptr = tl.multiple_of(body_out_ptr, 16)
+    num_full = size // BLOCK * BLOCK
+    if ALIGNMENT != "whole":
+        places = rest_columns(begin, size, LANES)
+        is_in = tl.arange(0, LANES) < num_vocab - size
+        x = load_logits(row_ptr + places, is_in, 0.0, POLICY="evict_first")
+        _write_part(row, out_ptr + places, x, is_in, normalized, slopes)
+    if num_full < size:
+        _write_block(
+            row, body_ptr + num_full, body_out_ptr + num_full, limit=size - num_full,
+            normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
+    for back in range(BLOCK, num_full + BLOCK, BLOCK):
+        start = num_full - back
+        _write_block(
+            row, body_ptr + start, body_out_ptr + start, limit=None, normalized=normalized,
+            slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_zeros(
+    out_ptr, num_vocab, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    PART: tl.constexpr = LANES * WIDTH
+    columns = block_columns(LANES, WIDTH)
+    begin, size = row_body(out_ptr, num_vocab, ALIGNMENT, WIDTH)
+    body_ptr = tl.multiple_of(out_ptr + begin, 16)
+    block = tl.zeros([LANES, WIDTH], out_ptr.dtype.element_ty)
+    for start in range(0, size, PART):
+        is_in = start + columns < size
+        tl.store(body_ptr + start + columns, block, mask=is_in, eviction_policy="evict_first")
+    if ALIGNMENT != "whole":
+        is_left = tl.arange(0, LANES) < num_vocab - size
+        zeros = tl.zeros([LANES], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rest_columns(begin, size, LANES), zeros, mask=is_left)
+
+
+@triton.jit
+def _write_at(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> None:
+    """Write the gradient of the log-probability, which the mask's ids and the target alone have,
+    over that of the entropy, which the whole row has.
+    """
+    _, num_vocab, scale, softcap = row
+    _, full, masked, _ = scored
+    a, c = slopes
+    g = a * tl.exp2((x * scale - masked[0]) - masked[1])
+    if is_target:
+        g -= a
+    if c is not None:
+        normalized = _normalized(full)
+        g += _gradient(x, normalized, (0.0, c * normalized[2]), scale)
+    g = _uncap(g, x, softcap)
+    is_in = is_in & (ids >= 0) & (ids < num_vocab)
+    tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def backward_row(
+    row, out_ptr, target, scored, mask_ptrs, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Gradient of a row. Rows that have none are written without being read. What differs from the
+    rest of the row is written over it at the end, the target last, which a mask may name too.
+    """
+    x_target, full, _, bounds = scored
+    begin, end = bounds
+    ids_ptr, _, copy_ptr = mask_ptrs
+    a, c = slopes
+    is_zero = a == 0.0
+    if c is not None:
+        is_zero = is_zero & (c == 0.0)
+    if is_zero:
+        write_zeros(out_ptr, row[1], ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
+    else:
+        of_row = slopes
+        if ids_ptr is not None:
+            of_row = (tl.where(end > begin, 0.0, a), c)
+        _write_gradient(
+            row, out_ptr, full, slopes=of_row, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
+        )
+        tl.debug_barrier()  # the row was written by other threads
+        if ids_ptr is not None:
+            offsets = tl.arange(0, LANES)
+            for start in range(begin, end, LANES):
+                is_in = start + offsets < end
+                ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=0)
+                x = tl.load(copy_ptr + start + offsets, mask=is_in, other=0.0)
+                _write_at(
+                    row, out_ptr, ids, is_in=is_in, x=x, is_target=False, scored=scored,
+                    slopes=slopes,
+                )  # fmt: skip
+            tl.debug_barrier()
+        _write_at(
+            row, out_ptr, target, is_in=True, x=x_target, is_target=True, scored=scored,
+            slopes=slopes,
+        )  # fmt: skip
