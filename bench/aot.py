@@ -71,7 +71,7 @@ class Variant:
     constants: Mapping[str, Any]
     """Constexprs and absent arguments."""
     options: Mapping[str, int]
-    """Of the compiler."""
+    """Options of the compiler."""
     dtype: str
     """That of the logits (->gradient)."""
     is_aligned: bool = True
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def faults_of(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a row of the table."""
+    """Name what is wrong with a row of the table."""
     spilled = [f"spills {row['spills']} bytes"] if row["spills"] else []
     return [*spilled, *filter(None, [row.get("fault")])]
 

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel allows: the bounds of its hot loops, read from a disassembly.
+"""Bounds that the machine code of a kernel sets, read from the disassembly of its hot loops.
 
 A hot loop is an innermost loop that reads or writes global memory. For each, the instructions of an
 iteration are counted, and the time that a warp waits for memory is found by running the loop on
@@ -25,7 +25,7 @@ import triton.backends.nvidia
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What bounds a kernel there. Clocks and units are NVIDIA's; bandwidth is what a copy reaches,
+    """A GPU, by what bounds a kernel there. Clocks and units are NVIDIA's; bandwidth is what a copy reaches,
     and the latencies, under load, are assumptions.
     """
 
@@ -53,7 +53,7 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a program takes of a multiprocessor."""
+    """A program's share of a multiprocessor."""
 
     registers: int
     """Per thread."""
@@ -83,7 +83,7 @@ class Goal:
     num_bytes: int
     """Times the size of an element: 1 for a read, 2 for a read and a write."""
     latencies: tuple[str, ...]
-    """Where each pass over a row reads from: "dram", or "l2" for what was read before."""
+    """Memory that each pass over a row reads from: "dram", or "l2" for what was read before."""
 
 
 SCORE = Goal(0.88, 1, ("dram",))
@@ -106,7 +106,7 @@ class Instruction:
     written: frozenset[str]
     read: frozenset[str]
     target: int | None
-    """Where a branch goes."""
+    """Address that a branch goes to."""
     where: tuple[str, int] | None
     """(file, line) of the source, or None."""
 

@@ -25,7 +25,7 @@ from flowkernels.token_loss import KLS, LossSpec, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
 MERGE = {"BLOCK": 64, "num_warps": 4}
-"""Of the statistics of at most so many programs."""
+"""The merge takes the statistics of at most BLOCK programs."""
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])

@@ -1,4 +1,4 @@
-"""What `bench.roofline` reads from machine code, on loops whose waits can be counted by hand."""
+"""Readings of `bench.roofline` from machine code, on loops whose waits can be counted by hand."""
 
 from __future__ import annotations
 
