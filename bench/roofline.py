@@ -25,8 +25,8 @@ import triton.backends.nvidia
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, by what bounds a kernel there. Clocks and units are NVIDIA's; bandwidth is what a copy reaches,
-    and the latencies, under load, are assumptions.
+    """A GPU, by what bounds a kernel there. Clocks and units are NVIDIA's; bandwidth is what a copy
+    reaches, and the latencies, under load, are assumptions.
     """
 
     name: str
