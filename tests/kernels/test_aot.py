@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the compiler takes two seconds for each of fifty kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on sm_90, for which the tests compile; `python -m
