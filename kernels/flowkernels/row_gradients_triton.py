@@ -163,6 +163,7 @@ def backward_row(
     begin, end = bounds
     ids_ptr, _, copy_ptr = mask_ptrs
     a, c = slopes
+    tl.debug_barrier()  # in place, other threads may still read the target's logit
     is_zero = a == 0.0
     if c is not None:
         is_zero = is_zero & (c == 0.0)
