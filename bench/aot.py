@@ -41,6 +41,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 _SIZES = ("num_vocab", "num_words", "num_elements", "row_stride", "out_stride")
 _POINTERS = {
     "targets_ptr": "*i64",
@@ -77,7 +78,6 @@ class Variant:
     is_aligned: bool = True
     """Sizes and strides are multiples of 16 elements, which Triton tells the compiler."""
     goal: roofline.Goal | None = None
-    programs_per_sm: int | None = None
 
 
 _Kind = tuple[str, str, Any, rows_triton.Launch, dict[str, Any], roofline.Goal]
@@ -180,20 +180,28 @@ def _row_variants() -> Iterator[Variant]:
     clip = {"LOSS_TYPE": 0, "KL": 2}
     clip_only = {**clip, "ref_ptr": None, "dual_clip": None, "entropy_coef": None}
     with_entropy = {**few, **clip, "ref_ptr": None, "dual_clip": None}
-    one, two = rows_triton.ONE_PASS, rows_triton.TWO_PASSES
+    one, two = rows_triton.ONE_PASS, rows_triton.Launch(num_warps=32)
+    one_capped, two_capped = rows_triton.CAPPED_ONE_PASS, rows_triton.CAPPED_TWO_PASSES
+    capped_score = replace(roofline.SCORE, share=roofline.CAPPED)
+    capped_gradient = replace(roofline.GRADIENT, share=roofline.CAPPED)
     score, gradient = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
     loss = policy_loss_triton.loss_kernel
     kinds: list[_Kind] = [
         ("score", "", score, one, few, roofline.SCORE),
-        ("score", "all", score, one, {}, replace(roofline.SCORE, share=roofline.CAPPED)),
+        ("score", "all", score, one_capped, {}, capped_score),
         ("gradient", "", gradient, one, {**few, "dentropy_ptr": None}, roofline.GRADIENT),
-        ("gradient", "all", gradient, one, {}, replace(roofline.GRADIENT, share=roofline.CAPPED)),
+        ("gradient", "all", gradient, one_capped, {}, capped_gradient),
         ("loss", "", loss, two, {**few, **clip_only}, roofline.LOSS),
-        ("loss", "all", loss, two, clip, replace(roofline.LOSS, share=roofline.CAPPED)),
+        ("loss", "all", loss, two_capped, clip, replace(roofline.LOSS, share=roofline.CAPPED)),
     ]
     more: list[_Kind] = [
         ("score", "mask", score, one, {"softcap": None}, roofline.SCORE),
         ("loss", "entropy", loss, two, with_entropy, roofline.LOSS),
+        ("loss", "all but softcap", loss, two, {**clip, "softcap": None}, roofline.LOSS),
+        *(
+            ("loss", f"{n} warps", loss, rows_triton.Launch(n), {**few, **clip_only}, roofline.LOSS)
+            for n in (8, 16)
+        ),
         ("loss", "no gradient", loss, one, {**few, **clip_only, "out_ptr": None}, roofline.SCORE),
     ]
     dtypes = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -214,7 +222,6 @@ def _row_variants() -> Iterator[Variant]:
                     dtype,
                     is_aligned=is_aligned,
                     goal=goal,
-                    programs_per_sm=launch.rows_per_sm,
                 )
     mixed = {**few, **clip_only, "ALIGNMENT": "whole", **two.options(4)}
     yield Variant("loss", "fp32->bf16", loss, *_split(mixed), "fp32->bf16")
@@ -222,7 +229,7 @@ def _row_variants() -> Iterator[Variant]:
 
 def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Launch arguments into the kernel's own and the compiler's."""
-    options = {name: x for name, x in arguments.items() if name in ("num_warps", "maxnreg")}
+    options = {name: x for name, x in arguments.items() if name in _OPTIONS}
     return {name: x for name, x in arguments.items() if name not in options}, options
 
 
@@ -254,11 +261,10 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
             "spills": spills,
             "shared": shared,
         }
-    found = {**_ptxas(compiled.asm["ptx"], target.arch), "shared": shared}
+    fuses = options.get("enable_fp_fusion", True)
+    found = {**_ptxas(compiled.asm["ptx"], target.arch, bool(fuses)), "shared": shared}
     if has_roofline:
-        resources = roofline.Resources(
-            found["registers"], shared, options["num_warps"], variant.programs_per_sm
-        )
+        resources = roofline.Resources(found["registers"], shared, options["num_warps"])
         size = 4 if variant.dtype.startswith("fp32") else 2
         program = roofline.disassemble(compiled.asm["cubin"])
         device = roofline.DEVICES[target_name]
@@ -277,13 +283,14 @@ def _type(name: str, dtype: str) -> str:
     return "i32" if name.startswith("num_") or name.endswith("_stride") else "fp32"
 
 
-def _ptxas(ptx: str, arch: int) -> dict[str, Any]:
+def _ptxas(ptx: str, arch: int, fuses: bool) -> dict[str, Any]:
     program = nvidia.get_ptxas(arch).path  # as Triton itself would choose
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         name = _find(r"\.target\s+(sm_\w+)", ptx)
-        command = [program, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        options = [f"--gpu-name={name}", f"--fmad={str(fuses).lower()}"]
+        command = [program, "-v", *options, file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = (
         int(_find(r"(\d+) bytes spill stores", report)),

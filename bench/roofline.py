@@ -60,8 +60,6 @@ class Resources:
     shared: int
     """Bytes."""
     num_warps: int
-    max_programs: int | None
-    """Programs that are launched per multiprocessor; None: as many as there are rows."""
 
     def threads_per_sm(self, device: Device) -> int:
         """Threads at work on a multiprocessor; registers are given out by 8 per thread."""
@@ -70,7 +68,6 @@ class Resources:
             device.registers // (-(-self.registers // 8) * 8 * threads),
             device.max_threads // threads,
             device.shared // max(1, self.shared),
-            self.max_programs or device.max_threads,
         )
         return threads * max(1, programs)
 

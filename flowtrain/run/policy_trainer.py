@@ -131,7 +131,14 @@ def make_trainer(
     config = components.config
     train = config.train
     dtype = getattr(torch, config.model.dtype)
-    spec = ShardSpec(dtype, train.recompute, train.compile, train.reshard, train.offload)
+    spec = ShardSpec(
+        dtype,
+        recompute=train.recompute,
+        compile=train.compile,
+        reshard=train.reshard,
+        offload=train.offload,
+        attention=train.attention,
+    )
     reference = None
     if needs_reference:
         frozen = copy.deepcopy(components.model).requires_grad_(False).eval()

@@ -4,8 +4,8 @@ A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of t
 branch; the queries of a segment see the keys of its ancestors and, causally, its own. Attention
 alone is computed on segments side by side, in blocks of similar shape padded to the largest of the
 block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches;
-everything else in the model runs on the row as it is. That is the way on a CPU; `flex.py` has the
-one on a GPU.
+everything else in the model runs on the row as it is. That is the way on a CPU; `flex.py` and
+`varlen.py` have those on a GPU.
 
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
@@ -22,41 +22,27 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from flowtrain.training.flex import FlexTree
+from flowtrain.training.tree import Segment, segments
+from flowtrain.training.varlen import VarlenTree
+from flowtrain.types import UserError
 
-NAME = "flowtrain_forest"
+NAMES = {
+    "auto": "flowtrain_auto",
+    "sdpa": "flowtrain_sdpa",
+    "flex": "flowtrain_flex",
+    "flash": "flowtrain_fa4",  # transformers takes any name with "flash" in it for its own
+    "varlen": "flowtrain_varlen",
+}
+"""Kinds of attention, as transformers knows them: on segments by torch's SDPA; by FlexAttention,
+with Triton's kernels or with FlashAttention 4's; by FlashAttention with variable lengths; auto:
+"flex" on a GPU, else "sdpa"."""
+NAME = NAMES["auto"]
 _SIMILAR = 4 / 3
 """Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.
 """
 _SHORT = 16
 """Queries up to this number count as alike: a block of its own would cost more than their padding.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens start to end - 1 of the row, each the only child of the one before it."""
-
-    start: int
-    end: int
-    ancestors: tuple[tuple[int, int], ...]
-    """Token ranges from the root of the tree to the parent."""
-
-    @property
-    def num_queries(self) -> int:
-        return self.end - self.start
-
-    @property
-    def num_keys(self) -> int:
-        return self.num_queries + sum(end - start for start, end in self.ancestors)
-
-    @property
-    def shape(self) -> tuple[bool, int, int]:
-        """Segments of one shape go into one block."""
-        return (
-            bool(self.ancestors),
-            _size_class(max(self.num_queries, _SHORT)),
-            _size_class(self.num_keys),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +73,7 @@ class Forest:
         device = subtree_end_N.device
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
         for segment in segments(subtree_end_N.tolist()):
-            alike.setdefault(segment.shape, []).append(segment)
+            alike.setdefault(_shape(segment), []).append(segment)
         slots, blocks, num_slots = [0] * len(subtree_end_N), [], 0
         for members in alike.values():
             most = max(segment.num_queries for segment in members)
@@ -130,22 +116,13 @@ class Forest:
         return torch.cat(outs).index_select(0, self.slot_N).unsqueeze(0)
 
 
-def segments(subtree_end: Sequence[int]) -> list[Segment]:
-    """The runs of tokens without a branch, in order: within one, all subtrees end at the same
-    place.
-    """
-    found: list[Segment] = []
-    path: list[tuple[int, int]] = []
-    start = 0
-    for i in range(1, len(subtree_end) + 1):
-        if i < len(subtree_end) and subtree_end[i] == subtree_end[start]:
-            continue
-        while path and subtree_end[path[-1][0]] <= start:
-            path.pop()
-        found.append(Segment(start, i, tuple(path)))
-        path.append((start, i))
-        start = i
-    return found
+def _shape(segment: Segment) -> tuple[bool, int, int]:
+    """Segments of one shape go into one block."""
+    return (
+        bool(segment.ancestors),
+        _size_class(max(segment.num_queries, _SHORT)),
+        _size_class(segment.num_keys),
+    )
 
 
 def _size_class(length: int) -> int:
@@ -178,6 +155,28 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
     return Block(query_SQ, key_SK, len(members), mask_SQK)
 
 
+TreeAttention = Forest | FlexTree | VarlenTree
+
+
+def name_of(kind: str, device: torch.device) -> str:
+    """The name of a kind, which must be one for this device."""
+    if kind not in ("auto", "sdpa") and device.type != "cuda":
+        raise UserError(f"train.attention = {kind!r} needs a GPU, and the model runs on {device}")
+    return NAMES[kind]
+
+
+def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
+    """The structure of a row for this attention; on a GPU N is a multiple of `flex.BLOCK`."""
+    if name == NAMES["auto"]:
+        name = NAMES["flex" if subtree_end_N.is_cuda else "sdpa"]
+    if name == NAMES["sdpa"]:
+        return Forest.of(subtree_end_N)
+    if name == NAMES["varlen"]:
+        return VarlenTree.of(subtree_end_N)
+    assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
+    return FlexTree.of(subtree_end_N, flash=name == NAMES["flash"])
+
+
 def forest_attention(
     module: nn.Module,
     query_1HND: Tensor,
@@ -185,7 +184,7 @@ def forest_attention(
     value_1HND: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: Forest | FlexTree,
+    forest: TreeAttention,
     scaling: float | None = None,
     dropout: float = 0.0,
     **_: object,
@@ -202,4 +201,5 @@ def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:
     )
 
 
-AttentionInterface.register(NAME, forest_attention)
+for _name in NAMES.values():
+    AttentionInterface.register(_name, forest_attention)

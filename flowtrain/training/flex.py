@@ -22,6 +22,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from flowtrain.training.tree import PackedRow
 
 BLOCK = 128
+_TRITON: dict[str, Any] = {"IS_DIVISIBLE": True}
+"""Options of the kernels: the compiler does not see that any N is a multiple of BLOCK, and would
+check bounds at every access."""
+_FLASH: dict[str, Any] = {"BACKEND": "FLASH"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,15 @@ class FlexTree:
     """The structure of a row, as `attention.Forest`. Made once per row, used by every layer."""
 
     mask: BlockMask
+    flash: bool = False
+    """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor) -> FlexTree:
+    def of(cls, subtree_end_N: Tensor, flash: bool = False) -> FlexTree:
         """N is a multiple of BLOCK."""
         num_tokens = len(subtree_end_N)
         assert num_tokens % BLOCK == 0, num_tokens
+        subtree_end_N = subtree_end_N.int()  # read for every pair of a partial block
         end_BT = subtree_end_N.view(-1, BLOCK)
         start_B = torch.arange(0, num_tokens, BLOCK, device=subtree_end_N.device)
         is_before_BB = start_B < start_B[:, None]
@@ -51,9 +58,11 @@ class FlexTree:
         return cls(
             BlockMask.from_kv_blocks(
                 *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)
-            )
+            ),
+            flash,
         )
 
+    @torch.compiler.disable  # a graph of its own, or every compiled layer would hold one
     def attend(
         self,
         query_1HND: Tensor,
@@ -64,15 +73,16 @@ class FlexTree:
         dropout: float = 0.0,
     ) -> Tensor:
         assert dropout == 0, "FlexAttention has no dropout"
-        has_groups = query_1HND.shape[1] != key_1HND.shape[1]
-        attend: Any = _compiled() if query_1HND.is_cuda else flex_attention
+        on_gpu = query_1HND.is_cuda
+        attend: Any = _compiled() if on_gpu else flex_attention
         out: Tensor = attend(
             query_1HND,
             key_1HND,
             value_1HND,
             block_mask=self.mask,
             scale=scaling,
-            enable_gqa=has_groups,
+            enable_gqa=query_1HND.shape[1] != key_1HND.shape[1],
+            kernel_options=dict(_FLASH if self.flash else _TRITON) if on_gpu else None,
         )
         return out.transpose(1, 2).contiguous()
 
@@ -94,7 +104,8 @@ def padded(row: PackedRow) -> PackedRow:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
+    # A whole graph or an error: what is not compiled would build an N x N matrix.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def _lists(is_in_BB: Tensor) -> tuple[Tensor, Tensor]:

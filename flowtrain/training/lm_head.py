@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowtrain.training import attention
-from flowtrain.training.attention import Forest
-from flowtrain.training.flex import FlexTree, padded
+from flowtrain.training.flex import padded
 from flowtrain.training.tree import PackedRow, empty_row
 
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -80,16 +79,12 @@ def run_head(model: PreTrainedModel, head: FusedLMHead, row: PackedRow, head_fn:
 
 def forward(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """The model's output for the row's targets: logits [1, T, V], or the head function's result."""
-    assert model.config._attn_implementation == attention.NAME, (
-        "any other attention would build an N x N mask"
-    )
-    on_gpu = row.input_ids_N.is_cuda
-    row = padded(row) if on_gpu else row
+    row = padded(row) if row.input_ids_N.is_cuda else row
     output: Tensor = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
         logits_to_keep=row.target_row_T,
-        forest=(FlexTree if on_gpu else Forest).of(row.subtree_end_N),
+        forest=attention.structure_of(model.config._attn_implementation, row.subtree_end_N),
     ).logits
     return output

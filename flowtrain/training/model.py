@@ -160,11 +160,14 @@ class ShardSpec:
     backward pass."""
     offload: bool = False
     """Weights, gradients and moments are in the memory of the CPU."""
+    attention: str = "auto"
+    """One of `attention.NAMES`."""
 
 
 def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
     """FSDP2: fp32 master weights sharded over the ranks. One rank in fp32 stays as it is."""
     lm_head.equip(model)
+    model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.recompute:
         recompute_layers(model)
     if spec.compile:

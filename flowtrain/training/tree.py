@@ -83,6 +83,24 @@ class PackedRow:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens start to end - 1 of the row, each the only child of the one before it."""
+
+    start: int
+    end: int
+    ancestors: tuple[tuple[int, int], ...]
+    """Token ranges from the root of the tree to the parent."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_queries + sum(end - start for start, end in self.ancestors)
+
+
 def pack(
     samples: Sequence[Sample], num_minibatches: int, token_budget: int
 ) -> list[list[PackedRow]]:
@@ -192,6 +210,24 @@ def empty_row() -> PackedRow:
     """
     row = pack_row([Sample((0,), (0,), (0.0,), (0.0,), (0.0,))])
     return replace(row, ref_logprob_T=row.old_logprob_T)
+
+
+def segments(subtree_end: Sequence[int]) -> list[Segment]:
+    """The runs of tokens without a branch, in order: within one, all subtrees end at the same
+    place.
+    """
+    found: list[Segment] = []
+    path: list[tuple[int, int]] = []
+    start = 0
+    for i in range(1, len(subtree_end) + 1):
+        if i < len(subtree_end) and subtree_end[i] == subtree_end[start]:
+            continue
+        while path and subtree_end[path[-1][0]] <= start:
+            path.pop()
+        found.append(Segment(start, i, tuple(path)))
+        path.append((start, i))
+        start = i
+    return found
 
 
 def _inputs(sample: Sample) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
-    ONE_PASS,
     add_mask,
+    one_pass,
     row_arguments,
     score_row,
     store_all,
@@ -38,28 +38,28 @@ def score_kernel(
 ) -> None:  # fmt: skip
     """Writes score [3, T] and state [4, T] of every row."""
     mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
-    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        target = tl.load(targets_ptr + index)
-        if target >= 0:
-            row_ptr = logits_ptr + index * tl.cast(row_stride, tl.int64)
-            temperature = tl.load(temperature_ptr + index * temperature_stride)
-            row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-            logp, scored = score_row(
-                row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
-                POLICY="evict_first", LANES=LANES, WIDTH=WIDTH,
-            )  # fmt: skip
-            _, full, masked, _ = scored
-            top, log2_total, entropy = full
-            lse = (top + log2_total) * LN2
-            # In the order of `Score` and `State`.
-            store_all(score_ptr + index, num_rows, (logp, entropy, lse), NUM_SCORES)
-            state = (top, log2_total * LN2, masked[0], masked[1] * LN2)
-            store_all(state_ptr + index, num_rows, state, NUM_STATES)
-        else:
-            for i in tl.static_range(NUM_SCORES):
-                tl.store(score_ptr + i * num_rows + index, 0.0)
-            for i in tl.static_range(NUM_STATES):
-                tl.store(state_ptr + i * num_rows + index, 0.0)
+    index = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + index)
+    if target >= 0:
+        row_ptr = logits_ptr + index * row_stride
+        temperature = tl.load(temperature_ptr + index * temperature_stride)
+        row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+        logp, scored = score_row(
+            row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
+            POLICY="evict_first", LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
+        _, full, masked, _ = scored
+        top, log2_total, entropy = full
+        lse = (top + log2_total) * LN2
+        # In the order of `Score` and `State`.
+        store_all(score_ptr + index, num_rows, (logp, entropy, lse), NUM_SCORES)
+        state = (top, log2_total * LN2, masked[0], masked[1] * LN2)
+        store_all(state_ptr + index, num_rows, state, NUM_STATES)
+    else:
+        for i in tl.static_range(NUM_SCORES):
+            tl.store(score_ptr + i * num_rows + index, 0.0)
+        for i in tl.static_range(NUM_STATES):
+            tl.store(state_ptr + i * num_rows + index, 0.0)
 
 
 @triton.jit
@@ -73,30 +73,30 @@ def gradient_kernel(
     may be the logits.
     """
     mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
-    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        target = tl.load(targets_ptr + index)
-        temperature = tl.load(temperature_ptr + index * temperature_stride)
-        row_ptr = logits_ptr + index * tl.cast(row_stride, tl.int64)
-        row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-        a = tl.where(target >= 0, -tl.load(dlogprob_ptr + index) / temperature, 0.0)
-        slopes = (a, None)
-        if dentropy_ptr is not None:
-            c = tl.where(target >= 0, -tl.load(dentropy_ptr + index) / temperature, 0.0)
-            slopes = (a, c)
-        top = tl.load(state_ptr + TOP * num_rows + index)
-        log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + index) * LOG2E
-        full = (top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
-        masked_top = tl.load(state_ptr + MASKED_TOP * num_rows + index)
-        masked_log2_total = tl.load(state_ptr + MASKED_LOG_TOTAL * num_rows + index) * LOG2E
-        x_target, _, _, bounds = add_mask(  # for the copy of the logits
-            row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES
-        )
-        scored = (x_target, full, (masked_top, masked_log2_total), bounds)
-        row_out_ptr = out_ptr + index * tl.cast(out_stride, tl.int64)
-        backward_row(
-            row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
-            ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + index)
+    temperature = tl.load(temperature_ptr + index * temperature_stride)
+    row_ptr = logits_ptr + index * row_stride
+    row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+    a = tl.where(target >= 0, -tl.load(dlogprob_ptr + index) / temperature, 0.0)
+    slopes = (a, None)
+    if dentropy_ptr is not None:
+        c = tl.where(target >= 0, -tl.load(dentropy_ptr + index) / temperature, 0.0)
+        slopes = (a, c)
+    top = tl.load(state_ptr + TOP * num_rows + index)
+    log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + index) * LOG2E
+    full = (top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
+    masked_top = tl.load(state_ptr + MASKED_TOP * num_rows + index)
+    masked_log2_total = tl.load(state_ptr + MASKED_LOG_TOTAL * num_rows + index) * LOG2E
+    x_target, _, _, bounds = add_mask(  # for the copy of the logits
+        row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES
+    )
+    scored = (x_target, full, (masked_top, masked_log2_total), bounds)
+    row_out_ptr = out_ptr + index * out_stride
+    backward_row(
+        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
+        ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
+    )  # fmt: skip
 
 
 def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,8 @@ def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]
     score_3T = torch.empty(Score.NUM, len(targets), device=logits_TV.device)
     state_4T = torch.empty(State.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        score_kernel[ONE_PASS.grid(logits_TV)](
-            **row_arguments(ONE_PASS, logits_TV, targets),
+        score_kernel[(len(targets),)](
+            **row_arguments(one_pass(targets), logits_TV, targets),
             score_ptr=score_3T,
             state_ptr=state_4T,
         )
@@ -125,8 +125,8 @@ def write_gradient(
     assert out_TV.stride(1) == 1
     assert all(x.is_contiguous() for x in (score_3T, state_4T, dlogprob_T))
     if len(targets):
-        gradient_kernel[ONE_PASS.grid(logits_TV)](
-            **row_arguments(ONE_PASS, logits_TV, targets, out_TV),
+        gradient_kernel[(len(targets),)](
+            **row_arguments(one_pass(targets), logits_TV, targets, out_TV),
             out_ptr=out_TV,
             out_stride=out_TV.stride(0),
             score_ptr=score_3T,

@@ -12,12 +12,12 @@ from torch import Tensor
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
-    ONE_PASS,
-    TWO_PASSES,
     clamp,
+    one_pass,
     row_arguments,
     score_row,
     store_all,
+    two_passes,
 )
 from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
 from flowkernels.targets import Targets
@@ -100,60 +100,60 @@ def loss_kernel(
     weight 0 are not read.
     """
     mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
-    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row_ptr = logits_ptr + index * tl.cast(row_stride, tl.int64)
-        row_out_ptr = row_ptr
-        if out_ptr is not None:
-            row_out_ptr = out_ptr + index * tl.cast(out_stride, tl.int64)
-        target = tl.load(targets_ptr + index)
-        weight = tl.load(weight_ptr + index)
-        if (weight != 0.0) & (target >= 0):
-            temperature = tl.load(temperature_ptr + index * temperature_stride)
-            advantage = tl.load(advantage_ptr + index)
-            row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-            logp, scored = score_row(
-                row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
-                POLICY="evict_first" if out_ptr is None else "evict_last", LANES=LANES, WIDTH=WIDTH,
-            )  # fmt: skip
-            entropy = scored[1][2]
-            old = logp
-            if old_ptr is not None:
-                old = tl.load(old_ptr + index)
-            log_ratio = logp - old
-            loss, dlogp, is_clipped = _policy_term(
-                logp, log_ratio, advantage, clip_low=clip_low, clip_high=clip_high,
-                dual_clip=dual_clip, limit=limit, LOSS_TYPE=LOSS_TYPE,
-            )  # fmt: skip
-            if ref_ptr is not None:
-                kl, dkl = _kl(tl.load(ref_ptr + index) - logp, limit, KL)
-                if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
-                    loss += kl_coef * kl
-                    dlogp += kl_coef * dkl
-            else:
-                kl, dkl = _kl(old - logp, limit, K3)
-            a = -weight * dlogp / temperature
-            slopes = (a, None)
-            has_gradient = a != 0.0
-            if entropy_coef is not None:
-                loss -= entropy_coef * entropy
-                c = weight * entropy_coef / temperature
-                slopes = (a, c)
-                has_gradient = has_gradient | (c != 0.0)
-            columns = (  # in the order of `Column`
-                weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),
-                has_gradient.to(tl.float32),
-            )  # fmt: skip
-            store_all(column_ptr + index, num_rows, columns, NUM_COLUMNS)
-            if out_ptr is not None:
-                backward_row(
-                    row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
-                    ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
-                )  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + index * row_stride
+    row_out_ptr = row_ptr
+    if out_ptr is not None:
+        row_out_ptr = out_ptr + index * out_stride
+    target = tl.load(targets_ptr + index)
+    weight = tl.load(weight_ptr + index)
+    if (weight != 0.0) & (target >= 0):
+        temperature = tl.load(temperature_ptr + index * temperature_stride)
+        advantage = tl.load(advantage_ptr + index)
+        row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+        logp, scored = score_row(
+            row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
+            POLICY="evict_first" if out_ptr is None else "evict_last", LANES=LANES, WIDTH=WIDTH,
+        )  # fmt: skip
+        entropy = scored[1][2]
+        old = logp
+        if old_ptr is not None:
+            old = tl.load(old_ptr + index)
+        log_ratio = logp - old
+        loss, dlogp, is_clipped = _policy_term(
+            logp, log_ratio, advantage, clip_low=clip_low, clip_high=clip_high,
+            dual_clip=dual_clip, limit=limit, LOSS_TYPE=LOSS_TYPE,
+        )  # fmt: skip
+        if ref_ptr is not None:
+            kl, dkl = _kl(tl.load(ref_ptr + index) - logp, limit, KL)
+            if kl_coef != 0.0:  # 0 times an infinite estimate must stay 0
+                loss += kl_coef * kl
+                dlogp += kl_coef * dkl
         else:
-            for i in tl.static_range(NUM_COLUMNS):
-                tl.store(column_ptr + i * num_rows + index, 0.0)
-            if out_ptr is not None:
-                write_zeros(row_out_ptr, num_vocab, ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
+            kl, dkl = _kl(old - logp, limit, K3)
+        a = -weight * dlogp / temperature
+        slopes = (a, None)
+        has_gradient = a != 0.0
+        if entropy_coef is not None:
+            loss -= entropy_coef * entropy
+            c = weight * entropy_coef / temperature
+            slopes = (a, c)
+            has_gradient = has_gradient | (c != 0.0)
+        columns = (  # in the order of `Column`
+            weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),
+            has_gradient.to(tl.float32),
+        )  # fmt: skip
+        store_all(column_ptr + index, num_rows, columns, NUM_COLUMNS)
+        if out_ptr is not None:
+            backward_row(
+                row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
+                ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
+            )  # fmt: skip
+    else:
+        for i in tl.static_range(NUM_COLUMNS):
+            tl.store(column_ptr + i * num_rows + index, 0.0)
+        if out_ptr is not None:
+            write_zeros(row_out_ptr, num_vocab, ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
 
 
 @triton.jit
@@ -263,8 +263,8 @@ def run_loss(
     """
     column_7T = torch.empty(Column.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        launch = ONE_PASS if out_TV is None else TWO_PASSES
-        loss_kernel[launch.grid(logits_TV)](
+        launch = one_pass(targets) if out_TV is None else two_passes(logits_TV, targets)
+        loss_kernel[(len(targets),)](
             **row_arguments(launch, logits_TV, targets, out_TV),
             out_ptr=out_TV,
             out_stride=0 if out_TV is None else out_TV.stride(0),

@@ -25,7 +25,6 @@ log-probability and of the entropy in the gradient, c None where it has no entro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,45 +44,54 @@ _FAR = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which 0 ti
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch parameters that keep as many bytes in flight as registers hold without a spill on any
-    target (`python -m bench.aot`).
+    """Launch parameters of a kernel with one program per row, without a spill on any target
+    (`python -m bench.aot`). With 64 registers a multiprocessor holds 32 warps, whatever the size
+    of the programs.
     """
 
     num_warps: int
-    rows_per_sm: int | None
-    """Programs per multiprocessor, each of which takes row after row; None: one program per row, in
-    whatever order the GPU likes."""
-    max_registers: int
-    """Per thread. Left to itself the NVIDIA assembler at times saves registers that nobody else
-    needs, and spills."""
+    max_registers: int = 64
+    """Per thread. Left to itself the NVIDIA assembler takes more, and fewer programs fit."""
+    contracts: bool = False
+    """Make one instruction, with one rounding, of a product and a sum. Without it x * scale - top
+    is 0 for the largest x, however large that is."""
 
     def options(self, element_size: int) -> dict[str, int]:
         """Block and compiler options for logits of this size; a load is 16 bytes of them, the
         widest there is.
         """
         limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
-        width = 16 // element_size
-        return {"LANES": 32 * self.num_warps, "WIDTH": width, "num_warps": self.num_warps, **limit}
-
-    def grid(self, logits_TV: Tensor) -> tuple[int]:
-        """One-dimensional, so that T is no launch limit."""
-        if self.rows_per_sm is None:
-            return (len(logits_TV),)
-        return (min(len(logits_TV), self.rows_per_sm * _num_sms(logits_TV.device)),)
-
-
-ONE_PASS = Launch(num_warps=8, rows_per_sm=None, max_registers=80)
-"""The launch of kernels that read a row once."""
-TWO_PASSES = Launch(num_warps=16, rows_per_sm=1, max_registers=128)
-"""The launch of the loss: one row at a time on a multiprocessor, so that all rows at work (132 of
-304 kB on an H200, V = 152k) fit L2 until they are read again."""
+        return {
+            "LANES": 32 * self.num_warps,
+            "WIDTH": 16 // element_size,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": self.contracts,
+            **limit,
+        }
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+ONE_PASS = Launch(num_warps=4)
+"""The launch of kernels that read a row once. Small programs, because one begins while others end.
+"""
+CAPPED_ONE_PASS = Launch(num_warps=8, max_registers=80, contracts=True)
+CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
+"""A softcap takes registers for itself, keeps logits small, and makes arithmetic the bound."""
+
+
+def one_pass(targets: Targets) -> Launch:
+    """The launch of a kernel that reads a row once."""
+    return ONE_PASS if targets.softcap is None else CAPPED_ONE_PASS
+
+
+def two_passes(logits_TV: Tensor, targets: Targets) -> Launch:
+    """The launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k) are to
+    fit L2 until they are read again; smaller ones can be more, so that some read while others write
+    (measured by `python -m bench.gpu`).
+    """
+    if targets.softcap is not None:
+        return CAPPED_TWO_PASSES
+    row_bytes = logits_TV.shape[1] * logits_TV.element_size()
+    return Launch(num_warps=32 if row_bytes > 192e3 else 16 if row_bytes > 112e3 else 8)
 
 
 def row_arguments(
@@ -231,7 +239,7 @@ def _absorb(
             t = tl.where(block_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _FAR)
         e = tl.exp2(t)
         e_sum += e
-        moment_sum += e * t
+        moment_sum = tl.fma(e, t, moment_sum)
     shift = not_far(top - base)
     shrink = tl.exp2(shift)
     moment = shrink * (moment + total * shift) + tl.sum(moment_sum, axis=1)

@@ -78,19 +78,19 @@ def test_only_innermost_loops_that_touch_memory_are_hot() -> None:
     assert loop.counts["LDG"] == 2 and loop.instructions[0].address == 0x100
 
 
-def test_threads_at_work_are_limited_by_registers_shared_memory_and_programs() -> None:
+def test_threads_at_work_are_limited_by_registers_and_shared_memory() -> None:
     device = DEVICES["sm_90"]
-    assert Resources(80, 0, 8, None).threads_per_sm(device) == 768
-    assert Resources(81, 0, 8, None).threads_per_sm(device) == 512
-    assert Resources(16, 0, 8, None).threads_per_sm(device) == 2048
-    assert Resources(16, 100 * 1024, 8, None).threads_per_sm(device) == 512
-    assert Resources(128, 0, 16, 1).threads_per_sm(device) == 512
+    assert Resources(80, 0, 8).threads_per_sm(device) == 768
+    assert Resources(81, 0, 8).threads_per_sm(device) == 512
+    assert Resources(16, 0, 8).threads_per_sm(device) == 2048
+    assert Resources(16, 100 * 1024, 8).threads_per_sm(device) == 512
+    assert Resources(128, 0, 16).threads_per_sm(device) == 512
 
 
 def test_bounds_follow_from_counts_and_latency() -> None:
     """32 warps, two loads of 16 bytes per 700 ns; five instructions for 16 elements."""
     program = roofline.parse(_HEAD + TOGETHER + _TAIL)
-    device, resources = DEVICES["sm_90"], Resources(32, 0, 32, 1)
+    device, resources = DEVICES["sm_90"], Resources(64, 0, 32)
     row = roofline.row(program, device, resources, goal=Goal(0.5, 1, ("dram",)), element_size=2)
     assert row["latency_tb_s"] == pytest.approx(132 * 1024 * 32 / 700e-9 / 1e12)
     assert row["issue_tb_s"] == pytest.approx(132 * 1.755e9 * 128 * 32 / 5 / 1e12)
@@ -105,7 +105,7 @@ def test_faults_name_what_keeps_a_kernel_from_its_goal() -> None:
     row = roofline.row(
         program,
         DEVICES["sm_90"],
-        Resources(80, 0, 8, None),
+        Resources(80, 0, 8),
         goal=Goal(0.88, 1, ("dram",)),
         element_size=2,
     )
