@@ -18,6 +18,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss, token_weights
 from flowkernels.token_weights import Averaging
+from kernel_truth import on_device
 from torch import Tensor
 
 pytest.importorskip("trl")
@@ -236,7 +237,7 @@ def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
         bounds, int(bounds[-1]), averaging, mask_T=batch.packed(batch.trained_SL), length=length
     )
     return {
-        "logits_TV": batch.packed(batch.logits_SLV).requires_grad_(),
+        "logits_TV": batch.packed(batch.logits_SLV),
         "target_ids_T": batch.packed(batch.ids_SL),
         "advantage_T": batch.packed(batch.advantage_S[:, None].expand_as(batch.ids_SL)),
         "weight_T": weight_T,
@@ -248,10 +249,15 @@ def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
     }
 
 
-def our_loss(**kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    out = policy_loss(**kwargs)
+def our_loss(*, impl: str = "torch", **kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss, gradient by the logits, statistics) where `impl` runs, brought back to the CPU."""
+    moved = on_device(kwargs, impl)
+    logits_TV = moved["logits_TV"].detach().requires_grad_()
+    out = policy_loss(**{**moved, "logits_TV": logits_TV}, impl=impl)
     out.loss.backward()
-    return out.loss.detach(), kwargs["logits_TV"].grad, out.stats
+    assert logits_TV.grad is not None
+    stats = {name: value.cpu() for name, value in out.stats.items()}
+    return out.loss.detach().cpu(), logits_TV.grad.cpu(), stats
 
 
 def check_same(ours: tuple[Tensor, Tensor, Any], theirs: tuple[Tensor, Tensor, Any]) -> None:
