@@ -115,9 +115,8 @@ def ours(setting: Setting, batch: Batch, device: str = "cpu", impl: str = "auto"
         "old_logprob_T": batch.old_SL,
         "ref_logprob_T": batch.ref_SL,
     }
-    ratio = batch.sampler_ratio(setting)
-    if ratio is not None:
-        of_tokens["sampler_logprob_T"] = batch.old_SL - ratio.log()
+    if setting.tis:
+        of_tokens["sampler_logprob_T"] = batch.old_SL - batch.log_sampler_ratio(setting)
     tokens: dict[str, Any] = {name: batch.packed(x).to(device) for name, x in of_tokens.items()}
     out = linear_policy_loss(
         batch.packed(leaves[0]).to(device),

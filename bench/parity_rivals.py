@@ -129,14 +129,14 @@ class Batch:
         head = (self.hidden_SLD, self.weight_VD, self.bias_V)
         return [x.detach().clone().requires_grad_() for x in head]
 
-    def sampler_ratio(self, setting: Setting) -> Tensor | None:
-        """min(pi_old / pi_sampler, TIS): [S, 1] for sequences, else [S, L]."""
-        if not setting.tis:
-            return None
+    def log_sampler_ratio(self, setting: Setting) -> Tensor:
+        """log pi_old / pi_sampler: [S, 1] of sequences, else [S, L]."""
         log_SL = self.old_SL - self.sampler_SL
-        if setting.is_sequence:
-            log_SL = (log_SL * self.trained_SL).sum(-1, keepdim=True)
-        return log_SL.exp().clamp(max=TIS)
+        return (log_SL * self.trained_SL).sum(-1, keepdim=True) if setting.is_sequence else log_SL
+
+    def sampler_ratio(self, setting: Setting) -> Tensor | None:
+        """The ratio as they take it: truncated before the loss."""
+        return self.log_sampler_ratio(setting).exp().clamp(max=TIS) if setting.tis else None
 
 
 def token_logprobs(logits_SLV: Tensor, ids_SL: Tensor, temperature: float) -> Tensor:
