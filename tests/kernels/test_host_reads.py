@@ -151,7 +151,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compact", [False, "call", "chunks"])
 @pytest.mark.parametrize("kind", ["whole", "holes", "no-weight", "no-advantage", "long-sequence"])
 def test_every_row_of_a_gradient_is_written(
-    kind: str, compact: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, compact: Any, impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is filled with zeros first: rows and weights without a gradient get theirs all the
     same.
@@ -165,7 +165,7 @@ def test_every_row_of_a_gradient_is_written(
     if kind == "long-sequence":
         batch["cu_seqlens_S1"], spec = torch.tensor([0, 10, 19]), LossSpec("gspo", clip_low=1.0)
     poisoned(monkeypatch)
-    _, gradients = ours(spec, batch, "torch", memory_budget=5 * ROW, compact=compact)
+    _, gradients = ours(spec, batch, impl, memory_budget=5 * ROW, compact=compact)
     _, true, _ = head_truth(spec, batch)
     for name in HEAD:
         torch.testing.assert_close(gradients[name].double(), true[name], rtol=1e-4, atol=5e-6)
