@@ -107,6 +107,7 @@ def liger_grpo(
     old_T: Tensor,
     length: int,
     clip: tuple[float, float],
+    compiled: bool = True,
 ) -> Tensor:
     """Takes sequences of equal length with an advantage each, and of weights 1 / T: "dapo" divides
     by the number of tokens.
@@ -116,6 +117,7 @@ def liger_grpo(
     size = len(targets_T) // length
     options: dict[str, Any] = {
         "beta": 0.0,
+        "compiled": compiled,
         "use_ref_model": False,
         "loss_type": "dapo",
         "epsilon_low": clip[0],

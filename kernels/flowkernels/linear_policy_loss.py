@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from flowkernels.arguments import check_targets, check_token_inputs
 from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
 from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
-from flowkernels.loss_walk import LossWalk
+from flowkernels.loss_walk import LossWalk, resolve_compact, without_zero_advantage
 from flowkernels.policy_loss import (
     HandOver,
     PolicyLoss,
@@ -45,7 +45,7 @@ from flowkernels.vocab_parallel import VocabParallel
 @torch.library.custom_op(
     "flowkernels::linear_policy_loss",
     mutates_args=(),
-    schema=f"({HEAD}, {TARGETS}, {INPUTS}, bool[] needs, bool compact, {OPTIONS})"
+    schema=f"({HEAD}, {TARGETS}, {INPUTS}, bool[] needs, str compact, {OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -90,7 +90,8 @@ def linear_policy_loss(
     batch_invariant: bool = False,
     shard: VocabParallel | None = None,
     weight_grad_VD: Tensor | None = None,
-    compact: bool = True,
+    compact: bool | Literal["call", "chunks"] = True,
+    skip_zero_advantage: bool = False,
     impl: str = "auto",
 ) -> PolicyLoss:
     """Return `policy_loss` of the logits hidden @ weight^T + bias, with the gradients of hidden,
@@ -105,8 +106,17 @@ def linear_policy_loss(
             added to at once, instead of being handed to autograd; under torch.no_grad nothing is
             added. The loss must then be the end of the graph (an upstream factor of 1); with any
             other the buffer is poisoned with NaN, on a CPU an error.
-        compact: leave rows without gradient (weight 0, clipped, no advantage) out of the products.
-            Exact; the GPU is waited for once per chunk to learn how many there are.
+        compact: leave rows without gradient out of the products, which is exact. The host waits
+            for the device to learn how many are left. "call": once, and rows that do not count
+            (weight 0, a negative target) are left out of all three. "chunks": once more for each
+            chunk, and rows that turn out to have none (clipped, no advantage) are left out of the
+            last two. True: "chunks" on a CPU, "call" elsewhere. False: no row is left out, and
+            nobody waits, so that a CUDA graph can capture the call; but for a function as `spec`,
+            and for "gspo" with more tokens than a chunk has rows, which must know its sequences.
+        skip_zero_advantage: tokens of advantage 0 count as if their weight were 0 where that leaves
+            the loss as it is: no KL and no entropy term, and for "gspo" a whole sequence of such.
+            They take part in no product; their log-prob and entropy are 0 and no statistic has
+            them.
         The others: as for `policy_loss`.
 
     Raises:
@@ -134,17 +144,23 @@ def linear_policy_loss(
         cu_seqlens_S1=cu_seqlens_S1,
     )
     inputs = check_token_inputs(spec, inputs, targets)
+    how = resolve_compact(compact, hidden_TD.device)
     impl = resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
     _check_eager(spec, weight_VD, sampling_mask, shard, weight_grad_VD)
     if not isinstance(spec, LossSpec):
+        if skip_zero_advantage:
+            raise ValueError("skip_zero_advantage does not work with a loss of one's own")
         return _two_passes(head, hidden_TD, targets, spec, inputs, impl)
-    walk = LossWalk(head, hidden_TD, targets, inputs.corrected(spec), spec, impl, compact)
+    inputs = inputs.corrected(spec)
+    if skip_zero_advantage:
+        inputs = without_zero_advantage(spec, inputs)
+    walk = LossWalk(head, hidden_TD, targets, inputs, spec, impl, how)
     wanted = (hidden_TD, weight_VD, bias_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
     if shard is not None or weight_grad_VD is not None:
         return _outside_operator(walk, needs, weight_grad_VD)
     flat = (*targets.flat(), *walk.inputs.flat(), spec.encoded)
-    results = _linear_loss_op(*wanted, *flat, needs, compact, *head.options(impl))
+    results = _linear_loss_op(*wanted, *flat, needs, how, *head.options(impl))
     return PolicyLoss.of(results[0], *results[-2:])
 
 

@@ -129,12 +129,17 @@ def new_head(
 
 @dataclass(slots=True)
 class Gradients:
-    """Sums over the chunks; None for a gradient that nobody needs."""
+    """Sums over the chunks; None for a gradient that nobody needs. What no chunk has written yet
+    holds anything until `finish`.
+    """
 
     hidden_TD: Tensor | None
+    """Chunks write it; whoever leaves rows out says so by `clear_hidden`."""
     weight_VD: Tensor | None
     """fp32 (fp64 in fp64), whatever the head's own dtype."""
     bias_V: Tensor | None
+    is_weight_unwritten: bool
+    """The first chunk writes the weight's gradient, the others add to it."""
     num_rows: int = 0
     """Rows that took part in the products."""
 
@@ -146,7 +151,7 @@ class Gradients:
         needs: Sequence[bool],
         weight_grad_VD: Tensor | None = None,
     ) -> Gradients:
-        """Zeros for each of hidden, weight and bias that needs a gradient; that of the weight is
+        """Memory for each of hidden, weight and bias that needs a gradient; that of the weight is
         added to `weight_grad_VD` if given.
         """
         dtype, device = accumulator_dtype(hidden_TD.dtype), hidden_TD.device
@@ -154,14 +159,24 @@ class Gradients:
         hidden_dtype = hidden_TD.dtype if head.shard is None else dtype
         hidden = weight = bias = None
         if needs[0]:
-            hidden = torch.zeros(hidden_TD.shape, dtype=hidden_dtype, device=device)
+            hidden = torch.empty(hidden_TD.shape, dtype=hidden_dtype, device=device)
         if weight_grad_VD is not None:
             weight = weight_grad_VD
         elif needs[1]:
-            weight = torch.zeros(head.weight_VD.shape, dtype=dtype, device=device)
+            weight = torch.empty(head.weight_VD.shape, dtype=dtype, device=device)
         if needs[2]:
             bias = torch.zeros(len(head.weight_VD), dtype=dtype, device=device)
-        return cls(hidden, weight, bias)
+        return cls(hidden, weight, bias, is_weight_unwritten=weight_grad_VD is None)
+
+    def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
+        """Rows of which not all will be written."""
+        if self.hidden_TD is not None:
+            self.hidden_TD[row_C] = 0
+
+    def finish(self) -> None:
+        """No more chunks will come."""
+        if self.weight_VD is not None and self.is_weight_unwritten:
+            self.weight_VD.zero_()
 
     def add(
         self,
@@ -171,26 +186,42 @@ class Gradients:
         row_C: Tensor | slice,
         active_C: Tensor | None,
     ) -> None:
-        """Add a chunk. `row_C`: where its rows lie among all; `active_C`: bool, rows whose dlogits
-        are not all zero; None: unknown.
+        """Add a chunk. `row_C`: where its rows lie among all, a tensor if not all are walked;
+        `active_C`: bool, rows whose dlogits are not all zero; None: unknown, which nobody waits
+        for.
         """
         if active_C is not None:
             index_A = active_C.nonzero()[:, 0]
             if len(index_A) <= DENSE * len(active_C):
                 hidden_CD, dlogits_CV = hidden_CD[index_A], dlogits_CV[index_A]
-                row_C = index_A + row_C.start if isinstance(row_C, slice) else row_C[index_A]
+                if isinstance(row_C, slice):
+                    self.clear_hidden(row_C)
+                    row_C = index_A + row_C.start
+                else:
+                    row_C = row_C[index_A]
         self.num_rows += len(hidden_CD)
         if len(hidden_CD) == 0:
             return
         if self.hidden_TD is not None:
-            padded_CV = head.padded(dlogits_CV)
-            dhidden_CD = self.hidden_TD.new_empty(len(padded_CV), self.hidden_TD.shape[1])
-            _product(padded_CV, head.weight_VD, dhidden_CD)
-            self.hidden_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
+            self._add_hidden(self.hidden_TD, head, dlogits_CV, row_C)
         if self.weight_VD is not None:
-            _accumulate(self.weight_VD, dlogits_CV.t(), hidden_CD)
+            # Filling it with zeros first would write 4 V D bytes for nothing, and read them again.
+            add = _product if self.is_weight_unwritten else _accumulate
+            add(dlogits_CV.t(), hidden_CD, self.weight_VD)
+            self.is_weight_unwritten = False
         if self.bias_V is not None:
             self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
+
+    def _add_hidden(
+        self, total_TD: Tensor, head: LMHead, dlogits_CV: Tensor, row_C: Tensor | slice
+    ) -> None:
+        if isinstance(row_C, slice) and not head.batch_invariant:
+            _product(dlogits_CV, head.weight_VD, total_TD[row_C])
+            return
+        padded_CV = head.padded(dlogits_CV)
+        dhidden_CD = total_TD.new_empty(len(padded_CV), total_TD.shape[1])
+        _product(padded_CV, head.weight_VD, dhidden_CD)
+        total_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
 
     def as_outputs(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients; an empty tensor for each that is not needed."""
@@ -217,15 +248,16 @@ def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
             torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
 
 
-def _accumulate(total_VD: Tensor, dlogits_VC: Tensor, hidden_CD: Tensor) -> None:
-    """total += dlogits^T X without rounding the sum to 16 bits."""
-    with torch.autocast(total_VD.device.type, enabled=False):
-        if total_VD.dtype == hidden_CD.dtype:
-            total_VD.addmm_(dlogits_VC, hidden_CD)
-        elif hidden_CD.is_cuda:
-            torch.addmm(total_VD, dlogits_VC, hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
+def _accumulate(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
+    """out += a b, likewise: the sum is not rounded to 16 bits."""
+    dtype = out_MN.dtype
+    with torch.autocast(a_MK.device.type, enabled=False):
+        if a_MK.dtype == dtype:
+            out_MN.addmm_(a_MK, b_KN)
+        elif a_MK.is_cuda:
+            torch.addmm(out_MN, a_MK, b_KN, out_dtype=dtype, out=out_MN)
         else:
-            total_VD.addmm_(dlogits_VC.to(total_VD.dtype), hidden_CD.to(total_VD.dtype))
+            out_MN.addmm_(a_MK.to(dtype), b_KN.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +324,8 @@ def walk_gradient(
     """
     has_slope_T = (dlogprob_T != 0) | (dentropy_T != 0)
     row_T = (has_slope_T & (targets.ids_T >= 0)).nonzero()[:, 0]
+    if len(row_T) < len(targets):
+        gradients.clear_hidden()
     hidden_TD, targets = hidden_TD[row_T], targets.at(row_T)
     dlogprob_T, dentropy_T = dlogprob_T[row_T], dentropy_T[row_T]
     for chunk in head.chunks(len(row_T)):
@@ -301,3 +335,4 @@ def walk_gradient(
         out_CV = scored.gradient(slopes, hidden_CD.dtype, impl)
         gradients.add(head, hidden_CD, out_CV, row_T[chunk], None)
         del scored, out_CV  # before the next chunk's logits are made
+    gradients.finish()

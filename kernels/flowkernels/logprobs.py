@@ -116,7 +116,7 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
     t_target_C = t_CV.gather(1, targets.ids_T.clamp(0, num_vocab - 1)[:, None])[:, 0]
     # NaN for a target outside the vocabulary, so that a wrong id cannot go unseen.
     t_target_C = torch.where(targets.ids_T < num_vocab, t_target_C, torch.nan)
-    mask = targets.mask
+    mask = None if targets.mask is None else targets.mask.trimmed()
     t_mask_K = None if mask is None else t_CV[mask.row_of_ids(), mask.token_ids_K]
     e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
     total_C = _row_sums(e_CV)
@@ -128,7 +128,7 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
         masked_log_total_C = torch.where(mask.is_truncated(), masked_C, log_total_C)
     is_row_C = targets.ids_T >= 0
     return Forward(
-        targets=targets,
+        targets=replace(targets, mask=mask),
         t_CV=t_CV,
         e_CV=e_CV,
         t_target_C=t_target_C,

@@ -1,19 +1,54 @@
-"""The loss of a head's tokens chunk by chunk; `lm_head.py` has the maths and the sizes."""
+"""The loss of a head's tokens chunk by chunk; `lm_head.py` has the maths and the sizes.
+
+Rows without a gradient are left out of the products. Which rows do not count is known before the
+first product; which are clipped, only after it, chunk by chunk. The host must learn how many rows
+are left, and so waits for the device. `Compact` says how often: "no", "call" (one read, of all that
+the call must know) or "chunks" (one more for each chunk, which spares clipped rows two products of
+three).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowkernels.lm_head import Gradients, LMHead, ScoredChunk, gradient_buffer
 from flowkernels.logprobs import Score
 from flowkernels.policy_loss import run_loss
 from flowkernels.statistics import Column, reduce, to_columns
 from flowkernels.targets import Targets
-from flowkernels.token_loss import LossSpec, TokenInputs, token_loss
+from flowkernels.token_loss import LossSpec, TokenInputs, sequence_ids, token_loss
+
+Compact = Literal["no", "call", "chunks"]
+
+
+def resolve_compact(compact: bool | str, device: torch.device) -> Compact:
+    """True is "chunks" on a CPU, where a read costs nothing, and "call" elsewhere."""
+    if isinstance(compact, bool):
+        return ("chunks" if device.type == "cpu" else "call") if compact else "no"
+    if compact not in ("call", "chunks"):
+        raise ValueError(f"compact={compact!r} must be True, False, 'call' or 'chunks'")
+    return "call" if compact == "call" else "chunks"
+
+
+def without_zero_advantage(spec: LossSpec, inputs: TokenInputs) -> TokenInputs:
+    """Give weight 0 to tokens of advantage 0, whose loss is 0. None has where a KL or an entropy
+    term gives them one; a token of GSPO has it if all tokens of its sequence have, whose mean ratio
+    counts each of them.
+    """
+    if spec.kl_coef > 0 or spec.entropy_coef != 0:
+        return inputs
+    has_loss_T = inputs.advantage_T != 0
+    if spec.loss_type == "gspo" and inputs.cu_seqlens_S1 is not None:
+        sequence_T = sequence_ids(inputs.cu_seqlens_S1, len(has_loss_T))
+        num_S = torch.zeros_like(inputs.cu_seqlens_S1[1:], dtype=torch.int64)
+        has_loss_T = num_S.index_add_(0, sequence_T, has_loss_T.long())[sequence_T] > 0
+    return replace(inputs, weight_T=torch.where(has_loss_T, inputs.weight_T, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +61,13 @@ class LossWalk:
     inputs: TokenInputs
     spec: LossSpec
     impl: str
-    compact: bool
+    compact: Compact
     gradients: Gradients | None = None
     """The gradients are added up here; None: nobody needs one."""
     row_T: Tensor | None = None
     """Positions of these rows among all; None: they are all."""
+    bounds: Sequence[int] = ()
+    """Bounds of the sequences where chunks are cut there."""
 
     def run(
         self, needs: Sequence[bool], weight_grad_VD: Tensor | None = None
@@ -38,27 +75,52 @@ class LossWalk:
         """(loss, gradients, columns, statistics); see `Gradients.empty` for the arguments."""
         gradients = Gradients.empty(self.hidden_TD, self.head, needs, weight_grad_VD)
         column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
+        gradients.finish()
         loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
         return loss, gradients, column_7T, stats
 
     def _columns(self) -> Tensor:
         """Return `column_7T`, and add up the gradients."""
         counts_T = (self.inputs.weight_T != 0) & (self.targets.ids_T >= 0)
-        index_A = counts_T.nonzero()[:, 0] if self.compact else None
-        if index_A is None or len(index_A) == len(counts_T):
+        is_walked_T = torch.ones_like(counts_T) if self.compact == "no" else counts_T
+        num_rows, num_mask_ids, bounds = len(counts_T), 0, []
+        if self.compact != "no" or self._is_cut_at_sequences():
+            num_rows, num_mask_ids, *bounds = self._numbers(is_walked_T).tolist()
+        if num_rows == len(counts_T):
             # A row with a negative target is in no sequence either.
             weight_T = torch.where(counts_T, self.inputs.weight_T, 0.0)
-            return replace(self, inputs=replace(self.inputs, weight_T=weight_T))._walk()
-        column_7T = torch.zeros(Column.NUM, len(counts_T), device=counts_T.device)
+            inputs = replace(self.inputs, weight_T=weight_T)
+            return replace(self, inputs=inputs, bounds=bounds)._walk()
+        index_A = torch.nonzero_static(counts_T, size=num_rows)[:, 0]
+        if self.gradients is not None:
+            self.gradients.clear_hidden()
         part = replace(
             self,
             hidden_TD=self.hidden_TD[index_A],
-            targets=self.targets.at(index_A),
+            targets=self.targets.at(index_A, num_mask_ids),
             inputs=self.inputs.at(counts_T, index_A),
             row_T=index_A,
+            bounds=bounds,
         )
+        column_7T = torch.zeros(Column.NUM, len(counts_T), device=counts_T.device)
         column_7T[:, index_A] = part._walk()
         return column_7T
+
+    def _is_cut_at_sequences(self) -> bool:
+        return self.spec.loss_type == "gspo" and len(self.targets) > self.head.chunk_rows
+
+    def _numbers(self, is_walked_T: Tensor) -> Tensor:
+        """What the host must know, in one tensor: the number of rows to walk, that of the ids of
+        their sampling masks, and where their sequences begin and end if chunks are cut there.
+        """
+        before_T1 = pad(is_walked_T.cumsum(0), (1, 0))
+        numbers = [before_T1[-1:], torch.zeros_like(before_T1[-1:])]
+        if self.targets.mask is not None:
+            num_ids_T = self.targets.mask.offsets_T1.diff()
+            numbers[1] = torch.where(is_walked_T, num_ids_T, 0).sum(0, keepdim=True)
+        if self._is_cut_at_sequences() and self.inputs.cu_seqlens_S1 is not None:
+            numbers.append(before_T1[self.inputs.cu_seqlens_S1.long()])
+        return torch.cat(numbers)
 
     def _walk(self) -> Tensor:
         column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
@@ -72,12 +134,12 @@ class LossWalk:
         """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer
         ones alone.
         """
-        num_rows, bounds_S1 = len(self.targets), self.inputs.cu_seqlens_S1
-        if self.spec.loss_type != "gspo" or bounds_S1 is None:
+        num_rows = len(self.targets)
+        if not self.bounds:
             return list(self.head.chunks(num_rows))
         blocks: list[slice] = []
         start = previous = 0
-        for bound in bounds_S1.tolist()[1:]:
+        for bound in self.bounds[1:]:
             if bound - start > self.head.chunk_rows and previous > start:
                 blocks.append(slice(start, previous))
                 start = previous
@@ -113,10 +175,11 @@ class LossWalk:
         dlogprob_B, dentropy_B = token.weighted_slopes(tokens.weight_T)
         # With a vocab shard never skip a chunk: rounding may make ranks disagree on whether a row
         # is clipped, and all must enter the same collectives.
-        skips = self.compact and only is None and self.head.shard is None
+        skips = self.compact == "chunks" and only is None and self.head.shard is None
         for chunk in chunks:
             inner = slice(chunk.start - block.start, chunk.stop - block.start)
             if skips and not column_7B[Column.HAS_GRADIENT, inner].any():
+                self.gradients.clear_hidden(self._places(chunk))
                 continue
             scored = self._scored(chunk) if only is None else only
             slopes = (dlogprob_B[inner], None if dentropy_B is None else dentropy_B[inner])
@@ -130,6 +193,9 @@ class LossWalk:
 
     def _add(self, chunk: slice, dlogits_CV: Tensor, column_7C: Tensor) -> None:
         assert self.gradients is not None
-        row_C = chunk if self.row_T is None else self.row_T[chunk]
-        active_C = column_7C[Column.HAS_GRADIENT] != 0 if self.compact else None
+        active_C = column_7C[Column.HAS_GRADIENT] != 0 if self.compact == "chunks" else None
+        row_C = self._places(chunk)
         self.gradients.add(self.head, self.hidden_TD[chunk], dlogits_CV, row_C, active_C)
+
+    def _places(self, chunk: slice) -> Tensor | slice:
+        return chunk if self.row_T is None else self.row_T[chunk]

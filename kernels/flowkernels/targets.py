@@ -32,16 +32,24 @@ class SamplingMask:
     """int64 [T + 1], ascending from 0 to K."""
 
     def __getitem__(self, rows: slice) -> SamplingMask:
-        """The mask of consecutive rows."""
-        begin, end = (int(self.offsets_T1[i]) for i in (rows.start, rows.stop))
-        offsets_C1 = self.offsets_T1[rows.start : rows.stop + 1] - begin
-        return SamplingMask(self.token_ids_K[begin:end], offsets_C1)
+        """The mask of consecutive rows. It still holds all ids, and offsets into them: to find its
+        own ids, which `trimmed` does, the host would have to wait for the device.
+        """
+        return SamplingMask(self.token_ids_K, self.offsets_T1[rows.start : rows.stop + 1])
 
-    def at(self, index_A: Tensor) -> SamplingMask:
-        """The mask of any rows, in this order."""
+    def trimmed(self) -> SamplingMask:
+        """The same with its own ids alone, and offsets from 0 on."""
+        begin, end = int(self.offsets_T1[0]), int(self.offsets_T1[-1])
+        if end - begin == len(self.token_ids_K):
+            return self
+        return SamplingMask(self.token_ids_K[begin:end], self.offsets_T1 - begin)
+
+    def at(self, index_A: Tensor, num_ids: int | None = None) -> SamplingMask:
+        """The mask of any rows, in this order; `num_ids`: how many ids they have, if known."""
         counts_A = self.offsets_T1.diff()[index_A]
         offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
-        shift_K = torch.repeat_interleave(self.offsets_T1[index_A] - offsets_A1[:-1], counts_A)
+        shift_A = self.offsets_T1[index_A] - offsets_A1[:-1]
+        shift_K = torch.repeat_interleave(shift_A, counts_A, output_size=num_ids)
         place_K = shift_K + torch.arange(len(shift_K), device=shift_K.device)
         return SamplingMask(self.token_ids_K[place_K], offsets_A1)
 
@@ -50,7 +58,7 @@ class SamplingMask:
         return self.offsets_T1.diff() > 0
 
     def row_of_ids(self) -> Tensor:
-        """int64 [K]: the row of each id."""
+        """int64 [K]: the row of each id; of a `trimmed` mask."""
         counts_T = self.offsets_T1.diff()
         return torch.repeat_interleave(
             torch.arange(len(counts_T), device=counts_T.device), counts_T
@@ -76,9 +84,9 @@ class Targets:
         mask = None if self.mask is None else self.mask[rows]
         return Targets(self.ids_T[rows], self.temperature_T[rows], self.softcap, mask)
 
-    def at(self, index_A: Tensor) -> Targets:
-        """The targets of any rows, in this order."""
-        mask = None if self.mask is None else self.mask.at(index_A)
+    def at(self, index_A: Tensor, num_mask_ids: int | None = None) -> Targets:
+        """The targets of any rows, in this order; see `SamplingMask.at`."""
+        mask = None if self.mask is None else self.mask.at(index_A, num_mask_ids)
         return Targets(self.ids_T[index_A], self.temperature_T[index_A], self.softcap, mask)
 
     def flat(self) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ COMPOSED = (
     "test_linear_loss.py",
     "test_linear_operators.py",
     "test_operators.py",
+    "test_rival_parity.py",
     "test_trl_parity.py",
     "test_vocab_parallel.py",
 )

@@ -91,7 +91,7 @@ def operator_arguments(
         bounds,
         spec.encoded,
         needs,
-        has_mask,
+        "chunks" if has_mask else "no",
         *options,
     )
 

@@ -346,3 +346,21 @@ def test_the_sets_are_left_as_they_are(impl: str, inplace: bool) -> None:
     assert torch.equal(moved["sampling_mask"].token_ids_K, ids) and torch.equal(
         moved["sampling_mask"].offsets_T1, offsets
     )
+
+
+def test_the_mask_of_some_rows() -> None:
+    """Consecutive ones keep all ids until they are trimmed; chosen ones have theirs alone."""
+    subsets = [[5, 9], [], [2], [7, 1, 0], [], [3]]
+    mask = mask_of(subsets)
+    part = mask[2:5]
+    assert torch.equal(part.token_ids_K, mask.token_ids_K)
+    chosen = torch.tensor([3, 1, 0])
+    for found, wanted in (
+        (part.trimmed(), subsets[2:5]),
+        (part[1:3].trimmed(), subsets[3:5]),
+        (mask.at(chosen), [subsets[i] for i in chosen]),
+        (part.at(torch.tensor([1, 0]), num_ids=4), [subsets[3], subsets[2]]),
+    ):
+        expected = mask_of(wanted)
+        assert torch.equal(found.token_ids_K, expected.token_ids_K)
+        assert torch.equal(found.offsets_T1, expected.offsets_T1)

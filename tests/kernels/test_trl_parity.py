@@ -9,85 +9,36 @@ S: sequences, T: completion tokens.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss, token_weights
-from flowkernels.token_weights import Averaging
+from flowkernels import policy_loss, token_weights
+from kernel_truth import on_device
 from torch import Tensor
 
+from bench import parity, parity_rivals
+from bench.parity_rivals import (
+    ADVANTAGES,
+    AVERAGINGS,
+    LENGTHS,
+    LOG_RATIOS,
+    TEMPERATURE,
+    TIS,
+    VOCAB,
+    Setting,
+    token_logprobs,
+)
+
 pytest.importorskip("trl")
-from trl import GRPOTrainer
-
-LENGTHS = (7, 3, 0, 5, 2, 4)
-"""One completion is masked as a whole, as `mask_truncated_completions` does."""
-ADVANTAGES = (1.3, -0.7, 0.5, -1.1, 0.4, -0.9)
-LOG_RATIOS = (0.5, -0.5, 0.0, 0.7, -0.4, 0.1)
-"""Centres of the sequences' log-ratios: past each clip with each sign of A, and within."""
-VOCAB, MAX_LENGTH, TEMPERATURE, TIS = 67, 9, 0.8, 1.2
-
-AVERAGINGS: dict[str, tuple[Averaging, int | None]] = {
-    "grpo": ("sequence", None),
-    "bnpo": ("token", None),
-    "dapo": ("token", None),
-    "cispo": ("token", None),
-    "dr_grpo": ("constant", MAX_LENGTH),
-    "luspo": ("constant", 1),
-}
-"""The arguments of `token_weights` that are TRL's loss type."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A configuration in TRL's words, with two differences: `epsilon_high` is 1 lower than TRL's
-    for "cispo", which has there the bound of the ratio itself, and `delta` is above 1 +
-    epsilon_high, as TRL recommends (below, TRL bounds positive advantages by it too).
-    """
-
-    loss_type: str = "grpo"
-    is_sequence: bool = False
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    beta: float = 0.0
-    tis: bool = False
-    accumulation: int = 1
-    steps_per_generation: int = 1
-    bias_correction_kl: bool = False
-    entropy_coef: float = 0.0
-
-    def spec(self) -> LossSpec:
-        return LossSpec(
-            loss_type="cispo"
-            if self.loss_type == "cispo"
-            else "gspo"
-            if self.is_sequence
-            else "clip",
-            clip_low=self.epsilon,
-            clip_high=self.epsilon_high,
-            dual_clip=self.delta,
-            kl_coef=self.beta,
-            tis=TIS if self.tis else None,
-            entropy_coef=self.entropy_coef,
-        )
-
 
 LOSSES = {
-    **{name: Setting(name) for name in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo")},
-    "gspo": Setting("grpo", is_sequence=True),
-    "gspo-luspo": Setting("luspo", is_sequence=True),
+    name: parity.LOSSES[name]
+    for name in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo-luspo")
 }
-CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "asymmetric": {"epsilon": 0.1, "epsilon_high": 0.3},
-    "delta": {"epsilon_high": 0.3, "delta": 1.7},
-    "kl": {"beta": 0.3},
-    "tis": {"tis": True},
-    "all": {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.7, "beta": 0.3, "tis": True},
+CHANGES = {
+    name: parity.CHANGES[name] for name in ("plain", "asymmetric", "delta", "kl", "tis", "all")
 }
 
 
@@ -121,58 +72,11 @@ def random_batch() -> Batch:
     mask = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
     trained = mask.clone()
     trained[0, 2:4] = False
-    logp = token_logprobs(logits, ids)
+    logp = token_logprobs(logits, ids, TEMPERATURE)
     old = logp - torch.tensor(LOG_RATIOS)[:, None] - 0.2 * torch.randn(shape, generator=rng)
     ref = logp + 0.5 * torch.randn(shape, generator=rng)
     sampler = old + 0.3 * torch.randn(shape, generator=rng)
     return Batch(logits, ids, mask, trained, old, ref, sampler, torch.tensor(ADVANTAGES))
-
-
-def token_logprobs(logits_SLV: Tensor, ids_SL: Tensor) -> Tensor:
-    return (logits_SLV / TEMPERATURE).log_softmax(-1).gather(-1, ids_SL[:, :, None])[:, :, 0]
-
-
-def entropies(logits_SLV: Tensor) -> Tensor:
-    logp_SLV = (logits_SLV / TEMPERATURE).log_softmax(-1)
-    return -(logp_SLV.exp() * logp_SLV).sum(-1)
-
-
-def trl_stub(setting: Setting) -> SimpleNamespace:
-    """Exactly what `_compute_loss` reads of its trainer; anything else is an AttributeError."""
-
-    def score(
-        model: Tensor, input_ids: Tensor, _: Tensor, logits_to_keep: int, **__: object
-    ) -> tuple[Tensor, Tensor, None]:
-        return token_logprobs(model, input_ids[:, -logits_to_keep:]), entropies(model), None
-
-    return SimpleNamespace(
-        _get_per_token_logps_and_entropies=score,
-        loss_type=setting.loss_type,
-        importance_sampling_level="sequence" if setting.is_sequence else "token",
-        epsilon_low=setting.epsilon,
-        epsilon_high=setting.epsilon_high + (1 if setting.loss_type == "cispo" else 0),
-        beta=setting.beta,
-        use_vllm=setting.tis,
-        vllm_importance_sampling_correction=True,
-        max_completion_length=MAX_LENGTH,
-        current_gradient_accumulation_steps=setting.accumulation,
-        args=SimpleNamespace(
-            delta=setting.delta,
-            use_bias_correction_kl=setting.bias_correction_kl,
-            steps_per_generation=setting.steps_per_generation,
-        ),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
-        ),
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        entropy_coef=setting.entropy_coef,
-        _entropy_bonus_enabled=setting.entropy_coef != 0,
-        use_adaptive_entropy=False,
-        _metrics={"train": defaultdict(list)},
-    )
 
 
 def trl_loss(
@@ -188,29 +92,11 @@ def trl_loss(
         sampler_ratio = (
             sequence_ratio(batch) if setting.is_sequence else token_ratio(batch)
         ).clamp(max=TIS)
-    trainer = trl_stub(setting)
     logits = batch.logits_SLV.clone().requires_grad_()
-    prompt = torch.zeros(len(LENGTHS), 2, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": prompt + 1,
-        "completion_ids": batch.ids_SL,
-        "completion_mask": batch.mask_SL.long(),
-        "tool_mask": (batch.trained_SL | ~batch.mask_SL).long(),
-        "advantages": batch.advantage_S,
-        "old_per_token_logps": batch.old_SL,
-        "ref_per_token_logps": batch.ref_SL,
-        "importance_sampling_ratio": sampler_ratio,
-        "num_items_in_batch": torch.tensor(num_items or int(batch.trained_SL.sum())),
-    }
-    loss = GRPOTrainer._compute_loss(trainer, logits, inputs)
+    loss, metrics = parity_rivals.trl_loss(setting, batch, logits, sampler_ratio, num_items)
     loss.backward()
     assert logits.grad is not None and (logits.grad[~batch.trained_SL] == 0).all()
-    return (
-        loss.detach(),
-        logits.grad[batch.mask_SL],
-        {name: values[0] for name, values in trainer._metrics["train"].items()},
-    )
+    return loss.detach(), logits.grad[batch.mask_SL], metrics
 
 
 def token_ratio(batch: Batch) -> Tensor:
@@ -236,7 +122,7 @@ def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
         bounds, int(bounds[-1]), averaging, mask_T=batch.packed(batch.trained_SL), length=length
     )
     return {
-        "logits_TV": batch.packed(batch.logits_SLV).requires_grad_(),
+        "logits_TV": batch.packed(batch.logits_SLV),
         "target_ids_T": batch.packed(batch.ids_SL),
         "advantage_T": batch.packed(batch.advantage_S[:, None].expand_as(batch.ids_SL)),
         "weight_T": weight_T,
@@ -248,10 +134,15 @@ def arguments(setting: Setting, batch: Batch) -> dict[str, Any]:
     }
 
 
-def our_loss(**kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    out = policy_loss(**kwargs)
+def our_loss(*, impl: str = "torch", **kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss, gradient by the logits, statistics) where `impl` runs, brought back to the CPU."""
+    moved = on_device(kwargs, impl)
+    logits_TV = moved["logits_TV"].detach().requires_grad_()
+    out = policy_loss(**{**moved, "logits_TV": logits_TV}, impl=impl)
     out.loss.backward()
-    return out.loss.detach(), kwargs["logits_TV"].grad, out.stats
+    assert logits_TV.grad is not None
+    stats = {name: value.cpu() for name, value in out.stats.items()}
+    return out.loss.detach().cpu(), logits_TV.grad.cpu(), stats
 
 
 def check_same(ours: tuple[Tensor, Tensor, Any], theirs: tuple[Tensor, Tensor, Any]) -> None:
@@ -424,19 +315,7 @@ def test_kl_weighted_by_the_ratio_is_a_loss_of_ones_own(impl: str) -> None:
     which the gradient flows.
     """
     setting, batch = replace(LOSSES["grpo"], beta=0.3, bias_correction_kl=True), random_batch()
-
-    def with_weighted_kl(tokens: Tokens) -> TokenLoss:
-        token = token_loss(replace(setting.spec(), kl_coef=0.0), tokens)
-        assert tokens.ref_logprob_T is not None
-        ratio_T = token.log_ratio_T.exp()
-        dkl_T = -(tokens.ref_logprob_T - tokens.logprob_T).expm1()
-        return replace(
-            token,
-            loss_T=token.loss_T + setting.beta * ratio_T * token.kl_T,
-            dlogprob_T=token.dlogprob_T + setting.beta * ratio_T * (token.kl_T + dkl_T),
-        )
-
     check_same(
-        our_loss(**arguments(setting, batch), spec=with_weighted_kl, impl=impl),
+        our_loss(**arguments(setting, batch), spec=parity.spec_of(setting), impl=impl),
         trl_loss(setting, batch),
     )
