@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +26,11 @@ from tqdm import tqdm
 from bench import loss_rivals as rivals
 from bench.head_peers import missing
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs
-from bench.measure import extra_bytes, print_table, write_json
+from bench.measure import extra_bytes, print_table, seconds_of, write_json
 
 QWEN = "896x151936,1536x151936,3584x152064"
 """The heads of Qwen2.5 0.5B, 1.5B and 7B."""
 _SAMPLED_ROWS = 16
-_BUSY_CYCLES = 4_000_000
-"""About 2 ms: longer than Python takes for any of the runs."""
 _OTHER_ROWS = ("linear_cross_entropy", "quack cross_entropy", "gemm", "flowkernels top 20 %")
 """Implementations whose result is another one by design."""
 
@@ -236,27 +233,10 @@ def _seconds(
     for repeat in range(-2, repeats):
         for index in range(len(names)):
             name = names[(index + repeat) % len(names)]
-            taken = _time_once(runs[name])
+            taken = seconds_of(runs[name])
             if repeat >= 0:
                 seconds[name].append(taken)
     return seconds
-
-
-def _time_once(run: Callable[[], Any]) -> float:
-    """Seconds of one run. A GPU is kept busy meanwhile with something else, so that it has all of
-    the run queued when it begins: small sizes would else time Python.
-    """
-    if not torch.cuda.is_available():
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_BUSY_CYCLES)
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _error(result: Tensor, rows: Tensor, truth: Tensor) -> float:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+_BUSY_CYCLES = 4_000_000
+"""About 2 ms of a GPU: longer than Python takes to queue what is timed."""
+
 
 def time_in_turn(
     rivals: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2
@@ -34,6 +37,23 @@ def time_in_turn(
             if repeat >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of one run. A GPU is kept busy meanwhile with something else, so that it has all of
+    the run queued when it begins: small sizes would else time Python.
+    """
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(_BUSY_CYCLES)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
@@ -84,7 +104,7 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
         else platform.processor() or platform.machine()
     )
     facts = {
-        **{name: _version(name) for name in ("torch", "triton", "transformers")},
+        **{name: installed_version(name) for name in ("torch", "triton", "transformers")},
         "driver": _driver(),
         "device": device,
         "threads": torch.get_num_threads(),
@@ -93,7 +113,7 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Path(path).write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
