@@ -1,8 +1,8 @@
 """Policy losses straight from hidden states; `lm_head.py` has the maths and the walk over chunks.
 
 Three products of 2 T D V FLOPs where the gradient can be formed while a chunk's logits are at hand:
-every `LossSpec`, GSPO with its sequences kept within a chunk. A sequence longer than a chunk and a
-loss of one's own take the logits twice: four products. T: target tokens, D: hidden size, V:
+every `LossSpec`, GSPO with its sequences kept within a chunk. A sequence longer than a chunk, a
+`kl_ratio` without GSPO and a loss of one's own take the logits twice: four products. T: target tokens, D: hidden size, V:
 vocabulary, S: sequences.
 """
 
@@ -22,6 +22,7 @@ from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
 from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
 from flowkernels.loss_walk import LossWalk
+from flowkernels.plain_tensors import plain_head
 from flowkernels.policy_loss import (
     HandOver,
     PolicyLoss,
@@ -84,6 +85,7 @@ def linear_policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
@@ -113,17 +115,23 @@ def linear_policy_loss(
         ValueError: an argument that does not fit, with its name and value.
         RuntimeError: a second backward pass through one loss.
     """
+    flat_TD, *parameters = plain_head(hidden_TD, weight_VD, bias_V, shard)
     head = new_head(
-        hidden_TD,
-        weight_VD,
-        bias_V,
+        flat_TD,
+        *parameters,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
         batch_invariant=batch_invariant,
         shard=shard,
     )
     targets = check_targets(
-        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, sampling_mask
+        hidden_TD,
+        head.num_vocab,
+        target_ids_T,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sampling_mask=sampling_mask,
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -133,19 +141,23 @@ def linear_policy_loss(
         sampler_logprob_T=sampler_logprob_T,
         cu_seqlens_S1=cu_seqlens_S1,
     )
-    inputs = check_token_inputs(spec, inputs, targets)
-    impl = resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
+    inputs = check_token_inputs(spec, inputs, targets, target_ids_T.shape)
+    impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
     _check_eager(spec, weight_VD, sampling_mask, shard, weight_grad_VD)
-    if not isinstance(spec, LossSpec):
-        return _two_passes(head, hidden_TD, targets, spec, inputs, impl)
-    walk = LossWalk(head, hidden_TD, targets, inputs.corrected(spec), spec, impl, compact)
-    wanted = (hidden_TD, weight_VD, bias_V)
+    if isinstance(spec, LossSpec):
+        inputs = inputs.corrected(spec)
+    if _takes_two_passes(spec, shard):
+        out = _two_passes(head, flat_TD, targets, spec, inputs, impl)
+        return out.view(target_ids_T.shape)
+    assert isinstance(spec, LossSpec)
+    walk = LossWalk(head, flat_TD, targets, inputs, spec, impl, compact)
+    wanted = (flat_TD, head.weight_VD, head.bias_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
     if shard is not None or weight_grad_VD is not None:
-        return _outside_operator(walk, needs, weight_grad_VD)
+        return _outside_operator(walk, needs, weight_grad_VD).view(target_ids_T.shape)
     flat = (*targets.flat(), *walk.inputs.flat(), spec.encoded)
     results = _linear_loss_op(*wanted, *flat, needs, compact, *head.options(impl))
-    return PolicyLoss.of(results[0], *results[-2:])
+    return PolicyLoss.of(results[0], *results[-2:]).view(target_ids_T.shape)
 
 
 def _outside_operator(
@@ -180,11 +192,11 @@ def _two_passes(
     head: LMHead,
     hidden_TD: Tensor,
     targets: Targets,
-    spec: TokenLossFn,
+    spec: LossSpec | TokenLossFn,
     inputs: TokenInputs,
     impl: str,
 ) -> PolicyLoss:
-    """The loss of a function that sees all tokens: scores, their loss in torch, then the logits
+    """The loss of a function that sees all tokens, or one that the row kernel lacks: scores, their loss in torch, then the logits
     once more for the gradient.
     """
     counts_T = (inputs.weight_T != 0) & (targets.ids_T >= 0)
@@ -193,6 +205,13 @@ def _two_passes(
     loss, column_7T, stats, slopes = scored_loss(spec, inputs, score_3T, targets.ids_T)
     loss = add_slopes(loss, score_3T, slopes) if score_3T.requires_grad else loss
     return PolicyLoss.of(loss, column_7T, stats)
+
+
+def _takes_two_passes(spec: LossSpec | TokenLossFn, shard: VocabParallel | None) -> bool:
+    """The row kernel lacks this loss, and no walk scores blocks of rows before their loss."""
+    if not isinstance(spec, LossSpec):
+        return True
+    return spec.kl_ratio and spec.loss_type != "gspo" and shard is None
 
 
 def _check_eager(
@@ -207,6 +226,8 @@ def _check_eager(
         raise ValueError("sampling_mask does not work with a shard")
     if not isinstance(spec, LossSpec) and (shard is not None or weight_grad_VD is not None):
         raise ValueError("a loss of one's own works neither with a shard nor with weight_grad_VD")
+    if isinstance(spec, LossSpec) and _takes_two_passes(spec, shard) and weight_grad_VD is not None:
+        raise ValueError(f"kl_ratio=True with {spec.loss_type!r} does not work with weight_grad_VD")
     if weight_grad_VD is None:
         return
     is_fp32 = weight_grad_VD.dtype == torch.float32
