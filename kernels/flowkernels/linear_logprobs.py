@@ -144,7 +144,9 @@ def linear_logprobs(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    flat_TD, weight_VD, bias_V = plain_head(hidden_TD, weight_VD, bias_V, shard)
+    flat_TD, weight_VD, bias_V = plain_head(
+        hidden_TD, weight_VD, bias_V, is_shard=shard is not None
+    )
     head = new_head(
         flat_TD,
         weight_VD,

@@ -2,8 +2,8 @@
 
 Three products of 2 T D V FLOPs where the gradient can be formed while a chunk's logits are at hand:
 every `LossSpec`, GSPO with its sequences kept within a chunk. A sequence longer than a chunk, a
-`kl_ratio` without GSPO and a loss of one's own take the logits twice: four products. T: target tokens, D: hidden size, V:
-vocabulary, S: sequences.
+`kl_ratio` without GSPO and a loss of one's own take the logits twice: four products. T: target
+tokens, D: hidden size, V: vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -115,10 +115,13 @@ def linear_policy_loss(
         ValueError: an argument that does not fit, with its name and value.
         RuntimeError: a second backward pass through one loss.
     """
-    flat_TD, *parameters = plain_head(hidden_TD, weight_VD, bias_V, shard)
+    flat_TD, whole_VD, whole_V = plain_head(
+        hidden_TD, weight_VD, bias_V, is_shard=shard is not None
+    )
     head = new_head(
         flat_TD,
-        *parameters,
+        whole_VD,
+        whole_V,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
         batch_invariant=batch_invariant,
@@ -151,7 +154,7 @@ def linear_policy_loss(
         return out.view(target_ids_T.shape)
     assert isinstance(spec, LossSpec)
     walk = LossWalk(head, flat_TD, targets, inputs, spec, impl, compact)
-    wanted = (flat_TD, head.weight_VD, head.bias_V)
+    wanted = (flat_TD, whole_VD, whole_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
     if shard is not None or weight_grad_VD is not None:
         return _outside_operator(walk, needs, weight_grad_VD).view(target_ids_T.shape)
@@ -196,8 +199,8 @@ def _two_passes(
     inputs: TokenInputs,
     impl: str,
 ) -> PolicyLoss:
-    """The loss of a function that sees all tokens, or one that the row kernel lacks: scores, their loss in torch, then the logits
-    once more for the gradient.
+    """A loss that sees all tokens, or that the row kernel lacks: scores, their loss in torch, then
+    the logits once more for the gradient.
     """
     counts_T = (inputs.weight_T != 0) & (targets.ids_T >= 0)
     targets = replace(targets, ids_T=torch.where(counts_T, targets.ids_T, -1))

@@ -1,10 +1,10 @@
 """Policy losses from logits.
 
 The maths is in `logprobs.py` (rows of logits) and `token_loss.py` (tokens). A `LossSpec` without a
-sequence term or `kl_ratio` runs as one kernel that reads a row, takes its loss and writes its gradient: 4 B per
-element of bf16 when the second read comes from cache. GSPO and a loss of one's own see all tokens
-before any gradient is known, so there the logits are read again: 6 B. T: target tokens, V:
-vocabulary, S: sequences.
+sequence term or a `kl_ratio` runs as one kernel that reads a row, takes its loss and writes its
+gradient: 4 B per element of bf16 when the second read comes from cache. The others see all tokens
+before any gradient is known, as does a loss of one's own, so there the logits are read again: 6 B.
+T: target tokens, V: vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from flowkernels.token_loss import (
     token_loss,
     unflatten_inputs,
 )
-
 
 TAKEN_TWICE = (
     "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"

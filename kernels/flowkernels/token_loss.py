@@ -41,11 +41,12 @@ class LossSpec:
     """
 
     loss_type: LossType = "clip"
-    """Kind of loss, with r = exp(logp - old), which is 1 without old log-probs. "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 +
-    clip_high) A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same
-    with r = exp(mean over the sequence of logp - old), whose gradient is shared by its tokens
-    (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with
-    the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
+    """Kind of loss, with r = exp(logp - old), or 1 if there is no old log-prob. "clip": PPO/GRPO,
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in
+    advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old),
+    whose gradient is shared by its tokens (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`.
+    "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv
+    2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -100,6 +101,8 @@ class LossSpec:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1 and finite")
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"kl_coef={self.kl_coef} must be >= 0 and finite")
+        if self.kl_ratio and self.kl_coef == 0:
+            raise ValueError(f"kl_ratio={self.kl_ratio} needs a kl_coef above 0")
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef={self.entropy_coef} must be finite")
         if not 0 < self.log_ratio_limit <= 80:
@@ -319,10 +322,7 @@ def correct_for_sampler(
         return advantage_T, weight_T
     if old_logprob_T is None or sampler_logprob_T is None:
         name = "old_logprob_T" if old_logprob_T is None else "sampler_logprob_T"
-        raise ValueError(
-            f"tis={spec.tis} and mis={spec.mis} need {name}, which the current log-probs, computed "
-            "after the correction, cannot stand in for"
-        )
+        raise ValueError(f"tis={spec.tis} and mis={spec.mis} need {name}")
     log_ratio_T = old_logprob_T - sampler_logprob_T
     if spec.correction_level == "sequence":
         if cu_seqlens_S1 is None:
