@@ -270,7 +270,7 @@ TOKENS = {
     f"{name}-{dtype}": (
         {name: torch.zeros(NUM, dtype=dtype)},
         name,
-        "float32 [4] (or float64",
+        "float32 [4] (or ",
         str(dtype).removeprefix("torch."),
     )
     for name, dtype in (
