@@ -22,22 +22,21 @@ from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, check_inp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+LOGPROB_DTYPES = (torch.float32, torch.float64)
+"""Of a log-prob in 16 bits too little is left for a ratio."""
 TOKEN_DTYPES = {
     "advantage_T": DTYPES,
     "weight_T": (*DTYPES, torch.bool, *INTEGERS),
     "temperature": DTYPES,
 }
-"""What is taken for numbers of tokens, and made float32; log-probs, of which 16 bits would leave
-ratios to chance, must be float32 or float64."""
-LOGPROB_DTYPES = (torch.float32, torch.float64)
+"""What the other numbers of tokens may be, which become the first of them."""
 
 
 def check_logits(logits_TV: Tensor) -> None:
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
         raise ValueError(
             "logits_TV must be float32, bfloat16, float16 or float64 [T, V] or [..., T, V], "
-            "V > 0, got "
-            f"{logits_TV.dtype} {tuple(logits_TV.shape)}"
+            f"V > 0, got {logits_TV.dtype} {tuple(logits_TV.shape)}"
         )
     if logits_TV.stride(1) != 1 and logits_TV.shape[1] > 1:
         raise ValueError(

@@ -113,7 +113,7 @@ def linear_policy_loss(
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
-        RuntimeError: a second backward pass through one loss.
+        RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
     flat_TD, whole_VD, whole_V = plain_head(
         hidden_TD, weight_VD, bias_V, is_shard=shard is not None
@@ -211,7 +211,9 @@ def _two_passes(
 
 
 def _takes_two_passes(spec: LossSpec | TokenLossFn, shard: VocabParallel | None) -> bool:
-    """The row kernel lacks this loss, and no walk scores blocks of rows before their loss."""
+    """A function, or a loss that the row kernel lacks; GSPO and losses of a shard are scored before
+    their loss in the walk itself.
+    """
     if not isinstance(spec, LossSpec):
         return True
     return spec.kl_ratio and spec.loss_type != "gspo" and shard is None

@@ -281,8 +281,9 @@ def policy_loss(
         ref_logprob_T: [T] fp32 or fp64, of the reference policy; needed when spec.kl_coef > 0.
         sampler_logprob_T: [T] fp32 or fp64, as the sampler reported them; spec.tis and spec.mis
             need them, and `old_logprob_T` too.
-        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo". Those of a batch
-            whose rows are sequences are torch.arange(0, B * L + 1, L).
+        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo" and by
+            correction_level="sequence". Those of a batch whose rows are sequences are
+            torch.arange(0, B * L + 1, L).
         temperature: the one that sampled the tokens; > 0, a number or [T] of any float dtype.
         softcap, logit_scale, sampling_mask: as for `logprobs`; the gradient stays on the ids of the
             mask.

@@ -389,9 +389,9 @@ def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any, impl:
     for batch in (flat(new_batch()), flat(with_logits(new_batch()))):
         ratio = sequence_ratios(batch)
         low, high = sorted({*ratio.tolist()})
-        for name in ("old_logprob_T", "sampler_logprob_T"):
+        for name, value in (("old_logprob_T", 7.0), ("sampler_logprob_T", 1.0)):
             batch[name] = batch[name].clone()
-            batch[name][1], batch[name][4] = torch.nan, 7.0
+            batch[name][1], batch[name][4] = torch.nan, value
         bound = (low + high) / 2
         cut = ratio.clamp(max=bound)
         truncated = {**batch, "advantage_T": batch["advantage_T"] * cut}
@@ -502,14 +502,19 @@ def test_a_second_backward_pass_says_what_is_wrong(
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("loss_type", "advantage", "cost"),
-    [("clip", 1.0, -1.2), ("clip", -1.0, 4.85165e8), ("gspo", -1.0, 4.85165e8)],
+    [
+        ("clip", 1.0, -1.2),
+        ("clip", -1.0, 4.85165e8),
+        ("gspo", -1.0, 4.85165e8),
+        ("cispo", -1.0, None),
+    ],
 )
-def test_an_old_log_prob_of_minus_infinity_costs_a_finite_number_without_a_gradient(
-    loss_type: Any, advantage: float, cost: float, impl: str
+def test_an_old_log_prob_of_minus_infinity_has_a_finite_loss(
+    loss_type: Any, advantage: float, cost: float | None, impl: str
 ) -> None:
-    logits = torch.randn(1, SIZE_V, generator=torch.Generator().manual_seed(0))
+    """And no gradient, but for "cispo", whose weight is bounded."""
     batch = {
-        "logits_TV": logits,
+        "logits_TV": torch.randn(1, SIZE_V, generator=torch.Generator().manual_seed(0)),
         "target_ids_T": torch.tensor([2]),
         "advantage_T": torch.tensor([advantage]),
         "weight_T": torch.ones(1),
@@ -517,5 +522,10 @@ def test_an_old_log_prob_of_minus_infinity_costs_a_finite_number_without_a_gradi
         "cu_seqlens_S1": torch.tensor([0, 1]),
     }
     out, gradient = run(batch, LossSpec(loss_type), impl)
-    assert out.loss.item() == pytest.approx(cost, rel=1e-5)
-    assert not gradient.any()
+    if cost is None:
+        weighted = {**batch, "advantage_T": torch.tensor([1.2 * advantage])}
+        same((out, gradient), run(weighted, LossSpec("nll"), impl))
+    else:
+        assert out.loss.item() == pytest.approx(cost, rel=1e-5)
+        assert not gradient.any()
+    assert out.stats["ratio_max"] == torch.inf
