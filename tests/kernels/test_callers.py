@@ -19,6 +19,7 @@ from flowkernels import (
     logprobs,
     policy_loss,
 )
+from graphs import Graphs
 from kernel_truth import IMPLS, Batch, on_device, plain_rows
 from torch import Tensor
 from torch.nn.functional import linear
@@ -124,6 +125,7 @@ SPECS = {
     "clip": LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1, tis=1.1, mis=(0.5, 2.0)),
     "gspo": LossSpec("gspo"),
 }
+FUSED = LossSpec()
 
 
 # ---- batches
@@ -529,3 +531,26 @@ def test_an_old_log_prob_of_minus_infinity_has_a_finite_loss(
         assert out.loss.item() == pytest.approx(cost, rel=1e-5)
         assert not gradient.any()
     assert out.stats["ratio_max"] == torch.inf
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
+    spec = LossSpec("clip", kl_coef=0.3, kl_ratio=True, tis=1.0, correction_level="sequence")
+    batch = {**new_batch(), "advantage_T": torch.tensor([1.0, -1.0]), "logit_scale": 0.5}
+    batch["weight_T"], batch["target_ids_T"] = batch["weight_T"] > 0, batch["target_ids_T"].int()
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            given = {**batch, "hidden_TD": hidden, "weight_VD": weight, "bias_V": None}
+            fused = linear_policy_loss(**given, spec=FUSED).loss
+            return fused + linear_policy_loss(**given, spec=spec).loss
+
+    results = []
+    for function in (loss, Graphs().compile(loss, dynamic=dynamic)):
+        hidden = batch["hidden_TD"].bfloat16().requires_grad_()
+        weight = batch["weight_VD"].clone().requires_grad_()
+        value = function(hidden, weight)
+        value.backward()
+        results.append((value.detach(), hidden.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
