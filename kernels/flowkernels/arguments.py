@@ -49,7 +49,6 @@ def check_targets(
     rows: Tensor,
     num_vocab: int,
     target_ids: Tensor,
-    *,
     temperature: float | Tensor,
     softcap: float | None,
     logit_scale: float | None,

@@ -157,13 +157,7 @@ def linear_logprobs(
         shard=shard,
     )
     targets = check_targets(
-        hidden_TD,
-        head.num_vocab,
-        target_ids_T,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sampling_mask=sampling_mask,
+        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
     impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
     needs_gradient = differentiable and torch.is_grad_enabled()

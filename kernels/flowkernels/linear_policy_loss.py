@@ -128,13 +128,7 @@ def linear_policy_loss(
         shard=shard,
     )
     targets = check_targets(
-        hidden_TD,
-        head.num_vocab,
-        target_ids_T,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sampling_mask=sampling_mask,
+        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -147,20 +141,33 @@ def linear_policy_loss(
     inputs = check_token_inputs(spec, inputs, targets, target_ids_T.shape)
     impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
     _check_eager(spec, weight_VD, sampling_mask, shard, weight_grad_VD)
+    out = _run(head, flat_TD, targets, spec, inputs, weight_grad_VD, compact, impl)
+    return out.view(target_ids_T.shape)
+
+
+def _run(
+    head: LMHead,
+    hidden_TD: Tensor,
+    targets: Targets,
+    spec: LossSpec | TokenLossFn,
+    inputs: TokenInputs,
+    weight_grad_VD: Tensor | None,
+    compact: bool,
+    impl: str,
+) -> PolicyLoss:
     if isinstance(spec, LossSpec):
         inputs = inputs.corrected(spec)
-    if _takes_two_passes(spec, shard):
-        out = _two_passes(head, flat_TD, targets, spec, inputs, impl)
-        return out.view(target_ids_T.shape)
+    if _takes_two_passes(spec, head.shard):
+        return _two_passes(head, hidden_TD, targets, spec, inputs, impl)
     assert isinstance(spec, LossSpec)
-    walk = LossWalk(head, flat_TD, targets, inputs, spec, impl, compact)
-    wanted = (flat_TD, whole_VD, whole_V)
+    walk = LossWalk(head, hidden_TD, targets, inputs, spec, impl, compact)
+    wanted = (hidden_TD, head.weight_VD, head.bias_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
-    if shard is not None or weight_grad_VD is not None:
-        return _outside_operator(walk, needs, weight_grad_VD).view(target_ids_T.shape)
-    flat = (*targets.flat(), *walk.inputs.flat(), spec.encoded)
+    if head.shard is not None or weight_grad_VD is not None:
+        return _outside_operator(walk, needs, weight_grad_VD)
+    flat = (*targets.flat(), *inputs.flat(), spec.encoded)
     results = _linear_loss_op(*wanted, *flat, needs, compact, *head.options(impl))
-    return PolicyLoss.of(results[0], *results[-2:]).view(target_ids_T.shape)
+    return PolicyLoss.of(results[0], *results[-2:])
 
 
 def _outside_operator(

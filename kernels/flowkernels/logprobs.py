@@ -370,13 +370,7 @@ def logprobs(
     flat_TV = flat_rows("logits_TV", logits_TV)
     check_logits(flat_TV)
     targets = check_targets(
-        logits_TV,
-        flat_TV.shape[1],
-        target_ids_T,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sampling_mask=sampling_mask,
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
     impl = resolve_impl(impl, flat_TV.device, flat_TV.dtype)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):

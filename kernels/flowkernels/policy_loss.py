@@ -306,13 +306,7 @@ def policy_loss(
     flat_TV = flat_rows("logits_TV", logits_TV, may_copy=not inplace)
     check_logits(flat_TV)
     targets = check_targets(
-        logits_TV,
-        flat_TV.shape[1],
-        target_ids_T,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sampling_mask=sampling_mask,
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
