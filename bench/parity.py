@@ -24,7 +24,7 @@ from flowkernels import (
     token_loss,
     token_weights,
 )
-from flowkernels.token_loss import sequence_ids, sequence_mean
+from flowkernels.sequences import sequence_ids
 from torch import Tensor
 
 from bench.measure import print_table
@@ -47,7 +47,7 @@ def spec_of(setting: Setting) -> LossSpec | TokenLossFn:
     """What we say for it."""
     if setting.loss_type in ("sapo", "vespo"):
         return partial(soft_loss, setting)
-    return partial(with_weighted_kl, setting) if setting.bias_correction_kl else setting.spec()
+    return setting.spec()
 
 
 def soft_loss(setting: Setting, tokens: Tokens) -> TokenLoss:
@@ -86,22 +86,6 @@ def vespo_factor(tokens: Tokens, log_ratio_T: Tensor) -> Tensor:
     k_T = torch.where(is_up_T, VESPO["k_pos"], VESPO["k_neg"])
     lambda_T = torch.where(is_up_T, VESPO["lambda_pos"], VESPO["lambda_neg"])
     return (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
-
-
-def with_weighted_kl(setting: Setting, tokens: Tokens) -> TokenLoss:
-    """use_bias_correction_kl=True, which multiplies the KL estimate by a ratio through which the
-    gradient flows; that of a sequence belongs to all of its tokens.
-    """
-    token = token_loss(replace(setting.spec(), kl_coef=0.0, tis=None), tokens)
-    assert tokens.ref_logprob_T is not None
-    ratio_T = token.log_ratio_T.exp()
-    dkl_T = -(tokens.ref_logprob_T - tokens.logprob_T).expm1()
-    through_T = sequence_mean(token.kl_T, tokens) if setting.is_sequence else token.kl_T
-    return replace(
-        token,
-        loss_T=token.loss_T + setting.beta * ratio_T * token.kl_T,
-        dlogprob_T=token.dlogprob_T + setting.beta * ratio_T * (through_T + dkl_T),
-    )
 
 
 def ours(setting: Setting, batch: Batch, device: str = "cpu", impl: str = "auto") -> Result:

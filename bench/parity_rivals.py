@@ -79,6 +79,7 @@ class Setting:
             clip_high=self.epsilon_high,
             dual_clip=self.delta,
             kl_coef=self.beta,
+            kl_ratio=self.bias_correction_kl,
             tis=TIS if self.tis else None,
             entropy_coef=self.entropy_coef,
         )

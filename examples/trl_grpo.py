@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from flowkernels import LossSpec, logprobs, policy_loss, token_weights
+from flowkernels import LossSpec, policy_loss, token_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
@@ -42,10 +42,6 @@ class FlowGRPOTrainer(GRPOTrainer):
 
         logits_TV = self._logits(model, inputs, mask_SL)
         target_ids_T = inputs["completion_ids"][mask_SL]
-        old_logprob_T = packed("old_per_token_logps")
-        if old_logprob_T is None:  # no step was taken since the tokens were sampled: the ratio is 1
-            scores = logprobs(logits_TV, target_ids_T, temperature=self.temperature)
-            old_logprob_T = scores.logprob_T
         # The correction for vLLM, [S, L] or [S, 1], is a factor of the policy term and so of the
         # advantage.
         advantage_SL = inputs["advantages"][:, None] * inputs.get("importance_sampling_ratio", 1.0)
@@ -55,7 +51,8 @@ class FlowGRPOTrainer(GRPOTrainer):
             spec=self._spec(),
             advantage_T=advantage_SL.expand_as(mask_SL)[mask_SL],
             weight_T=self._weights(cu_seqlens_S1, len(target_ids_T), inputs["num_items_in_batch"]),
-            old_logprob_T=old_logprob_T,
+            # None if no step was taken since the tokens were sampled: the ratio is 1.
+            old_logprob_T=packed("old_per_token_logps"),
             ref_logprob_T=packed("ref_per_token_logps"),
             cu_seqlens_S1=cu_seqlens_S1,
             temperature=self.temperature,

@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from flowkernels.plain_tensors import check_plain
+from flowkernels.sequences import sequence_ids
 from flowkernels.targets import SamplingMask, Targets
 from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, check_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+LOGPROB_DTYPES = (torch.float32, torch.float64)
+"""Of a log-prob in 16 bits too little is left for a ratio."""
+TOKEN_DTYPES = {
+    "advantage_T": DTYPES,
+    "weight_T": (*DTYPES, torch.bool, *INTEGERS),
+    "temperature": DTYPES,
+}
+"""What the other numbers of tokens may be, which become the first of them."""
 
 
 def check_logits(logits_TV: Tensor) -> None:
     if logits_TV.dim() != 2 or logits_TV.dtype not in DTYPES or logits_TV.shape[1] == 0:
         raise ValueError(
-            "logits_TV must be float32, bfloat16, float16 or float64 [T, V], V > 0, got "
-            f"{logits_TV.dtype} {tuple(logits_TV.shape)}"
+            "logits_TV must be float32, bfloat16, float16 or float64 [T, V] or [..., T, V], "
+            f"V > 0, got {logits_TV.dtype} {tuple(logits_TV.shape)}"
         )
     if logits_TV.stride(1) != 1 and logits_TV.shape[1] > 1:
         raise ValueError(
@@ -34,38 +46,69 @@ def check_logits(logits_TV: Tensor) -> None:
 
 
 def check_targets(
-    rows_TX: Tensor,
+    rows: Tensor,
     num_vocab: int,
-    target_ids_T: Tensor,
+    target_ids: Tensor,
     temperature: float | Tensor,
     softcap: float | None,
+    logit_scale: float | None,
     sampling_mask: SamplingMask | None,
 ) -> Targets:
-    """Return what is asked about rows of logits, or of hidden states that will become such."""
-    num_rows, device = len(rows_TX), rows_TX.device
-    check_tokens("target_ids_T", target_ids_T, num_rows, torch.int64, device)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
-    temperature_T = _temperature(temperature, num_rows, device)
+    """Return what is asked about rows [..., X] of logits, or of hidden states that will become
+    such; flat.
+    """
+    shape, device = rows.shape[:-1], rows.device
+    ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device)
+    for name, value in (("softcap", softcap), ("logit_scale", logit_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be above 0 and finite, or None")
+    temperature_T = _temperature(temperature, logit_scale or 1.0, shape, device)
+    if softcap is not None and logit_scale is not None:
+        # softcap tanh(s x / softcap) / temperature = (softcap / s) tanh(x / (softcap / s)) /
+        # (temperature / s)
+        softcap /= logit_scale
     if sampling_mask is not None:
-        _check_mask(sampling_mask, num_rows, device)
-    targets = Targets(target_ids_T.contiguous(), temperature_T, softcap, sampling_mask)
+        _check_mask(sampling_mask, len(ids_T), device)
+    targets = Targets(ids_T, temperature_T, softcap, sampling_mask)
     if checks_values(device):
         _check_values(targets, num_vocab)
     return targets
 
 
+def flat_tokens(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> Tensor:
+    """Return a tensor with an entry per token as [T], contiguous and without a gradient, in the
+    first of the dtypes that are taken.
+    """
+    check_tokens(name, tensor, shape, dtypes, device)
+    return tensor.detach().to(dtypes[0]).flatten().contiguous()
+
+
 def check_tokens(
-    name: str, tensor: Tensor, num_rows: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> None:
-    if tensor.shape != (num_rows,) or tensor.dtype != dtype:
-        given = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise ValueError(f"{name} must be {dtype} [{num_rows}], got {given}".replace("torch.", ""))
+    check_plain(name, tensor)
+    if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes:
+        others = f" (or {', '.join(map(str, dtypes[1:]))})" if dtypes[1:] else ""
+        raise ValueError(
+            f"{name} must be {dtypes[0]} {list(shape)}{others}, got {tensor.dtype} "
+            f"{tuple(tensor.shape)}".replace("torch.", "")
+        )
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, where the logits are, got {tensor.device}")
 
 
 def check_sequences(cu_seqlens_S1: Tensor, num_tokens: int, device: torch.device) -> None:
+    check_plain("cu_seqlens_S1", cu_seqlens_S1)
     if (
         cu_seqlens_S1.dim() != 1
         or len(cu_seqlens_S1) < 1
@@ -94,7 +137,7 @@ def checks_values(device: torch.device) -> bool:
 def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
     if hidden_TD.dim() != 2 or hidden_TD.dtype not in DTYPES or hidden_TD.shape[1] == 0:
         raise ValueError(
-            "hidden_TD must be float32, bfloat16, float16 or float64 [T, D], got "
+            "hidden_TD must be float32, bfloat16, float16 or float64 [T, D] or [..., T, D], got "
             f"{hidden_TD.dtype} {tuple(hidden_TD.shape)}"
         )
     if weight_VD.dim() != 2 or weight_VD.shape[1] != hidden_TD.shape[1] or weight_VD.shape[0] == 0:
@@ -116,32 +159,54 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
 
 
 def check_token_inputs(
-    spec: LossSpec | TokenLossFn, inputs: TokenInputs, targets: Targets
+    spec: LossSpec | TokenLossFn, inputs: TokenInputs, targets: Targets, shape: Sequence[int]
 ) -> TokenInputs:
-    """Return the inputs, contiguous and without gradients."""
-    num_tokens, device = len(targets), targets.ids_T.device
+    """Return the inputs, which have this shape, flat, contiguous, in fp32 and without gradients; an
+    advantage of a sequence at all its tokens.
+    """
+    num_tokens, device, bounds_S1 = len(targets), targets.ids_T.device, inputs.cu_seqlens_S1
     tensors = {name: x for name, x in inputs.per_token().items() if x is not None}
+    if bounds_S1 is not None:
+        check_sequences(bounds_S1, num_tokens, device)
     for name, tensor in tensors.items():
-        check_tokens(name, tensor, num_tokens, torch.float32, device)
-    if inputs.cu_seqlens_S1 is not None:
-        check_sequences(inputs.cu_seqlens_S1, num_tokens, device)
+        dtypes = TOKEN_DTYPES.get(name, LOGPROB_DTYPES)
+        is_of_sequences = name == "advantage_T" and _is_of_sequences(tensor, bounds_S1, shape)
+        size = tensor.shape if is_of_sequences else shape
+        flat = flat_tokens(name, tensor, size, dtypes, device)
+        if is_of_sequences and bounds_S1 is not None:
+            flat = flat[sequence_ids(bounds_S1, num_tokens)]
+        tensors[name] = flat
     if isinstance(spec, LossSpec):
         check_inputs(spec, inputs)
-    return replace(inputs, **{name: x.detach().contiguous() for name, x in tensors.items()})
+        if spec.correction_level == "sequence":  # a negative target is in no sequence
+            tensors["weight_T"] = torch.where(targets.ids_T >= 0, tensors["weight_T"], 0.0)
+    return replace(inputs, **tensors)
 
 
-def _temperature(temperature: float | Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """fp32 [T], of stride 0 when it is one number."""
+def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Sequence[int]) -> bool:
+    """One advantage per sequence; [T] where there are as many of these as tokens."""
+    if cu_seqlens_S1 is None or advantage.shape == torch.Size(shape):
+        return False
+    return advantage.shape == (len(cu_seqlens_S1) - 1,)
+
+
+def _temperature(
+    temperature: float | Tensor, logit_scale: float, shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """fp32 [T], of stride 0 when it is one number; of the logits before they are scaled."""
     if isinstance(temperature, Tensor):
-        check_tokens("temperature", temperature, num_rows, torch.float32, device)
-        if checks_values(device) and not bool((temperature > 0).all()):
+        given_T = flat_tokens(
+            "temperature", temperature, shape, TOKEN_DTYPES["temperature"], device
+        )
+        if checks_values(device) and not bool((given_T > 0).all()):
             raise ValueError(
-                f"temperature must be above 0 in every row, got {float(temperature.min())}"
+                f"temperature must be above 0 in every row, got {float(given_T.min())}"
             )
-        return temperature.detach()
+        return given_T / logit_scale if logit_scale != 1 else given_T
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    return torch.full((1,), temperature, dtype=torch.float32, device=device).expand(num_rows)
+    one = torch.full((1,), temperature / logit_scale, dtype=torch.float32, device=device)
+    return one.expand(math.prod(shape))
 
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowkernels.arguments import check_sequences, check_tokens
 from flowkernels.implementations import resolve_impl, with_launcher
-from flowkernels.token_loss import sequence_ids
+from flowkernels.sequences import sequence_ids
 
 LOG_LIMIT = 20.0
 FLAT = 1e-6
@@ -189,7 +189,7 @@ def branching_score(
     impl = resolve_impl(impl, logprob_T.device)
     _check(logprob_T, "logprob_T", cu_seqlens_S1, gamma, mask_T)
     for name, tensor in (("old_logprob_T", old_logprob_T), ("entropy_T", entropy_T)):
-        check_tokens(name, tensor, len(logprob_T), torch.float32, logprob_T.device)
+        check_tokens(name, tensor, (len(logprob_T),), (torch.float32,), logprob_T.device)
     if not 0 < clip < 1:
         raise ValueError(f"clip={clip} must be in (0, 1)")
     mask_T = torch.ones_like(logprob_T, dtype=torch.bool) if mask_T is None else mask_T.contiguous()
@@ -228,7 +228,7 @@ def branch_points(
         raise ValueError(f"num_points={num_points} and spacing={spacing} must be >= 0")
     for name, tensor in (("mask_T", mask_T), ("allowed_T", allowed_T)):
         if tensor is not None:
-            check_tokens(name, tensor, len(score_T), torch.bool, score_T.device)
+            check_tokens(name, tensor, (len(score_T),), (torch.bool,), score_T.device)
     num_sequences, num_tokens = len(cu_seqlens_S1) - 1, len(score_T)
     sequence_T = sequence_ids(cu_seqlens_S1, num_tokens)
     position_T = torch.arange(num_tokens, device=score_T.device)
@@ -265,4 +265,4 @@ def _check(
         raise ValueError(f"gamma={gamma} must be in [0, 1]")
     check_sequences(cu_seqlens_S1, len(x_T), x_T.device)
     if mask_T is not None:
-        check_tokens("mask_T", mask_T, len(x_T), torch.bool, x_T.device)
+        check_tokens("mask_T", mask_T, (len(x_T),), (torch.bool,), x_T.device)

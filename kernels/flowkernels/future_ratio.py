@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from flowkernels.branching import discounted_reverse_scan
+from flowkernels.sequences import sequence_ids
 from flowkernels.token_loss import (
     LossSpec,
     TokenLoss,
     TokenLossFn,
     Tokens,
-    sequence_ids,
     token_loss,
 )
 

@@ -24,6 +24,7 @@ from flowkernels.lm_head import (
     walk_scores,
 )
 from flowkernels.logprobs import LogProbs, Score, to_logprobs
+from flowkernels.plain_tensors import plain_head
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 from flowkernels.vocab_parallel import VocabParallel
 
@@ -101,6 +102,7 @@ def linear_logprobs(
     bias_V: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
@@ -113,9 +115,13 @@ def linear_logprobs(
     exists at a time.
 
     Args:
-        hidden_TD: [T, D] fp32, bf16, fp16 or fp64.
-        weight_VD: [V, D] of the same dtype; with `shard`, this rank's part of it.
-        bias_V: [V] of the same dtype.
+        hidden_TD: [T, D] fp32, bf16, fp16 or fp64; in a batch [B, L, D] all that is [T] is [B, L].
+        weight_VD: [V, D] of the same dtype; with `shard`, this rank's part of it. Under
+            torch.autocast, tensors of unlike dtypes are cast to autocast's, and gradients back to
+            theirs; tensors of one dtype stay as they are. A DTensor is gathered by all its ranks,
+            and its gradient is their mean, as FSDP2 takes it; for a head that is sharded by rows
+            over ranks with the same tokens pass `to_local()` and `shard`.
+        bias_V: [V] of the same dtype, or a DTensor too.
         fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of
             the operands alone.
         memory_budget: bytes for logits (of the whole vocabulary, also with a shard); by default
@@ -133,13 +139,16 @@ def linear_logprobs(
             for the part of the weight.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
             by computing the logits once more.
-        target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
+        target_ids_T, temperature, softcap, logit_scale, sampling_mask, impl: as for `logprobs`.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
+    flat_TD, weight_VD, bias_V = plain_head(
+        hidden_TD, weight_VD, bias_V, is_shard=shard is not None
+    )
     head = new_head(
-        hidden_TD,
+        flat_TD,
         weight_VD,
         bias_V,
         fp32_logits=fp32_logits,
@@ -148,16 +157,15 @@ def linear_logprobs(
         shard=shard,
     )
     targets = check_targets(
-        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, sampling_mask
+        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
-    impl = resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
+    impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
     needs_gradient = differentiable and torch.is_grad_enabled()
-    if shard is None:
-        with torch.set_grad_enabled(needs_gradient):
-            return to_logprobs(linear_scores(head, hidden_TD, targets, impl))
-    if sampling_mask is not None:
+    if shard is not None and sampling_mask is not None:
         raise ValueError("sampling_mask does not work with a shard")
-    if needs_gradient:
+    if shard is not None and needs_gradient:
         raise ValueError("differentiable=True does not work with a shard; linear_policy_loss does")
-    with torch.no_grad():
-        return to_logprobs(walk_scores(head, hidden_TD, targets, impl))
+    with torch.set_grad_enabled(needs_gradient):
+        take_scores = linear_scores if shard is None else walk_scores
+        score_3T = take_scores(head, flat_TD, targets, impl)
+    return to_logprobs(score_3T).view(target_ids_T.shape)

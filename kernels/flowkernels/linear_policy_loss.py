@@ -22,6 +22,7 @@ from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
 from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
 from flowkernels.loss_walk import LossWalk, resolve_compact, without_zero_advantage
+from flowkernels.plain_tensors import plain_head
 from flowkernels.policy_loss import (
     HandOver,
     PolicyLoss,
@@ -84,6 +85,7 @@ def linear_policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
@@ -121,19 +123,22 @@ def linear_policy_loss(
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
-        RuntimeError: a second backward pass through one loss.
+        RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
+    flat_TD, whole_VD, whole_V = plain_head(
+        hidden_TD, weight_VD, bias_V, is_shard=shard is not None
+    )
     head = new_head(
-        hidden_TD,
-        weight_VD,
-        bias_V,
+        flat_TD,
+        whole_VD,
+        whole_V,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
         batch_invariant=batch_invariant,
         shard=shard,
     )
     targets = check_targets(
-        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, sampling_mask
+        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -143,24 +148,31 @@ def linear_policy_loss(
         sampler_logprob_T=sampler_logprob_T,
         cu_seqlens_S1=cu_seqlens_S1,
     )
-    inputs = check_token_inputs(spec, inputs, targets)
-    how = resolve_compact(compact, hidden_TD.device)
-    impl = resolve_impl(impl, hidden_TD.device, hidden_TD.dtype)
+    inputs = check_token_inputs(spec, inputs, targets, target_ids_T.shape)
+    impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
     _check_eager(spec, weight_VD, sampling_mask, shard, weight_grad_VD)
     if not isinstance(spec, LossSpec):
         if skip_zero_advantage:
             raise ValueError("skip_zero_advantage does not work with a loss of one's own")
-        return _two_passes(head, hidden_TD, targets, spec, inputs, impl)
+        out = _two_passes(head, flat_TD, targets, spec, inputs, impl)
+        return out.view(target_ids_T.shape)
     inputs = inputs.corrected(spec)
     if skip_zero_advantage:
         inputs = without_zero_advantage(spec, inputs)
-    walk = LossWalk(head, hidden_TD, targets, inputs, spec, impl, how)
-    wanted = (hidden_TD, weight_VD, bias_V)
+    how = resolve_compact(compact, flat_TD.device)
+    out = _run(LossWalk(head, flat_TD, targets, inputs, spec, impl, how), weight_grad_VD)
+    return out.view(target_ids_T.shape)
+
+
+def _run(walk: LossWalk, weight_grad_VD: Tensor | None) -> PolicyLoss:
+    """The loss of a `LossSpec`, inside the operator where that can express it."""
+    head = walk.head
+    wanted = (walk.hidden_TD, head.weight_VD, head.bias_V)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
-    if shard is not None or weight_grad_VD is not None:
+    if head.shard is not None or weight_grad_VD is not None:
         return _outside_operator(walk, needs, weight_grad_VD)
-    flat = (*targets.flat(), *walk.inputs.flat(), spec.encoded)
-    results = _linear_loss_op(*wanted, *flat, needs, how, *head.options(impl))
+    flat = (*walk.targets.flat(), *walk.inputs.flat(), walk.spec.encoded)
+    results = _linear_loss_op(*wanted, *flat, needs, walk.compact, *head.options(walk.impl))
     return PolicyLoss.of(results[0], *results[-2:])
 
 

@@ -14,8 +14,8 @@ tokens, V: vocabulary, C: rows of a chunk, K: ids of all sampling masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowkernels.arguments import check_logits, check_targets
 from flowkernels.implementations import resolve_impl, with_launcher
+from flowkernels.plain_tensors import flat_rows
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 
 CHUNK_ELEMENTS = 2**19
@@ -61,13 +62,17 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """fp32 [T] each; 0 in rows whose target is negative."""
+    """fp32 each, in the shape of the targets; 0 in rows whose target is negative."""
 
     logprob_T: Tensor
     entropy_T: Tensor
     """Exact, over the full vocabulary, in nats."""
     lse_T: Tensor
     """Log-sum-exp of the row at the temperature. Never carries a gradient."""
+
+    def view(self, shape: Sequence[int]) -> LogProbs:
+        """The same, seen in the shape of the targets."""
+        return LogProbs(*(getattr(self, f.name).view(shape) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +337,7 @@ def logprobs(
     *,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     differentiable: bool = False,
     impl: str = "auto",
@@ -341,12 +347,17 @@ def logprobs(
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32. fp64 is
-            accepted, in torch, and stays fp64.
-        target_ids_T: [T] int64 in [0, V); a negative id marks a row that is not read.
-        temperature: divides the logits; > 0, a number or fp32 [T].
+            accepted, in torch, and stays fp64. In a batch [B, L, V], or of more dimensions, all
+            that is [T] here is [B, L], and so are the results; a view where its rows lie at one
+            distance from each other, as they do not in logits[:, :-1], else a copy.
+        target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row that is not read.
+        temperature: divides the logits; > 0, a number or [T] of any float dtype, which becomes
+            fp32.
         softcap: logits become softcap * tanh(logits / softcap) first.
+        logit_scale: multiplies the logits before all else, > 0: Cohere's `logit_scale`, 1 /
+            Granite's `logits_scaling`.
         sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those
-            of the full vocabulary.
+            of the full vocabulary. A batch's rows count in their order.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach the logits (a second
             read, in the backward pass).
         impl: "triton", "torch", or "auto" by the device.
@@ -356,14 +367,15 @@ def logprobs(
             checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
             logits give NaN.
     """
-    check_logits(logits_TV)
+    flat_TV = flat_rows("logits_TV", logits_TV)
+    check_logits(flat_TV)
     targets = check_targets(
-        logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
-    impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
+    impl = resolve_impl(impl, flat_TV.device, flat_TV.dtype)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-        score_3T, _ = scores(logits_TV, targets, impl)
-    return to_logprobs(score_3T)
+        score_3T, _ = scores(flat_TV, targets, impl)
+    return to_logprobs(score_3T).view(target_ids_T.shape)
 
 
 def to_logprobs(score_3T: Tensor) -> LogProbs:

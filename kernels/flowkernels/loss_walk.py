@@ -20,9 +20,10 @@ from torch.nn.functional import pad
 from flowkernels.lm_head import Gradients, LMHead, ScoredChunk, gradient_buffer
 from flowkernels.logprobs import Score
 from flowkernels.policy_loss import run_loss
+from flowkernels.sequences import sequence_ids
 from flowkernels.statistics import Column, reduce, to_columns
 from flowkernels.targets import Targets
-from flowkernels.token_loss import LossSpec, TokenInputs, sequence_ids, token_loss
+from flowkernels.token_loss import LossSpec, TokenInputs, token_loss
 
 Compact = Literal["no", "call", "chunks"]
 
@@ -124,7 +125,8 @@ class LossWalk:
 
     def _walk(self) -> Tensor:
         column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
-        is_fused = self.spec.loss_type != "gspo" and self.head.shard is None
+        is_of_rows = self.spec.loss_type != "gspo" and not self.spec.kl_ratio
+        is_fused = is_of_rows and self.head.shard is None
         one_block = self._fused_chunk if is_fused else self._scored_block
         for block in self._blocks():
             column_7T[:, block] = one_block(block)

@@ -1,10 +1,10 @@
 """Policy losses from logits.
 
 The maths is in `logprobs.py` (rows of logits) and `token_loss.py` (tokens). A `LossSpec` without a
-sequence term runs as one kernel that reads a row, takes its loss and writes its gradient: 4 B per
-element of bf16 when the second read comes from cache. GSPO and a loss of one's own see all tokens
-before any gradient is known, so there the logits are read again: 6 B. T: target tokens, V:
-vocabulary, S: sequences.
+sequence term or a `kl_ratio` runs as one kernel that reads a row, takes its loss and writes its
+gradient: 4 B per element of bf16 when the second read comes from cache. The others see all tokens
+before any gradient is known, as does a loss of one's own, so there the logits are read again: 6 B.
+T: target tokens, V: vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from flowkernels.logprobs import (
     scores,
     write_gradient,
 )
+from flowkernels.plain_tensors import flat_rows
 from flowkernels.statistics import Column, to_columns
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 from flowkernels.token_loss import (
@@ -40,6 +41,10 @@ from flowkernels.token_loss import (
     unflatten_inputs,
 )
 
+TAKEN_TWICE = (
+    "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
@@ -48,7 +53,8 @@ class PolicyLoss:
     loss: Tensor
     """0-d fp32: sum_T weight * token loss."""
     logprob_T: Tensor
-    """fp32; 0 in rows that do not count (weight 0 or a negative target), which are not read."""
+    """fp32, in the shape of the targets; 0 in rows that do not count (weight 0 or a negative
+    target), which are not read."""
     entropy_T: Tensor
     stats: dict[str, Tensor]
     """fp32, left on the device, over the tokens that count: the 0-d `num_tokens_sum`, `weight_sum`,
@@ -67,6 +73,11 @@ class PolicyLoss:
             entropy_T=column_7T[Column.ENTROPY],
             stats=statistics.by_name(stats.detach()),
         )
+
+    def view(self, shape: Sequence[int]) -> PolicyLoss:
+        """The same, with the log-probs and entropies seen in the shape of the targets."""
+        logprob_T, entropy_T = self.logprob_T.view(shape), self.entropy_T.view(shape)
+        return replace(self, logprob_T=logprob_T, entropy_T=entropy_T)
 
 
 @with_launcher("flowkernels.policy_loss_triton")
@@ -167,6 +178,9 @@ def register_gradients(operator: Any) -> None:
         ctx.save_for_backward(*output[1:-2])
 
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if hasattr(ctx, "is_taken"):
+            raise RuntimeError(TAKEN_TWICE)
+        ctx.is_taken = True
         given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         found = [_scaled(gradient, dloss) if need else None for gradient, need in given]
         return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
@@ -222,10 +236,7 @@ class HandOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "the gradient of a policy loss was taken twice; it is handed over at the first "
-                "backward pass"
-            )
+            raise RuntimeError(TAKEN_TWICE)
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
             if gradient is not None:
@@ -246,6 +257,7 @@ def policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     inplace: bool = False,
     impl: str = "auto",
@@ -254,21 +266,27 @@ def policy_loss(
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype;
-            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64.
-        target_ids_T: [T] int64 in [0, V); a negative id marks a row to leave out.
+            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64. In a batch
+            [B, L, V], or of more dimensions, all that is [T] here is [B, L], and so are the
+            results; see `logprobs`.
+        target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row to leave out.
         spec: the token loss, or a function of all tokens (see `TokenLossFn`).
-        advantage_T: [T] fp32.
-        weight_T: [T] fp32; it holds the whole averaging rule. Rows of weight 0 are not read, get a
-            zero gradient and count in no statistic.
-        old_logprob_T: [T] fp32, of the policy that the ratio is taken against; needed by every
-            loss type but "nll".
-        ref_logprob_T: [T] fp32, of the reference policy; needed when spec.kl_coef > 0.
-        sampler_logprob_T: [T] fp32, as the sampler reported them; needed by spec.tis and spec.mis.
-        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo".
-        temperature: the one that sampled the tokens; > 0, a number or fp32 [T].
-        softcap: logits become softcap * tanh(logits / softcap) first.
-        sampling_mask: the ids that top-k / top-p left the sampler; log-probs are taken over them
-            and their gradient stays on them.
+        advantage_T: [T] of any float dtype, which becomes fp32; or [S], one of each sequence of
+            `cu_seqlens_S1` ([T] where S = T).
+        weight_T: [T] of any float dtype, bool or int, which becomes fp32; it holds the whole
+            averaging rule. Rows of weight 0 are not read, get a zero gradient and count in no
+            statistic.
+        old_logprob_T: [T] fp32 or fp64, of the policy that the ratio is taken against; None where
+            that is the current one: the ratio is 1, with the gradient of the log-prob.
+        ref_logprob_T: [T] fp32 or fp64, of the reference policy; needed when spec.kl_coef > 0.
+        sampler_logprob_T: [T] fp32 or fp64, as the sampler reported them; spec.tis and spec.mis
+            need them, and `old_logprob_T` too.
+        cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo" and by
+            correction_level="sequence". Those of a batch whose rows are sequences are
+            torch.arange(0, B * L + 1, L).
+        temperature: the one that sampled the tokens; > 0, a number or [T] of any float dtype.
+        softcap, logit_scale, sampling_mask: as for `logprobs`; the gradient stays on the ids of the
+            mask.
         inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
             torch.compile, which plans memory itself.
         impl: "triton", "torch", or "auto" by the device.
@@ -284,11 +302,12 @@ def policy_loss(
     8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero
     loss.
     """
-    check_logits(logits_TV)
+    inplace = inplace and not torch.compiler.is_compiling()
+    flat_TV = flat_rows("logits_TV", logits_TV, may_copy=not inplace)
+    check_logits(flat_TV)
     targets = check_targets(
-        logits_TV, logits_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
     )
-    impl = resolve_impl(impl, logits_TV.device, logits_TV.dtype)
     inputs = TokenInputs(
         advantage_T=advantage_T,
         weight_T=weight_T,
@@ -297,12 +316,24 @@ def policy_loss(
         sampler_logprob_T=sampler_logprob_T,
         cu_seqlens_S1=cu_seqlens_S1,
     )
-    inputs = check_token_inputs(spec, inputs, targets)
+    inputs = check_token_inputs(spec, inputs, targets, target_ids_T.shape)
+    impl = resolve_impl(impl, flat_TV.device, flat_TV.dtype)
+    return _run(flat_TV, targets, spec, inputs, inplace, impl).view(target_ids_T.shape)
+
+
+def _run(
+    logits_TV: Tensor,
+    targets: Targets,
+    spec: LossSpec | TokenLossFn,
+    inputs: TokenInputs,
+    inplace: bool,
+    impl: str,
+) -> PolicyLoss:
     needs_gradient = logits_TV.requires_grad and torch.is_grad_enabled()
-    writes = inplace and needs_gradient and not torch.compiler.is_compiling()
+    writes = inplace and needs_gradient
     if isinstance(spec, LossSpec):
         inputs = inputs.corrected(spec)
-    if not isinstance(spec, LossSpec) or spec.loss_type == "gspo":
+    if not isinstance(spec, LossSpec) or spec.loss_type == "gspo" or spec.kl_ratio:
         # The scores of all tokens, their loss in torch, then the gradient from the logits again.
         targets = replace(targets, ids_T=torch.where(inputs.weight_T != 0, targets.ids_T, -1))
         with torch.set_grad_enabled(needs_gradient and not writes):

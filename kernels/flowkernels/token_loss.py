@@ -21,10 +21,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowkernels.sequences import sequence_mean, sequence_sum
+
 LossType = Literal["clip", "gspo", "cispo", "nll"]
 KL = Literal["k1", "k2", "k3"]
+Level = Literal["token", "sequence"]
 LOSS_TYPES: tuple[LossType, ...] = ("clip", "gspo", "cispo", "nll")
 KLS: tuple[KL, ...] = ("k1", "k2", "k3")
+LEVELS: tuple[Level, ...] = ("token", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,12 @@ class LossSpec:
     """
 
     loss_type: LossType = "clip"
-    """Kind of loss, with r = exp(logp - old). "clip": PPO/GRPO, -min(r A, clip(r, 1 - clip_low, 1 +
-    clip_high) A); also DAPO and Dr.GRPO, which differ in advantage and weights. "gspo": the same
-    with r = exp(mean over the sequence of logp - old), whose gradient is shared by its tokens
-    (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`. "cispo": -min(r, 1 + clip_high) A logp with
-    the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A logp, supervised."""
+    """Kind of loss, with r = exp(logp - old), or 1 if there is no old log-prob. "clip": PPO/GRPO,
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in
+    advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old),
+    whose gradient is shared by its tokens (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`.
+    "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv
+    2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -52,17 +57,26 @@ class LossSpec:
     kl: KL = "k3"
     """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman,
     "Approximating KL divergence")."""
+    kl_ratio: bool = False
+    """Multiply the KL term by r, as it stands before any clip, through which the gradient flows too
+    (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence, whose share of the
+    gradient is that of the sequence's mean estimate."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, which is subtracted from the loss."""
     log_ratio_limit: float = 20.0
-    """Log-ratios (of old and of reference) are clamped to +-this before exp; no gradient flows
-    through a clamped one."""
+    """Log-ratios (of old, reference and sampler) are clamped to +-this before exp; no gradient
+    flows through a clamped one. So an old log-prob of -inf costs -A e^20 = -4.85e8 A, finite, where
+    no clip bounds it (A < 0 without a dual clip), and has no gradient; the weight of "cispo" stays
+    1 + clip_high, with its gradient."""
     tis: float | None = None
     """Truncated importance sampling: the policy term is multiplied by min(pi_old / pi_sampler,
     tis)."""
     mis: tuple[float, float] | None = None
     """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get
     weight 0."""
+    correction_level: Level = "token"
+    """Whose pi_old / pi_sampler `tis` and `mis` look at: that of the token, or that of its
+    "sequence", the product over the tokens that count; needs `cu_seqlens_S1` then."""
 
     encoded: str = field(init=False, repr=False, compare=False)
     """The whole spec as text: an operator's schema knows strings, and torch.compile then guards one
@@ -74,12 +88,10 @@ class LossSpec:
             "encoded",
             json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}),
         )
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"loss_type={self.loss_type!r} must be one of {', '.join(map(repr, LOSS_TYPES))}"
-            )
-        if self.kl not in KLS:
-            raise ValueError(f"kl={self.kl!r} must be one of {', '.join(map(repr, KLS))}")
+        choices = {"loss_type": LOSS_TYPES, "kl": KLS, "correction_level": LEVELS}
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
         if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
             raise ValueError(
                 f"clip_low={self.clip_low} must be in [0, 1] and clip_high={self.clip_high} must "
@@ -89,6 +101,8 @@ class LossSpec:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1 and finite")
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"kl_coef={self.kl_coef} must be >= 0 and finite")
+        if self.kl_ratio and self.kl_coef == 0:
+            raise ValueError(f"kl_ratio={self.kl_ratio} needs a kl_coef above 0")
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef={self.entropy_coef} must be finite")
         if not 0 < self.log_ratio_limit <= 80:
@@ -173,7 +187,12 @@ class TokenInputs:
     def corrected(self, spec: LossSpec) -> TokenInputs:
         """The inputs with TIS on the advantages and MIS on the weights, as the spec has them."""
         advantage_T, weight_T = correct_for_sampler(
-            spec, self.advantage_T, self.weight_T, self.old_logprob_T, self.sampler_logprob_T
+            spec,
+            self.advantage_T,
+            self.weight_T,
+            self.old_logprob_T,
+            self.sampler_logprob_T,
+            self.cu_seqlens_S1,
         )
         return replace(self, advantage_T=advantage_T, weight_T=weight_T)
 
@@ -236,8 +255,7 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     """The loss of each token and its derivatives.
 
     Raises:
-        ValueError: a ratio without `old_logprob_T`, kl_coef > 0 without `ref_logprob_T`, "gspo"
-            without `cu_seqlens_S1`.
+        ValueError: kl_coef > 0 without `ref_logprob_T`, "gspo" without `cu_seqlens_S1`.
     """
     check_inputs(spec, tokens)
     logprob_T, advantage_T = tokens.logprob_T, tokens.advantage_T
@@ -252,7 +270,7 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         )
     else:
         if spec.loss_type == "gspo":
-            log_ratio_T = sequence_mean(log_ratio_T, tokens)
+            log_ratio_T = _of_sequence(log_ratio_T, tokens)
         loss_T, dlogprob_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
 
     ref_T = tokens.ref_logprob_T
@@ -262,8 +280,11 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         else _kl(spec, logprob_T, old_T, "k3")
     )
     if spec.kl_coef > 0:
-        loss_T = loss_T + spec.kl_coef * kl_T
-        dlogprob_T = dlogprob_T + spec.kl_coef * dkl_T
+        term_T, slope_T = kl_T, dkl_T
+        if spec.kl_ratio:
+            term_T, slope_T = _times_ratio(spec, log_ratio_T, kl_T, dkl_T, tokens)
+        loss_T = loss_T + spec.kl_coef * term_T
+        dlogprob_T = dlogprob_T + spec.kl_coef * slope_T
     dentropy_T = None
     if spec.entropy_coef != 0:
         loss_T = loss_T - spec.entropy_coef * tokens.entropy_T
@@ -273,33 +294,10 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
 
 def check_inputs(spec: LossSpec, inputs: TokenInputs) -> None:
     """Raise a ValueError if an input that the loss needs is missing."""
-    if spec.loss_type != "nll" and inputs.old_logprob_T is None:
-        raise ValueError(f"loss_type={spec.loss_type!r} needs old_logprob_T")
     if spec.kl_coef > 0 and inputs.ref_logprob_T is None:
         raise ValueError(f"kl_coef={spec.kl_coef} needs ref_logprob_T")
     if spec.loss_type == "gspo" and inputs.cu_seqlens_S1 is None:
         raise ValueError("loss_type='gspo' needs cu_seqlens_S1, the bounds of the sequences")
-
-
-def sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:
-    """The mean of each token's sequence over its tokens with weight, at every token; 0 where a
-    sequence has none.
-    """
-    assert tokens.cu_seqlens_S1 is not None
-    sequence_T = sequence_ids(tokens.cu_seqlens_S1, len(value_T))
-    is_token_T = tokens.weight_T != 0
-    num_sequences = len(tokens.cu_seqlens_S1) - 1
-    sum_S = value_T.new_zeros(num_sequences).index_add_(
-        0, sequence_T, torch.where(is_token_T, value_T, 0.0)
-    )
-    num_S = value_T.new_zeros(num_sequences).index_add_(0, sequence_T, is_token_T.to(value_T.dtype))
-    return (sum_S / num_S.clamp(min=1))[sequence_T]
-
-
-def sequence_ids(cu_seqlens_S1: Tensor, num_tokens: int) -> Tensor:
-    """int64 [T]: the sequence of each token."""
-    positions_T = torch.arange(num_tokens, device=cu_seqlens_S1.device, dtype=cu_seqlens_S1.dtype)
-    return torch.searchsorted(cu_seqlens_S1, positions_T, right=True) - 1
 
 
 def correct_for_sampler(
@@ -308,12 +306,14 @@ def correct_for_sampler(
     weight_T: Tensor,
     old_logprob_T: Tensor | None,
     sampler_logprob_T: Tensor | None,
+    cu_seqlens_S1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """TIS on the advantages and MIS on the weights; unchanged where the spec has neither.
 
     `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so
     that dropped tokens leave the denominator too; doing so twice changes nothing for MIS, and TIS
-    is to be left to one of the two.
+    is to be left to one of the two. With correction_level="sequence" the ratio is that of all
+    tokens with weight of a sequence of `cu_seqlens_S1`.
 
     Source: TIS, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et
     al., 2025); MIS likewise.
@@ -323,8 +323,13 @@ def correct_for_sampler(
     if old_logprob_T is None or sampler_logprob_T is None:
         name = "old_logprob_T" if old_logprob_T is None else "sampler_logprob_T"
         raise ValueError(f"tis={spec.tis} and mis={spec.mis} need {name}")
+    log_ratio_T = old_logprob_T - sampler_logprob_T
+    if spec.correction_level == "sequence":
+        if cu_seqlens_S1 is None:
+            raise ValueError("correction_level='sequence' needs cu_seqlens_S1")
+        log_ratio_T = sequence_sum(log_ratio_T, weight_T != 0, cu_seqlens_S1)
     limit = spec.log_ratio_limit
-    ratio_T = (old_logprob_T - sampler_logprob_T).clamp(-limit, limit).exp()
+    ratio_T = log_ratio_T.clamp(-limit, limit).exp()
     if spec.tis is not None:
         advantage_T = advantage_T * ratio_T.clamp(max=spec.tis)
     if spec.mis is not None:
@@ -362,6 +367,22 @@ def _bounded_weight(
     ratio_T = log_ratio_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit).exp()
     slope_T = -ratio_T.clamp(max=1 + spec.clip_high) * advantage_T
     return slope_T * logprob_T, slope_T, ratio_T > 1 + spec.clip_high
+
+
+def _of_sequence(value_T: Tensor, tokens: Tokens) -> Tensor:
+    assert tokens.cu_seqlens_S1 is not None
+    return sequence_mean(value_T, tokens.weight_T != 0, tokens.cu_seqlens_S1)
+
+
+def _times_ratio(
+    spec: LossSpec, log_ratio_T: Tensor, kl_T: Tensor, dkl_T: Tensor, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """r KL and its derivative r (KL + dKL) by logp, the first part of which comes through r."""
+    limit = spec.log_ratio_limit
+    ratio_T = log_ratio_T.clamp(-limit, limit).exp()
+    through_T = _of_sequence(kl_T, tokens) if spec.loss_type == "gspo" else kl_T
+    through_T = torch.where(log_ratio_T.abs() > limit, 0.0, through_T)
+    return ratio_T * kl_T, ratio_T * (through_T + dkl_T)
 
 
 def _kl(spec: LossSpec, logprob_T: Tensor, other_T: Tensor, estimator: KL) -> tuple[Tensor, Tensor]:

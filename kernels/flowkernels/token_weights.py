@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowkernels.arguments import check_sequences, check_tokens
-from flowkernels.token_loss import sequence_ids
+from flowkernels.sequences import sequence_ids
 
 Averaging = Literal["token", "sequence", "constant"]
 
@@ -52,7 +52,7 @@ def token_weights(
         )
     if mask_T is None:
         mask_T = torch.ones(num_tokens, dtype=torch.bool, device=device)
-    check_tokens("mask_T", mask_T, num_tokens, torch.bool, device)
+    check_tokens("mask_T", mask_T, (num_tokens,), (torch.bool,), device)
     weight_T, num_sequences = mask_T.float(), max(len(cu_seqlens_S1) - 1, 1)
     if averaging == "token":
         return weight_T / weight_T.sum().clamp(min=1)

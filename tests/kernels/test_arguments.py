@@ -104,11 +104,11 @@ LOGITS = {
         "on meta",
         "got cpu",
     ),
-    "targets-int32": (
-        {"target_ids_T": torch.zeros(NUM, dtype=torch.int32)},
+    "targets-int16": (
+        {"target_ids_T": torch.zeros(NUM, dtype=torch.int16)},
         "target_ids_T",
-        "int64 [4]",
-        "int32",
+        "int64 [4] (or int32)",
+        "int16",
     ),
     "targets-short": (
         {"target_ids_T": torch.zeros(3, dtype=torch.int64)},
@@ -138,12 +138,15 @@ LOGITS = {
     "temperature-negative": ({"temperature": -1.5}, "temperature", "above 0", "=-1.5"),
     "temperature-nan": ({"temperature": math.nan}, "temperature", "above 0", "=nan"),
     "temperature-inf": ({"temperature": math.inf}, "temperature", "finite", "=inf"),
-    "temperatures-float64": (
-        {"temperature": torch.ones(NUM, dtype=torch.float64)},
+    "temperatures-int64": (
+        {"temperature": torch.ones(NUM, dtype=torch.int64)},
         "temperature",
         "float32 [4]",
-        "float64",
+        "int64",
     ),
+    "temperatures-2d": ({"temperature": torch.ones(NUM, 1)}, "temperature", "[4]", "(4, 1)"),
+    "scale-0": ({"logit_scale": 0.0}, "logit_scale", "above 0", "=0.0"),
+    "scale-inf": ({"logit_scale": math.inf}, "logit_scale", "finite", "=inf"),
     "temperatures-0d": ({"temperature": torch.tensor(1.0)}, "temperature", "float32 [4]", "()"),
     "temperatures-short": ({"temperature": torch.ones(3)}, "temperature", "float32 [4]", "(3,)"),
     "temperatures-0": (
@@ -258,10 +261,23 @@ TOKENS = {
     f"{name}-{what}": ({name: value}, name, wanted, given)
     for name in ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
     for what, value, wanted, given in (
-        ("float64", torch.zeros(NUM, dtype=torch.float64), "float32 [4]", "float64"),
+        ("complex", torch.zeros(NUM, dtype=torch.complex64), "float32 [4]", "complex64"),
         ("long", torch.zeros(5), "float32 [4]", "(5,)"),
         ("0d", torch.tensor(1.0), "float32 [4]", "()"),
         ("elsewhere", torch.zeros(NUM, device=META), "on cpu", "got meta"),
+    )
+} | {
+    f"{name}-{dtype}": (
+        {name: torch.zeros(NUM, dtype=dtype)},
+        name,
+        "float32 [4] (or ",
+        str(dtype).removeprefix("torch."),
+    )
+    for name, dtype in (
+        ("advantage_T", torch.int64),
+        ("old_logprob_T", torch.bfloat16),
+        ("ref_logprob_T", torch.float16),
+        ("sampler_logprob_T", torch.bool),
     )
 }
 
@@ -317,18 +333,6 @@ def bad_bounds(num: int) -> dict[str, tuple[dict[str, Tensor], str, str, str]]:
 
 
 MISSING = {
-    "no-old": (
-        {"old_logprob_T": None, "spec": LossSpec()},
-        "old_logprob_T",
-        "needs",
-        "loss_type='clip'",
-    ),
-    "no-old-cispo": (
-        {"old_logprob_T": None, "spec": LossSpec("cispo")},
-        "old_logprob_T",
-        "needs",
-        "loss_type='cispo'",
-    ),
     "no-ref": ({"ref_logprob_T": None}, "ref_logprob_T", "needs", "kl_coef=0.1"),
     "no-sampler": (
         {"sampler_logprob_T": None, "spec": LossSpec(tis=2.0)},
@@ -349,6 +353,12 @@ MISSING = {
         "tis=2.0",
     ),
     "no-bounds": ({"cu_seqlens_S1": None}, "cu_seqlens_S1", "needs", "loss_type='gspo'"),
+    "no-bounds-level": (
+        {"cu_seqlens_S1": None, "spec": LossSpec(tis=2.0, correction_level="sequence")},
+        "cu_seqlens_S1",
+        "needs",
+        "correction_level='sequence'",
+    ),
 }
 LOSS = {**LOGITS, **TOKENS, **bad_bounds(NUM), **MISSING}
 

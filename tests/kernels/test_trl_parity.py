@@ -310,12 +310,46 @@ def test_gspo_with_a_ratio_by_token_has_the_loss_of_trl_and_another_gradient(imp
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_kl_weighted_by_the_ratio_is_a_loss_of_ones_own(impl: str) -> None:
-    """TRL's default, use_bias_correction_kl=True, multiplies the KL estimate by a ratio through
-    which the gradient flows.
-    """
-    setting, batch = replace(LOSSES["grpo"], beta=0.3, bias_correction_kl=True), random_batch()
+@pytest.mark.parametrize("name", LOSSES)
+def test_kl_weighted_by_the_ratio_is_that_of_trl(name: str, impl: str) -> None:
+    """TRL's default, use_bias_correction_kl=True: the gradient flows through the ratio too."""
+    change = {**CHANGES["all"], "bias_correction_kl": True}
+    setting, batch = replace(LOSSES[name], **change), random_batch()
+    theirs, spec = trl_loss(setting, batch), setting.spec()
+    check_same(our_loss(**arguments(setting, batch), spec=spec, impl=impl), theirs)
+    without = our_loss(**arguments(setting, batch), spec=replace(spec, kl_ratio=False), impl=impl)
+    assert not torch.allclose(without[1], theirs[1], rtol=1e-2)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("change", ["plain", "asymmetric", "kl"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_old_log_probs_the_loss_is_that_of_trl(name: str, change: str, impl: str) -> None:
+    """TRL keeps none where the policy that sampled is the current one."""
+    setting, batch = replace(LOSSES[name], **CHANGES[change]), random_batch()
+    kwargs = {**arguments(setting, batch), "old_logprob_T": None}
     check_same(
-        our_loss(**arguments(setting, batch), spec=parity.spec_of(setting), impl=impl),
-        trl_loss(setting, batch),
+        our_loss(**kwargs, spec=setting.spec(), impl=impl),
+        trl_loss(setting, replace(batch, old_SL=None), sampler_ratio=torch.ones(())),
     )
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_ratio_of_the_sampler_by_sequence_is_that_of_trl(name: str, mode: str, impl: str) -> None:
+    """Tokens that a tool wrote count in no ratio. "sequence_mask" is `mis` together with `tis`."""
+    setting, batch = replace(LOSSES[name], tis=True), random_batch()
+    ratio = sequence_ratio(batch)
+    is_out = (ratio < 0.6) | (ratio > TIS)
+    assert (is_out & (ratio != 1)).any() and (~is_out & (ratio != 1)).any()
+    spec = replace(setting.spec(), correction_level="sequence")
+    if mode == "sequence_mask":
+        ratio, spec = ratio.masked_fill(is_out, 0.0), replace(spec, mis=(0.6, TIS))
+    else:
+        ratio = ratio.clamp(max=TIS)
+    kwargs = {
+        **arguments(setting, batch),
+        "sampler_logprob_T": batch.packed(batch.sampler_SL),
+    }
+    check_same(our_loss(**kwargs, spec=spec, impl=impl), trl_loss(setting, batch, ratio))

@@ -1,0 +1,81 @@
+"""Tensors as other code has them - in batches, under autocast, sharded by FSDP2 - made into the
+plain ones [T, ...] that the functions work on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Head = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states, weight and bias."""
+
+
+def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
+    """[..., X] as [T, X]: a view, or a copy where the rows do not lie at one distance from each
+    other and one may be made.
+    """
+    check_plain(name, rows)
+    if rows.dim() <= 2:
+        return rows
+    shape = (math.prod(rows.shape[:-1]), rows.shape[-1])
+    if may_copy:
+        return rows.reshape(shape)
+    try:
+        return rows.view(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have its rows at one distance from each other for inplace=True, got "
+            f"{tuple(rows.shape)} with strides {rows.stride()}; to leave out the last position, "
+            "pass all of them with a negative target there"
+        ) from None
+
+
+def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_shard: bool) -> Head:
+    """Flat hidden states with a whole weight and bias, in one dtype if autocast is to choose it."""
+    weight = _gathered("weight_VD", weight, is_shard)
+    bias = None if bias is None else _gathered("bias_V", bias, is_shard)
+    head = flat_rows("hidden_TD", hidden), weight, bias
+    dtypes = {x.dtype for x in head if x is not None}
+    device = hidden.device.type
+    is_unlike = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    if not is_unlike or not torch.is_autocast_enabled(device):
+        return head
+    dtype = torch.get_autocast_dtype(device)
+    return head[0].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    if _as_dtensor(tensor) is not None:
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor; pass its to_local() or full_tensor()"
+        )
+
+
+def _gathered(name: str, tensor: Tensor, is_shard: bool) -> Tensor:
+    """All of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have tokens
+    of their own; the mean of one and the same gradient is right too.
+    """
+    sharded = _as_dtensor(tensor)
+    if sharded is None:
+        return tensor
+    if is_shard:
+        raise ValueError(
+            f"{name} must be this rank's part with a shard, got a DTensor; pass its to_local()"
+        )
+    from torch.distributed.tensor import Partial
+
+    whole: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+    return whole
+
+
+def _as_dtensor(tensor: Tensor) -> Any:
+    """The tensor if it is a DTensor, whose module is slow to import and seldom needed."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
