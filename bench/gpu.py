@@ -106,6 +106,7 @@ STAGES = (
     Stage("memory", "-m bench.memory --json {json}", 120, "-m bench.memory --json {json}", _FLOW),
     Stage("step_15b", f"{_STEP} --shape 1.5b --scale 1 --batch-size 1", 200, None, _FLOW),
     Stage("l2", "-m bench.gpu_stages l2 {json}", 60, None, program="ncu"),
+    Stage("launches", "-m bench.launches --json {json}", 90, None),
     Stage("quickstart", "-m bench.gpu_stages quickstart {json}", 420, "", _FLOW),
     Stage("vllm_pause", "-m bench.weights --json {json}", 240, None, ("vllm", *_FLOW)),
 )

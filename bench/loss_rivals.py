@@ -115,7 +115,7 @@ def logprobs_runs(batch: Batch, peers: list[str]) -> Runs:
 def loss_runs(batch: Batch, peers: list[str]) -> Runs:
     compiled = torch.compile(naive_loss, dynamic=True)
     runs: Runs = {
-        "flowkernels": lambda: _flowkernels_gradient(batch),
+        "flowkernels": lambda: flowkernels_gradient(batch),
         "torch": lambda: _logits_gradient(naive_loss, batch),
         "compile": lambda: _logits_gradient(compiled, batch),
         "trl": lambda: _logits_gradient(_trl_loss, batch),
@@ -222,7 +222,7 @@ def _chosen(runs: Runs, peers: list[str]) -> Runs:
     return {name: run for name, run in runs.items() if name.split()[0] in ("flowkernels", *peers)}
 
 
-def _flowkernels_gradient(batch: Batch) -> Tensor:
+def flowkernels_gradient(batch: Batch) -> Tensor:
     logits_TV = batch.logits_TV.detach().requires_grad_()
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
     tokens: dict[str, Any] = {

@@ -105,7 +105,7 @@ def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]
     state_4T = torch.empty(State.NUM, len(targets), device=logits_TV.device)
     if len(targets):
         score_kernel[(len(targets),)](
-            **row_arguments(one_pass(targets), logits_TV, targets),
+            **row_arguments(one_pass(targets.softcap), logits_TV, targets),
             score_ptr=score_3T,
             state_ptr=state_4T,
         )
@@ -126,7 +126,7 @@ def write_gradient(
     assert all(x.is_contiguous() for x in (score_3T, state_4T, dlogprob_T))
     if len(targets):
         gradient_kernel[(len(targets),)](
-            **row_arguments(one_pass(targets), logits_TV, targets, out_TV),
+            **row_arguments(one_pass(targets.softcap), logits_TV, targets, out_TV),
             out_ptr=out_TV,
             out_stride=out_TV.stride(0),
             score_ptr=score_3T,

@@ -263,7 +263,9 @@ def run_loss(
     """
     column_7T = torch.empty(Column.NUM, len(targets), device=logits_TV.device)
     if len(targets):
-        launch = one_pass(targets) if out_TV is None else two_passes(logits_TV, targets)
+        launch = (
+            one_pass(targets.softcap) if out_TV is None else two_passes(logits_TV, targets.softcap)
+        )
         loss_kernel[(len(targets),)](
             **row_arguments(launch, logits_TV, targets, out_TV),
             out_ptr=out_TV,

@@ -78,17 +78,17 @@ CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
 """A softcap takes registers for itself, keeps logits small, and makes arithmetic the bound."""
 
 
-def one_pass(targets: Targets) -> Launch:
+def one_pass(softcap: float | None) -> Launch:
     """The launch of a kernel that reads a row once."""
-    return ONE_PASS if targets.softcap is None else CAPPED_ONE_PASS
+    return ONE_PASS if softcap is None else CAPPED_ONE_PASS
 
 
-def two_passes(logits_TV: Tensor, targets: Targets) -> Launch:
+def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
     """The launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k) are to
     fit L2 until they are read again; smaller ones can be more, so that some read while others write
-    (measured by `python -m bench.gpu`).
+    (measured by `python -m bench.launches`).
     """
-    if targets.softcap is not None:
+    if softcap is not None:
         return CAPPED_TWO_PASSES
     row_bytes = logits_TV.shape[1] * logits_TV.element_size()
     return Launch(num_warps=32 if row_bytes > 192e3 else 16 if row_bytes > 112e3 else 8)
