@@ -189,7 +189,14 @@ def _row_variants() -> Iterator[Variant]:
     kinds: list[_Kind] = [
         ("score", "", score, one, few, roofline.SCORE),
         ("score", "all", score, one_capped, {}, capped_score),
-        ("gradient", "", gradient, one, {**few, "dentropy_ptr": None}, roofline.GRADIENT),
+        (
+            "gradient",
+            "",
+            gradient,
+            one,
+            {**few, "dentropy_ptr": None, "dlse_ptr": None},
+            roofline.GRADIENT,
+        ),
         ("gradient", "all", gradient, one_capped, {}, capped_gradient),
         ("loss", "", loss, two, {**few, **clip_only}, roofline.LOSS),
         ("loss", "all", loss, two_capped, clip, replace(roofline.LOSS, share=roofline.CAPPED)),

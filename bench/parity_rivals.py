@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from flowkernels import LossSpec
-from flowkernels.token_loss import LossType
+from flowkernels.loss_spec import LossType
 from flowkernels.token_weights import Averaging
 from torch import Tensor
 

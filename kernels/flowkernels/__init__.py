@@ -20,12 +20,12 @@ from flowkernels.future_ratio import FutureRatio, future_aware
 from flowkernels.linear_logprobs import linear_logprobs
 from flowkernels.linear_policy_loss import linear_policy_loss
 from flowkernels.logprobs import LogProbs, logprobs
+from flowkernels.loss_spec import LossSpec
 from flowkernels.m2po import divergent_log_ratios, m2po_clip, second_moment_bound
 from flowkernels.policy_loss import PolicyLoss, policy_loss
 from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
 from flowkernels.targets import SamplingMask
 from flowkernels.token_loss import (
-    LossSpec,
     TokenInputs,
     TokenLoss,
     TokenLossFn,

@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowkernels.loss_spec import LossSpec
 from flowkernels.plain_tensors import check_plain
 from flowkernels.sequences import sequence_ids
 from flowkernels.targets import SamplingMask, Targets
-from flowkernels.token_loss import LossSpec, TokenInputs, TokenLossFn, check_inputs
+from flowkernels.token_loss import TokenInputs, TokenLossFn, check_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flowkernels.branching import discounted_reverse_scan
+from flowkernels.loss_spec import LossSpec
 from flowkernels.sequences import sequence_ids
 from flowkernels.token_loss import (
-    LossSpec,
     TokenLoss,
     TokenLossFn,
     Tokens,

@@ -25,7 +25,7 @@ from flowkernels.lm_head import (
 )
 from flowkernels.logprobs import LogProbs, Score, to_logprobs
 from flowkernels.plain_tensors import plain_head
-from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
+from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
 from flowkernels.vocab_parallel import VocabParallel
 
 
@@ -74,8 +74,8 @@ def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
     weight, bias, *flat, dscore, needs, fp32_logits, chunk_rows, batch_invariant, impl = arguments
     head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
     gradients = Gradients.empty(hidden, head, needs)
-    slopes = (dscore[Score.LOGPROB], dscore[Score.ENTROPY])
-    walk_gradient(head, hidden, unflatten(*flat), *slopes, gradients=gradients, impl=impl)
+    slopes = Slopes(*dscore.unbind())
+    walk_gradient(head, hidden, unflatten(*flat), slopes, gradients=gradients, impl=impl)
     return gradients.as_outputs(hidden)
 
 

@@ -21,6 +21,7 @@ from flowkernels.arguments import check_targets, check_token_inputs
 from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
 from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
+from flowkernels.loss_spec import LossSpec
 from flowkernels.loss_walk import LossWalk, resolve_compact, without_zero_advantage
 from flowkernels.plain_tensors import plain_head
 from flowkernels.policy_loss import (
@@ -35,7 +36,6 @@ from flowkernels.policy_loss import (
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
 from flowkernels.token_loss import (
     INPUTS,
-    LossSpec,
     TokenInputs,
     TokenLossFn,
     unflatten_inputs,

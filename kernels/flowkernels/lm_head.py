@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowkernels.arguments import check_head
-from flowkernels.logprobs import Score, Slopes, compute_scores, write_gradient
-from flowkernels.targets import Targets
+from flowkernels.logprobs import Score, compute_scores, write_gradient
+from flowkernels.targets import Slopes, Targets
 from flowkernels.vocab_parallel import VocabParallel, merge_scores
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -313,26 +313,25 @@ def walk_gradient(
     head: LMHead,
     hidden_TD: Tensor,
     targets: Targets,
-    dlogprob_T: Tensor,
-    dentropy_T: Tensor,
+    slopes: Slopes,
     *,
     gradients: Gradients,
     impl: str,
 ) -> None:
-    """Add the gradient for any upstream gradient of logp and entropy, from logits computed once
-    more; rows without one are left out.
+    """Add the gradient for any upstream gradient of the scores, from logits computed once more;
+    rows without one are left out.
     """
-    has_slope_T = (dlogprob_T != 0) | (dentropy_T != 0)
+    has_slope_T = slopes.logprob_T != 0
+    for slope_T in (slopes.entropy_T, slopes.lse_T):
+        has_slope_T = has_slope_T if slope_T is None else has_slope_T | (slope_T != 0)
     row_T = (has_slope_T & (targets.ids_T >= 0)).nonzero()[:, 0]
     if len(row_T) < len(targets):
         gradients.clear_hidden()
-    hidden_TD, targets = hidden_TD[row_T], targets.at(row_T)
-    dlogprob_T, dentropy_T = dlogprob_T[row_T], dentropy_T[row_T]
+    hidden_TD, targets, slopes = hidden_TD[row_T], targets.at(row_T), slopes[row_T]
     for chunk in head.chunks(len(row_T)):
         hidden_CD = hidden_TD[chunk]
         scored = ScoredChunk.of(head, hidden_CD, targets[chunk], impl)
-        slopes = (dlogprob_T[chunk], dentropy_T[chunk])
-        out_CV = scored.gradient(slopes, hidden_CD.dtype, impl)
+        out_CV = scored.gradient(slopes[chunk], hidden_CD.dtype, impl)
         gradients.add(head, hidden_CD, out_CV, row_T[chunk], None)
         del scored, out_CV  # before the next chunk's logits are made
     gradients.finish()

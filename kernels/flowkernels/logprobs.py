@@ -4,7 +4,9 @@ Maths, for a row x [V] with target y: z = softcap(x) / temperature, lse = log su
 exp(z - lse), H = -sum_j p_j log p_j, logp = z_y - lse, or z_y - lse over the ids of the sampling
 mask where the sampler renormalised over them. For upstream gradients of logp and H,
 
-    dz_j = a p^S_j - a [j = y] + c p_j (log p_j + H),   a = -dL/dlogp,  c = -dL/dH,
+    dz_j = a p^S_j - a [j = y] + c p_j (log p_j + H) + d p_j,
+
+    a = -dL/dlogp,  c = -dL/dH,  d = dL/dlse,
 
 with p^S = p, or the distribution over the mask's ids (0 outside them). Bytes, in bf16: 2 per
 element for the statistics; 4 with the gradient, if the second read of a row comes from cache, else
@@ -24,16 +26,12 @@ from torch import Tensor
 from flowkernels.arguments import check_logits, check_targets
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.plain_tensors import flat_rows
-from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
+from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
 
 CHUNK_ELEMENTS = 2**19
 """Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
 the cache."""
 _FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
-
-
-Slopes = tuple[Tensor, Tensor | None]
-"""Upstream gradients of logp and of the entropy; the latter None where it is 0 everywhere."""
 
 
 class Score:
@@ -68,7 +66,7 @@ class LogProbs:
     entropy_T: Tensor
     """Exact, over the full vocabulary, in nats."""
     lse_T: Tensor
-    """Log-sum-exp of the row at the temperature. Never carries a gradient."""
+    """Log-sum-exp of the row at the temperature."""
 
     def view(self, shape: Sequence[int]) -> LogProbs:
         """The same, seen in the shape of the targets."""
@@ -147,10 +145,15 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
 
 
 def backward_torch(
-    forward: Forward, logits_CV: Tensor, a_C: Tensor, c_C: Tensor | None, out_CV: Tensor
+    forward: Forward,
+    logits_CV: Tensor,
+    a_C: Tensor,
+    c_C: Tensor | None,
+    out_CV: Tensor,
+    d_C: Tensor | None = None,
 ) -> None:
     """Write the gradient by the logits into `out_CV`, which may be the logits; the buffers of
-    `forward` are used up. `a` and `c` as above.
+    `forward` are used up. `a`, `c` and `d` as above.
     """
     softcap, mask = forward.targets.softcap, forward.targets.mask
     p_C = forward.log_total_C.neg().exp_()
@@ -158,14 +161,16 @@ def backward_torch(
     # The target and the mask's ids differ from the rest of the row: their gradients are worked out
     # apart, in fp32, and put in place at the end; the target's last, which a mask may name too.
     a_row_C = a_C if mask is None else torch.where(mask.is_truncated(), 0.0, a_C)
+    a_row_C = a_row_C if d_C is None else a_row_C + d_C
     spots = []
     if mask is not None and forward.t_mask_K is not None:
         row_K = mask.row_of_ids()
-        gradient_K = _gradient_at(forward, row_K, forward.t_mask_K, a_C, c_C)
+        gradient_K = _gradient_at(forward, row_K, forward.t_mask_K, a_C, c_C, d_C)
         spots.append((row_K, mask.token_ids_K, gradient_K))
     ids_C = forward.targets.ids_T
     row_K = ((ids_C >= 0) & (ids_C < logits_CV.shape[1])).nonzero()[:, 0]
-    gradient_K = _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C) - a_C[row_K]
+    gradient_K = _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C, d_C)
+    gradient_K -= a_C[row_K]
     spots.append((row_K, ids_C[row_K], gradient_K))
     factor_CV = (a_row_C * p_C)[:, None]
     if c_C is not None:
@@ -180,7 +185,9 @@ def backward_torch(
     for row_K, ids_K, gradient_K in spots:
         slope_K = 1.0 if slope_CV is None else slope_CV[row_K, ids_K]
         out_CV.index_put_((row_K, ids_K), (gradient_K * slope_K).to(out_CV.dtype))
-    is_zero_C = a_C == 0 if c_C is None else (a_C == 0) & (c_C == 0)
+    is_zero_C = a_C == 0
+    for slope_C in (c_C, d_C):
+        is_zero_C = is_zero_C if slope_C is None else is_zero_C & (slope_C == 0)
     out_CV.index_fill_(0, is_zero_C.nonzero()[:, 0], 0.0)  # a row without a gradient may hold NaN
 
 
@@ -200,14 +207,19 @@ def _row_sums(x_CV: Tensor) -> Tensor:
 
 
 def _gradient_at(
-    forward: Forward, row_K: Tensor, t_K: Tensor, a_C: Tensor, c_C: Tensor | None
+    forward: Forward,
+    row_K: Tensor,
+    t_K: Tensor,
+    a_C: Tensor,
+    c_C: Tensor | None,
+    d_C: Tensor | None,
 ) -> Tensor:
-    """a p^S + c p (log p + H) at single elements; without the target's own term."""
+    """a p^S + c p (log p + H) + d p at single elements; without the target's own term."""
     g_K = a_C[row_K] * (t_K - forward.masked_log_total_C[row_K]).exp()
-    if c_C is None:
-        return g_K
     log_p_K = t_K.clamp(min=_FAR) - forward.log_total_C[row_K]
-    return g_K + c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
+    if c_C is not None:
+        g_K += c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
+    return g_K if d_C is None else g_K + d_C[row_K] * log_p_K.exp()
 
 
 def _masked_log_total(
@@ -251,9 +263,10 @@ def write_gradient(
     score_3T, state_4T = scored
     for chunk in row_chunks(logits_TV):
         logits_CV, part = logits_TV[chunk], targets[chunk]
-        a_C, c_C = (
-            None if x is None else torch.where(part.ids_T >= 0, -x[chunk] / part.temperature_T, 0.0)
-            for x in slopes
+        is_row_C, of_chunk = part.ids_T >= 0, slopes[chunk]
+        a_C, c_C, d_C = (
+            None if x is None else torch.where(is_row_C, sign * x / part.temperature_T, 0.0)
+            for sign, x in ((-1, of_chunk.logprob_T), (-1, of_chunk.entropy_T), (1, of_chunk.lse_T))
         )
         assert a_C is not None
         forward = forward_torch(logits_CV, part)
@@ -265,7 +278,7 @@ def write_gradient(
             masked_log_total_C=log_total_C if part.mask is None else forward.masked_log_total_C,
             entropy_C=score_3T[Score.ENTROPY, chunk],
         )
-        backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk])
+        backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk], d_C)
 
 
 @torch.library.custom_op(
@@ -313,7 +326,7 @@ _scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
 def _gradient_op(logits: Tensor, *arguments: Any) -> Tensor:
     *flat, score, state, dscore, impl = arguments
     out_TV = empty_rows(logits)
-    slopes = (dscore[Score.LOGPROB], dscore[Score.ENTROPY])
+    slopes = Slopes(*dscore.unbind())
     write_gradient(impl, logits, unflatten(*flat), (score, state), slopes=slopes, out_TV=out_TV)
     return out_TV
 
@@ -324,8 +337,8 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """`compute_scores` as an operator: differentiable by the logits in the log-prob and the
-    entropy, by a second read of the logits.
+    """`compute_scores` as an operator: its scores are differentiable by the logits, by a second
+    read of them.
     """
     result: tuple[Tensor, Tensor] = _scores_op(logits_TV, *targets.flat(), impl)
     return result
@@ -358,8 +371,8 @@ def logprobs(
             Granite's `logits_scaling`.
         sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those
             of the full vocabulary. A batch's rows count in their order.
-        differentiable: let gradients of `logprob_T` and `entropy_T` reach the logits (a second
-            read, in the backward pass).
+        differentiable: let gradients of the results reach the logits (a second read, in the
+            backward pass).
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -379,5 +392,4 @@ def logprobs(
 
 
 def to_logprobs(score_3T: Tensor) -> LogProbs:
-    logprob_T, entropy_T, lse_T = score_3T.unbind()
-    return LogProbs(logprob_T, entropy_T, lse_T.detach())
+    return LogProbs(*score_3T.unbind())

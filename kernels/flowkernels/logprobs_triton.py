@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowkernels.logprobs import Score, Slopes, State
+from flowkernels.logprobs import Score, State
 from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
@@ -18,7 +18,7 @@ from flowkernels.rows_triton import (
     score_row,
     store_all,
 )
-from flowkernels.targets import Targets
+from flowkernels.targets import Slopes, Targets
 
 ENTROPY = tl.constexpr(Score.ENTROPY)
 NUM_SCORES = tl.constexpr(Score.NUM)
@@ -65,12 +65,12 @@ def score_kernel(
 @triton.jit
 def gradient_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
-    mask_copy_ptr, score_ptr, state_ptr, dlogprob_ptr, dentropy_ptr, num_rows, num_vocab,
+    mask_copy_ptr, score_ptr, state_ptr, dlogprob_ptr, dentropy_ptr, dlse_ptr, num_rows, num_vocab,
     row_stride, out_stride, temperature_stride, softcap, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient with respect to the logits for any upstream gradient of logp and entropy; `out`
-    may be the logits.
+    """The gradient with respect to the logits for any upstream gradient of the scores; `out` may be
+    the logits.
     """
     mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
@@ -79,10 +79,11 @@ def gradient_kernel(
     row_ptr = logits_ptr + index * row_stride
     row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
     a = tl.where(target >= 0, -tl.load(dlogprob_ptr + index) / temperature, 0.0)
-    slopes = (a, None)
+    c, d = None, None
     if dentropy_ptr is not None:
         c = tl.where(target >= 0, -tl.load(dentropy_ptr + index) / temperature, 0.0)
-        slopes = (a, c)
+    if dlse_ptr is not None:
+        d = tl.where(target >= 0, tl.load(dlse_ptr + index) / temperature, 0.0)
     top = tl.load(state_ptr + TOP * num_rows + index)
     log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + index) * LOG2E
     full = (top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
@@ -94,7 +95,7 @@ def gradient_kernel(
     scored = (x_target, full, (masked_top, masked_log2_total), bounds)
     row_out_ptr = out_ptr + index * out_stride
     backward_row(
-        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
+        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c, d),
         ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
     )  # fmt: skip
 
@@ -121,9 +122,9 @@ def write_gradient(
 ) -> None:
     """Launcher; `out_TV` may be the logits."""
     score_3T, state_4T = scored
-    dlogprob_T, dentropy_T = slopes
+    given = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)
     assert out_TV.stride(1) == 1
-    assert all(x.is_contiguous() for x in (score_3T, state_4T, dlogprob_T))
+    assert all(x is None or x.is_contiguous() for x in (score_3T, state_4T, *given))
     if len(targets):
         gradient_kernel[(len(targets),)](
             **row_arguments(one_pass(targets.softcap), logits_TV, targets, out_TV),
@@ -131,6 +132,7 @@ def write_gradient(
             out_stride=out_TV.stride(0),
             score_ptr=score_3T,
             state_ptr=state_4T,
-            dlogprob_ptr=dlogprob_T,
-            dentropy_ptr=dentropy_T,
+            dlogprob_ptr=slopes.logprob_T,
+            dentropy_ptr=slopes.entropy_T,
+            dlse_ptr=slopes.lse_T,
         )

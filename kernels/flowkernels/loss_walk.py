@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowkernels.lm_head import Gradients, LMHead, ScoredChunk, gradient_buffer
-from flowkernels.logprobs import Score
+from flowkernels.loss_spec import LossSpec
 from flowkernels.policy_loss import run_loss
 from flowkernels.sequences import sequence_ids
 from flowkernels.statistics import Column, reduce, to_columns
 from flowkernels.targets import Targets
-from flowkernels.token_loss import LossSpec, TokenInputs, token_loss
+from flowkernels.token_loss import TokenInputs, token_loss
 
 Compact = Literal["no", "call", "chunks"]
 
@@ -38,11 +38,11 @@ def resolve_compact(compact: bool | str, device: torch.device) -> Compact:
 
 
 def without_zero_advantage(spec: LossSpec, inputs: TokenInputs) -> TokenInputs:
-    """Give weight 0 to tokens of advantage 0, whose loss is 0. None has where a KL or an entropy
-    term gives them one; a token of GSPO has it if all tokens of its sequence have, whose mean ratio
-    counts each of them.
+    """Give weight 0 to tokens of advantage 0, whose loss is 0. None has where a KL, an entropy or a
+    z term gives them one; a token of GSPO has it if all tokens of its sequence have, whose mean
+    ratio counts each of them.
     """
-    if spec.kl_coef > 0 or spec.entropy_coef != 0:
+    if spec.kl_coef > 0 or spec.entropy_coef != 0 or spec.z_loss_coef > 0:
         return inputs
     has_loss_T = inputs.advantage_T != 0
     if spec.loss_type == "gspo" and inputs.cu_seqlens_S1 is not None:
@@ -125,8 +125,7 @@ class LossWalk:
 
     def _walk(self) -> Tensor:
         column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
-        is_of_rows = self.spec.loss_type != "gspo" and not self.spec.kl_ratio
-        is_fused = is_of_rows and self.head.shard is None
+        is_fused = self.spec.is_fused and self.head.shard is None
         one_block = self._fused_chunk if is_fused else self._scored_block
         for block in self._blocks():
             column_7T[:, block] = one_block(block)
@@ -169,12 +168,12 @@ class LossWalk:
         only = self._scored(chunks[0]) if len(chunks) == 1 else None
         scores = (self._scored(chunk).scored[0] for chunk in chunks)
         score_3B = torch.cat(list(scores), 1) if only is None else only.scored[0]
-        tokens = self.inputs[block].scored(score_3B[Score.LOGPROB], score_3B[Score.ENTROPY])
+        tokens = self.inputs[block].scored(*score_3B)
         token = token_loss(self.spec, tokens)
         column_7B = torch.where(tokens.weight_T != 0, to_columns(token, tokens), 0.0)
         if self.gradients is None:
             return column_7B
-        dlogprob_B, dentropy_B = token.weighted_slopes(tokens.weight_T)
+        slopes = token.weighted_slopes(tokens.weight_T)
         # With a vocab shard never skip a chunk: rounding may make ranks disagree on whether a row
         # is clipped, and all must enter the same collectives.
         skips = self.compact == "chunks" and only is None and self.head.shard is None
@@ -184,8 +183,7 @@ class LossWalk:
                 self.gradients.clear_hidden(self._places(chunk))
                 continue
             scored = self._scored(chunk) if only is None else only
-            slopes = (dlogprob_B[inner], None if dentropy_B is None else dentropy_B[inner])
-            out_CV = scored.gradient(slopes, self.hidden_TD.dtype, self.impl)
+            out_CV = scored.gradient(slopes[inner], self.hidden_TD.dtype, self.impl)
             self._add(chunk, out_CV, column_7B[:, inner])
             del scored, out_CV  # before the next chunk's logits are made
         return column_7B

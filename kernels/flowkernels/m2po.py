@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowkernels.token_loss import LossSpec
+from flowkernels.loss_spec import LossSpec
 
 
 def divergent_log_ratios(log_ratio_T: Tensor, advantage_T: Tensor, weight_T: Tensor) -> Tensor:

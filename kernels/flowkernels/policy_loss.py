@@ -1,10 +1,10 @@
 """Policy losses from logits.
 
 The maths is in `logprobs.py` (rows of logits) and `token_loss.py` (tokens). A `LossSpec` without a
-sequence term or a `kl_ratio` runs as one kernel that reads a row, takes its loss and writes its
-gradient: 4 B per element of bf16 when the second read comes from cache. The others see all tokens
-before any gradient is known, as does a loss of one's own, so there the logits are read again: 6 B.
-T: target tokens, V: vocabulary, S: sequences.
+sequence term, a `kl_ratio` or a z-loss runs as one kernel that reads a row, takes its loss and
+writes its gradient: 4 B per element of bf16 when the second read comes from cache. The others see
+all tokens before any gradient is known, as does a loss of one's own, so there the logits are read
+again: 6 B. T: target tokens, V: vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from flowkernels import statistics
 from flowkernels.arguments import check_logits, check_targets, check_token_inputs
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.logprobs import (
-    Score,
-    Slopes,
     backward_torch,
     empty_rows,
     forward_torch,
@@ -29,12 +27,12 @@ from flowkernels.logprobs import (
     scores,
     write_gradient,
 )
+from flowkernels.loss_spec import LossSpec
 from flowkernels.plain_tensors import flat_rows
 from flowkernels.statistics import Column, to_columns
-from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
+from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
 from flowkernels.token_loss import (
     INPUTS,
-    LossSpec,
     TokenInputs,
     TokenLossFn,
     token_loss,
@@ -93,7 +91,7 @@ def run_loss(
     for chunk in row_chunks(logits_TV):
         logits_CV = logits_TV[chunk]
         forward = forward_torch(logits_CV, targets[chunk])
-        tokens = inputs[chunk].scored(forward.logprob_C, forward.entropy_C)
+        tokens = inputs[chunk].scored(forward.logprob_C, forward.entropy_C, forward.lse_C)
         token, counts_C = token_loss(spec, tokens), counts_T[chunk]
         column_7T[:, chunk] = torch.where(counts_C, to_columns(token, tokens), 0.0)
         if out_TV is None:
@@ -114,8 +112,7 @@ def scored_loss(
     torch.compile can trace it.
     """
     weight_T = torch.where(target_ids_T >= 0, inputs.weight_T, 0.0)
-    logprob_T, entropy_T, _ = score_3T.detach().unbind()
-    tokens = replace(inputs, weight_T=weight_T).scored(logprob_T, entropy_T)
+    tokens = replace(inputs, weight_T=weight_T).scored(*score_3T.detach().unbind())
     token = token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
     column_7T = to_columns(token, tokens)
     loss, stats = statistics.reduce("torch", column_7T, weight_T, target_ids_T)
@@ -124,13 +121,10 @@ def scored_loss(
 
 def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
     """Add a zero that has the gradient: x - x.detach() is 0 with slope 1."""
-    dlogprob_T, dentropy_T = slopes
-    if dentropy_T is None:
-        dentropy_T = torch.zeros_like(dlogprob_T)
-    slope_2T = torch.stack([dlogprob_T, dentropy_T])
-    score_2T = score_3T[: Score.LSE]
-    moved_2T = torch.where(slope_2T != 0, score_2T - score_2T.detach(), 0.0)
-    return loss + (slope_2T * moved_2T).sum()
+    found = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)  # in the order of `Score`
+    slope_3T = torch.stack([torch.zeros_like(found[0]) if x is None else x for x in found])
+    moved_3T = torch.where(slope_3T != 0, score_3T - score_3T.detach(), 0.0)
+    return loss + (slope_3T * moved_3T).sum()
 
 
 @torch.library.custom_op(
@@ -333,7 +327,7 @@ def _run(
     writes = inplace and needs_gradient
     if isinstance(spec, LossSpec):
         inputs = inputs.corrected(spec)
-    if not isinstance(spec, LossSpec) or spec.loss_type == "gspo" or spec.kl_ratio:
+    if not isinstance(spec, LossSpec) or not spec.is_fused:
         # The scores of all tokens, their loss in torch, then the gradient from the logits again.
         targets = replace(targets, ids_T=torch.where(inputs.weight_T != 0, targets.ids_T, -1))
         with torch.set_grad_enabled(needs_gradient and not writes):

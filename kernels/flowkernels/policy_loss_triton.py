@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
@@ -21,7 +22,7 @@ from flowkernels.rows_triton import (
 )
 from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
 from flowkernels.targets import Targets
-from flowkernels.token_loss import KLS, LossSpec, TokenInputs
+from flowkernels.token_loss import TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
 MERGE = {"BLOCK": 64, "num_warps": 4}
@@ -132,12 +133,12 @@ def loss_kernel(
         else:
             kl, dkl = _kl(old - logp, limit, K3)
         a = -weight * dlogp / temperature
-        slopes = (a, None)
+        slopes = (a, None, None)
         has_gradient = a != 0.0
         if entropy_coef is not None:
             loss -= entropy_coef * entropy
             c = weight * entropy_coef / temperature
-            slopes = (a, c)
+            slopes = (a, c, None)
             has_gradient = has_gradient | (c != 0.0)
         columns = (  # in the order of `Column`
             weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),

@@ -42,8 +42,8 @@ def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
 
 @triton.jit
 def _gradient(x, normalized, slopes, scale) -> tl.tensor:
-    """p (a + c (log p + H)) without the target's term; the slopes hold the factor of
-    `_normalized`.
+    """p (a + d + c (log p + H)) without the target's term; the slopes are a + d and c, with the
+    factor of `_normalized` in them.
     """
     lse, entropy, _ = normalized
     factor, c = slopes
@@ -86,10 +86,10 @@ def _write_gradient(
     row_ptr, num_vocab, _, _ = row
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
     normalized = _normalized(full)
-    a, c = slopes
-    slopes = (a * normalized[2], None)
+    factor, c = slopes
+    slopes = (factor * normalized[2], None)
     if c is not None:
-        slopes = (a * normalized[2], c * normalized[2])
+        slopes = (factor * normalized[2], c * normalized[2])
     begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
     body_out_ptr = out_ptr + begin
@@ -135,17 +135,19 @@ def write_zeros(
 @triton.jit
 def _write_at(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> None:
     """Write the gradient of the log-probability, which the mask's ids and the target alone have,
-    over that of the entropy, which the whole row has.
+    over that of the entropy and of the log-sum-exp, which the whole row has.
     """
     _, num_vocab, scale, softcap = row
     _, full, masked, _ = scored
-    a, c = slopes
+    a, c, d = slopes
     g = a * tl.exp2((x * scale - masked[0]) - masked[1])
     if is_target:
         g -= a
+    normalized = _normalized(full)
     if c is not None:
-        normalized = _normalized(full)
         g += _gradient(x, normalized, (0.0, c * normalized[2]), scale)
+    if d is not None:
+        g += _gradient(x, normalized, (d * normalized[2], None), scale)
     g = _uncap(g, x, softcap)
     is_in = is_in & (ids >= 0) & (ids < num_vocab)
     tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
@@ -162,19 +164,23 @@ def backward_row(
     x_target, full, _, bounds = scored
     begin, end = bounds
     ids_ptr, _, copy_ptr = mask_ptrs
-    a, c = slopes
+    a, c, d = slopes
     tl.debug_barrier()  # in place, other threads may still read the target's logit
     is_zero = a == 0.0
     if c is not None:
         is_zero = is_zero & (c == 0.0)
+    if d is not None:
+        is_zero = is_zero & (d == 0.0)
     if is_zero:
         write_zeros(out_ptr, row[1], ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
     else:
-        of_row = slopes
+        factor = a
         if ids_ptr is not None:
-            of_row = (tl.where(end > begin, 0.0, a), c)
+            factor = tl.where(end > begin, 0.0, a)
+        if d is not None:
+            factor += d
         _write_gradient(
-            row, out_ptr, full, slopes=of_row, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
+            row, out_ptr, full, slopes=(factor, c), ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
         )
         tl.debug_barrier()  # the row was written by other threads
         if ids_ptr is not None:

@@ -18,8 +18,8 @@ temperature and a softcap that may be None; t = x * scale - top; `full` = (top, 
 of the row, with top = the largest x * scale and log2_total = log2 of sum 2^t, `masked` = (top,
 log2_total) over its sampling mask; `mask_ptrs` = (ids, offsets, copy): the ids of all masks, where
 those of each row are, and room for a copy of their logits; `scored` = (logit of the target, full,
-masked, (begin, end) of the row's ids in the mask); `slopes` = (a, c), the weights of the
-log-probability and of the entropy in the gradient, c None where it has no entropy.
+masked, (begin, end) of the row's ids in the mask); `slopes` = (a, c, d), the weights of the
+log-probability, the entropy and the log-sum-exp in the gradient; c and d may be None.
 """
 
 from __future__ import annotations

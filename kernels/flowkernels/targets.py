@@ -97,6 +97,19 @@ class Targets:
         return self.ids_T, self.temperature_T, self.softcap, ids_K, offsets_T1
 
 
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """Upstream gradients of what a row gives, fp32 [T]; None for one that is 0 everywhere."""
+
+    logprob_T: Tensor
+    entropy_T: Tensor | None = None
+    lse_T: Tensor | None = None
+
+    def __getitem__(self, rows: slice | Tensor) -> Slopes:
+        of_rows = (None if x is None else x[rows] for x in (self.entropy_T, self.lse_T))
+        return Slopes(self.logprob_T[rows], *of_rows)
+
+
 def unflatten(
     ids_T: Tensor,
     temperature_T: Tensor,

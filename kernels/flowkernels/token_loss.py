@@ -1,127 +1,29 @@
 """Token losses: [T]-sized functions of the log-probability and the entropy, and their derivatives
 by hand.
 
-For every loss of one row, L(logp, H), the gradient with respect to the logits is rank structured,
+For every loss of one row, L(logp, H, lse), the gradient with respect to the logits is rank
+structured,
 
-    dz_j = a p_j - b [j = y] + c p_j (log p_j + H),   a = b = -dL/dlogp,  c = -dL/dH,
+    dz_j = (a + d) p_j - a [j = y] + c p_j (log p_j + H),
 
-so a loss type is nothing but the three numbers returned here, and one row kernel serves them all.
+    a = -dL/dlogp,  c = -dL/dH,  d = dL/dlse,
+
+so a loss type is nothing but the numbers returned here, and one row kernel serves them all.
 T: target tokens, S: sequences.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowkernels.loss_spec import KL, LossSpec, decode
 from flowkernels.sequences import sequence_mean, sequence_sum
-
-LossType = Literal["clip", "gspo", "cispo", "nll"]
-KL = Literal["k1", "k2", "k3"]
-Level = Literal["token", "sequence"]
-LOSS_TYPES: tuple[LossType, ...] = ("clip", "gspo", "cispo", "nll")
-KLS: tuple[KL, ...] = ("k1", "k2", "k3")
-LEVELS: tuple[Level, ...] = ("token", "sequence")
-
-
-@dataclass(frozen=True, slots=True)
-class LossSpec:
-    """Which token loss. Averaging is not part of it: it comes in as `weight_T` (see
-    `token_weights`).
-
-    Example: LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001) is the loss of
-    AgentFlow's released code.
-    """
-
-    loss_type: LossType = "clip"
-    """Kind of loss, with r = exp(logp - old), or 1 if there is no old log-prob. "clip": PPO/GRPO,
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in
-    advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old),
-    whose gradient is shared by its tokens (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`.
-    "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv
-    2506.13585, eq. 4). "nll": -A logp, supervised."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    """c > 1 bounds the loss of negative advantages: for A < 0, loss <= -c A (Ye et al., arXiv
-    1912.09729)."""
-    kl_coef: float = 0.0
-    """beta of the KL term to the reference; 0 leaves it out."""
-    kl: KL = "k3"
-    """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman,
-    "Approximating KL divergence")."""
-    kl_ratio: bool = False
-    """Multiply the KL term by r, as it stands before any clip, through which the gradient flows too
-    (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence, whose share of the
-    gradient is that of the sequence's mean estimate."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, which is subtracted from the loss."""
-    log_ratio_limit: float = 20.0
-    """Log-ratios (of old, reference and sampler) are clamped to +-this before exp; no gradient
-    flows through a clamped one. So an old log-prob of -inf costs -A e^20 = -4.85e8 A, finite, where
-    no clip bounds it (A < 0 without a dual clip), and has no gradient; the weight of "cispo" stays
-    1 + clip_high, with its gradient."""
-    tis: float | None = None
-    """Truncated importance sampling: the policy term is multiplied by min(pi_old / pi_sampler,
-    tis)."""
-    mis: tuple[float, float] | None = None
-    """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get
-    weight 0."""
-    correction_level: Level = "token"
-    """Whose pi_old / pi_sampler `tis` and `mis` look at: that of the token, or that of its
-    "sequence", the product over the tokens that count; needs `cu_seqlens_S1` then."""
-
-    encoded: str = field(init=False, repr=False, compare=False)
-    """The whole spec as text: an operator's schema knows strings, and torch.compile then guards one
-    string and no numbers."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "encoded",
-            json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.init}),
-        )
-        choices = {"loss_type": LOSS_TYPES, "kl": KLS, "correction_level": LEVELS}
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-        if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
-            raise ValueError(
-                f"clip_low={self.clip_low} must be in [0, 1] and clip_high={self.clip_high} must "
-                "be >= 0 and finite"
-            )
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1 and finite")
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"kl_coef={self.kl_coef} must be >= 0 and finite")
-        if self.kl_ratio and self.kl_coef == 0:
-            raise ValueError(f"kl_ratio={self.kl_ratio} needs a kl_coef above 0")
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef={self.entropy_coef} must be finite")
-        if not 0 < self.log_ratio_limit <= 80:
-            raise ValueError(
-                f"log_ratio_limit={self.log_ratio_limit} must be in (0, 80], where exp stays "
-                "within float32"
-            )
-        if self.tis is not None and not self.tis > 0:
-            raise ValueError(f"tis={self.tis} must be above 0")
-        if self.mis is not None and not 0 <= self.mis[0] < self.mis[1]:
-            raise ValueError(f"mis={self.mis} must be (low, high) with 0 <= low < high")
-
-
-@lru_cache(maxsize=64)
-def _decode(text: str) -> LossSpec:
-    """The spec that `LossSpec.encoded` stands for."""
-    given = json.loads(text)
-    return LossSpec(**{**given, "mis": None if given["mis"] is None else tuple(given["mis"])})
-
+from flowkernels.targets import Slopes
 
 _PER_TOKEN = (
     "advantage_T",
@@ -196,11 +98,12 @@ class TokenInputs:
         )
         return replace(self, advantage_T=advantage_T, weight_T=weight_T)
 
-    def scored(self, logprob_T: Tensor, entropy_T: Tensor) -> Tokens:
+    def scored(self, logprob_T: Tensor, entropy_T: Tensor, lse_T: Tensor) -> Tokens:
         """The tokens after the forward pass."""
         return Tokens(
             logprob_T=logprob_T,
             entropy_T=entropy_T,
+            lse_T=lse_T,
             cu_seqlens_S1=self.cu_seqlens_S1,
             **self.per_token(),
         )
@@ -209,7 +112,7 @@ class TokenInputs:
 def unflatten_inputs(*flat: Any) -> tuple[LossSpec, TokenInputs]:
     """The loss and its inputs from the arguments of an operator."""
     *tensors, encoded = flat
-    return _decode(encoded), TokenInputs(**dict(zip(_FLAT, tensors, strict=True)))
+    return decode(encoded), TokenInputs(**dict(zip(_FLAT, tensors, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +121,7 @@ class Tokens(TokenInputs):
 
     logprob_T: Tensor
     entropy_T: Tensor
+    lse_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +140,21 @@ class TokenLoss:
     ratio was bounded."""
     kl_T: Tensor
     """The KL estimate to the reference where there is one, else k3 of old against new."""
+    dlse_T: Tensor | None = None
+    """dL/dlse; None when it is zero everywhere."""
 
-    def weighted_slopes(self, weight_T: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight times dL/dlogp and dL/dH; 0 where the weight is, whatever the slope."""
-        counts_T = weight_T != 0
-        dlogprob_T = torch.where(counts_T, weight_T * self.dlogprob_T, 0.0)
-        if self.dentropy_T is None:
-            return dlogprob_T, None
-        return dlogprob_T, torch.where(counts_T, weight_T * self.dentropy_T, 0.0)
+    def weighted_slopes(self, weight_T: Tensor) -> Slopes:
+        """Weight times the derivatives; 0 where the weight is, whatever the slope."""
+        dlogprob_T, dentropy_T, dlse_T = (
+            None if x is None else torch.where(weight_T != 0, weight_T * x, 0.0)
+            for x in (self.dlogprob_T, self.dentropy_T, self.dlse_T)
+        )
+        assert dlogprob_T is not None
+        return Slopes(dlogprob_T, dentropy_T, dlse_T)
 
 
 TokenLossFn = Callable[[Tokens], TokenLoss]
-"""A loss of one's own: it may look at all tokens, and returns the loss of each with its two
+"""A loss of one's own: it may look at all tokens, and returns the loss of each with its
 derivatives. Weights are applied afterwards."""
 
 
@@ -289,7 +196,11 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     if spec.entropy_coef != 0:
         loss_T = loss_T - spec.entropy_coef * tokens.entropy_T
         dentropy_T = torch.full_like(logprob_T, -spec.entropy_coef)
-    return TokenLoss(loss_T, dlogprob_T, dentropy_T, log_ratio_T, is_clipped_T, kl_T)
+    dlse_T = None
+    if spec.z_loss_coef > 0:
+        loss_T = loss_T + spec.z_loss_coef * tokens.lse_T.square()
+        dlse_T = 2 * spec.z_loss_coef * tokens.lse_T
+    return TokenLoss(loss_T, dlogprob_T, dentropy_T, log_ratio_T, is_clipped_T, kl_T, dlse_T)
 
 
 def check_inputs(spec: LossSpec, inputs: TokenInputs) -> None:

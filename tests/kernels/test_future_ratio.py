@@ -56,7 +56,7 @@ def tokens_of(batch: Batch, logprob_T: Tensor) -> Tokens:
         old_logprob_T=batch["old_logprob_T"],
         cu_seqlens_S1=batch["cu_seqlens_S1"],
     )
-    return inputs.scored(logprob_T, entropy_T=logprob_T)
+    return inputs.scored(logprob_T, entropy_T=logprob_T, lse_T=logprob_T)
 
 
 def logprobs_of(logits_TV: Tensor, batch: Batch) -> Tensor:
@@ -130,7 +130,7 @@ def test_future_ratio_ignores_earlier_tokens() -> None:
         inputs = TokenInputs(
             advantage_T=ones, weight_T=weight, old_logprob_T=old, cu_seqlens_S1=bounds
         )
-        return future_ratio(inputs.scored(logprob, ones), ones, future, None).tolist()
+        return future_ratio(inputs.scored(logprob, ones, ones), ones, future, None).tolist()
 
     got = first_ratios(ones, bounds)
     d = [0.8, -0.3, 0.05]

@@ -96,6 +96,7 @@ def random_tokens(num_tokens: int = 200, spread: float = 0.7) -> Tokens:
     return Tokens(
         logprob_T=logp,
         entropy_T=noise[0].abs(),
+        lse_T=2 + noise[0],
         advantage_T=noise[1],
         weight_T=(torch.rand(num_tokens, generator=rng) > 0.25).double(),
         old_logprob_T=logp + spread * noise[2],
@@ -105,10 +106,11 @@ def random_tokens(num_tokens: int = 200, spread: float = 0.7) -> Tokens:
 
 
 def few(**tensors: list[float]) -> Tokens:
-    """fp64 tokens of weight 1, entropy 1 and advantage 1 unless said otherwise."""
+    """fp64 tokens whose numbers are all 1 unless said otherwise."""
     one = torch.ones(len(tensors["logprob_T"]), dtype=torch.float64)
     given = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in tensors.items()}
-    return Tokens(**{"entropy_T": one, "advantage_T": one, "weight_T": one, **given})
+    names = ("entropy_T", "lse_T", "advantage_T", "weight_T")
+    return Tokens(**{**dict.fromkeys(names, one), **given})
 
 
 def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
@@ -177,6 +179,7 @@ def test_any_loss_matches_the_plain_formula(
     tokens = Tokens(
         logprob_T=logp,
         entropy_T=-logp,
+        lse_T=-logp,
         advantage_T=advantage,
         weight_T=weight,
         old_logprob_T=old,
@@ -480,6 +483,7 @@ REFUSED: dict[str, list[Any]] = {
     "dual_clip": [1.0, 0.5, -2.0, INF, NAN],
     "kl_coef": [-1e-3, INF, NAN],
     "entropy_coef": [INF, -INF, NAN],
+    "z_loss_coef": [-1e-4, INF, NAN],
     "log_ratio_limit": [0.0, -1.0, 81.0, INF, NAN],
     "tis": [0.0, -1.0, NAN],
     "mis": [(-0.1, 2.0), (1.0, 1.0), (2.0, 1.0), (NAN, 2.0), (0.5, NAN)],
@@ -516,5 +520,6 @@ def test_a_spec_accepts_its_limits() -> None:
         kl_coef=1e-3,
         kl_ratio=True,
         correction_level="sequence",
+        z_loss_coef=1e-4,
     )
     assert set(REFUSED) == {field.name for field in fields(LossSpec) if field.init}
