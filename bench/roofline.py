@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import triton.backends.nvidia
@@ -36,6 +37,8 @@ class Device:
     dram_ns: float = 700.0
     l2_ns: float = 300.0
     issue_slots: int = 4
+    multiply_lanes: int = 64
+    """Integer products per clock of a multiprocessor."""
     special_lanes: int = 16
     """Special functions per clock of a multiprocessor; so many threads shuffle in two clocks."""
     registers: int = 65536
@@ -77,20 +80,49 @@ class Goal:
     """The share of a copy's bandwidth that a kernel shall reach, in bytes that must move."""
 
     share: float
-    num_bytes: int
-    """Times the size of an element: 1 for a read, 2 for a read and a write."""
-    latencies: tuple[str, ...]
-    """Memory that each pass over a row reads from: "dram", or "l2" for what was read before."""
+    num_bytes: float
+    """Per byte that is loaded: 1 for a read, 2 for a read and a write."""
+    latencies: tuple[str, ...] = ("dram",)
+    """Memory that each pass over the data reads from: "dram", or "l2" for what was read before."""
+    min_loads: float = 4.0
+    """Loads under way per thread. Fewer do where a multiprocessor is full of threads."""
+    load_bytes: float = 16.0
+    """Of a load, on average."""
+    store_bytes: float = 16.0
+    max_shuffles: float = 0.0
+    """Per element; a program without a loop has those of its end in this number."""
 
 
-SCORE = Goal(0.88, 1, ("dram",))
-GRADIENT = Goal(0.88, 2, ("dram",))
+@dataclass(frozen=True, slots=True)
+class SmallGoal:
+    """For a few numbers per token, tens of kB in all: bandwidth does not matter there, only how
+    often the kernel waits for memory one time after another.
+    """
+
+    waits: float
+    """Latencies per iteration, over all loops; over the whole program if it has none."""
+    num_loops: int
+
+
+SCORE = Goal(0.88, 1)
+GRADIENT = Goal(0.88, 2)
 LOSS = Goal(1 / 1.3, 2, ("dram", "l2"))
+SCALE = Goal(0.88, 2, min_loads=2)
+COUNT = Goal(0.8, 1, store_bytes=4, max_shuffles=0.2)
+COMPACT = Goal(0.8, 1, min_loads=2, load_bytes=11, store_bytes=2, max_shuffles=0.3)
+DIGEST = Goal(0.8, 1, min_loads=1)
+NO_WRITE = Goal(0.8, 6, load_bytes=2)
+SCATTER = Goal(0.8, 34 / 3, load_bytes=2, store_bytes=2)
+"""A change is three loads of two bytes; 4 bytes and the 32 of a word's sector must move, and those
+once more to write it."""
+STATISTICS = SmallGoal(waits=1, num_loops=1)
+MERGE = SmallGoal(waits=2, num_loops=0)
+SCAN = SmallGoal(waits=1, num_loops=1)
+BRANCHING = SmallGoal(waits=3, num_loops=3)
 CAPPED = 0.35
 """Share where logits are capped: three special functions per element bound it then, not memory."""
 MARGIN = 1.15
 """A bound must be so much above the goal."""
-MIN_LOADS = 4.0
 _BESIDE = ("_mask_statistics", "_logits_at", "_write_at", "backward_row", "write_zeros")
 """Functions whose loops are over a few ids of a row, or over rows that are not read."""
 
@@ -244,11 +276,6 @@ class Loop:
     def bytes_stored(self) -> int:
         return sum(store.num_bytes for store in self.stores)
 
-    @property
-    def narrowest(self) -> int:
-        """Bytes of the narrowest access."""
-        return min(i.num_bytes for i in (*self.loads, *self.stores))
-
     @cached_property
     def waits(self) -> float:
         """Latencies of memory that a warp waits for in an iteration, in the long run."""
@@ -310,16 +337,15 @@ def row(
     device: Device,
     resources: Resources,
     *,
-    goal: Goal | None,
+    goal: Goal | SmallGoal | None,
     element_size: int,
 ) -> dict[str, Any]:
-    """Columns of the table: counts per element of the passes over a row, the least number of loads
-    under way, and the bounds in TB/s; `fault` says what keeps a kernel with a goal from it.
+    """Columns of the table: counts per element of the passes over the data, widths of accesses, the
+    least number of loads under way, and the bounds in TB/s; `fault` says what keeps a kernel from
+    its goal.
     """
-    loops = hot_loops(program) or [Loop(tuple(program))]
-    passes = [loop for loop in loops if not loop.functions & set(_BESIDE)]
-    if not passes:
-        return {}
+    loops = hot_loops(program)
+    passes = [loop for loop in loops if not loop.functions & set(_BESIDE)] or [Loop(tuple(program))]
     threads = resources.threads_per_sm(device)
 
     def per_element(*kinds: str) -> float:
@@ -331,10 +357,13 @@ def row(
         "instructions": per_element(),
         "special": per_element("MUFU"),
         "shuffles": per_element("SHFL"),
-        "narrowest": min(loop.narrowest for loop in passes),
+        "load_bytes": _mean_width([i for loop in passes for i in loop.loads]),
+        "store_bytes": _mean_width([i for loop in passes for i in loop.stores]),
         "loads_in_flight": loads,
-        "kb_in_flight": loads * 16 * threads / 1024,
+        "waits": sum(loop.waits for loop in passes),
     }
+    if isinstance(goal, SmallGoal):
+        return found | {"fault": ", ".join(_small_faults(found, len(loops), goal))}
     if goal is None:
         return found
     num_bytes = goal.num_bytes * element_size
@@ -344,30 +373,45 @@ def row(
         loop.waits * nanoseconds[where] / loop.num_elements(element_size)
         for loop, where in zip(passes, goal.latencies, strict=True)
     )
-    special = per_element("MUFU") + per_element("SHFL") / 2
     bounds = {
         "issue_tb_s": num_bytes * lanes * 32 * device.issue_slots / per_element(),
-        "special_tb_s": num_bytes * lanes * device.special_lanes / special,
         "latency_tb_s": num_bytes * device.num_sms * threads / wait_ns / 1e3,
     }
+    if products := per_element("IMAD"):
+        bounds["multiply_tb_s"] = num_bytes * lanes * device.multiply_lanes / products
+    if special := per_element("MUFU") + per_element("SHFL") / 2:
+        bounds["special_tb_s"] = num_bytes * lanes * device.special_lanes / special
     goal_tb_s = goal.share * device.copy_tb_s
     return {
         **found,
         **bounds,
         "goal_tb_s": goal_tb_s,
-        "fault": ", ".join(_faults(found, min(bounds.values()) / goal_tb_s)),
+        "fault": ", ".join(_faults(found, min(bounds.values()) / goal_tb_s, goal)),
     }
 
 
-def _faults(found: dict[str, Any], ratio: float) -> Iterator[str]:
-    if found["loads_in_flight"] < MIN_LOADS:
+def _mean_width(accesses: Sequence[Instruction]) -> float | None:
+    return fmean(i.num_bytes for i in accesses) if accesses else None
+
+
+def _faults(found: dict[str, Any], ratio: float, goal: Goal) -> Iterator[str]:
+    if found["loads_in_flight"] < goal.min_loads:
         yield f"{found['loads_in_flight']:.1f} loads in flight"
-    if found["narrowest"] < 16:
-        yield f"an access of {found['narrowest']} bytes"
-    if found["shuffles"]:
+    for access, least in (("load", goal.load_bytes), ("store", goal.store_bytes)):
+        width = found[f"{access}_bytes"]
+        if width is not None and width < least:
+            yield f"{access}s of {width:.3g} bytes"
+    if found["shuffles"] > goal.max_shuffles:
         yield f"{found['shuffles']:.2g} shuffles per element"
     if ratio < MARGIN:
         yield f"a bound at {ratio:.2f} times the goal"
+
+
+def _small_faults(found: dict[str, Any], num_loops: int, goal: SmallGoal) -> Iterator[str]:
+    if found["waits"] > goal.waits:
+        yield f"waits for memory {found['waits']:.1f} times"
+    if num_loops > goal.num_loops:
+        yield f"{num_loops} loops"
 
 
 @cache
