@@ -56,7 +56,7 @@ _POINTERS = {
     "positions_ptr": "*i16",
     "diffs_ptr": "*i16",
     "tile_counts_ptr": "*i32",
-    "tile_ends_ptr": "*i64",
+    "tile_bounds_ptr": "*i64",
     "bounds_ptr": "*i64",
     "digest_ptr": "*i64",
     "mask_ptr": "*i1",
