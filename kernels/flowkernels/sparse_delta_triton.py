@@ -13,10 +13,8 @@ from torch import Tensor
 BLOCK_WORDS = tl.constexpr(65536)
 STEP = tl.constexpr(0x9E3779B97F4A7C15)
 """From x of a word to that of the next, see `sparse_delta.py`."""
-WIDTH = tl.constexpr(8)
-"""Words that are one load of a thread."""
-LOADS = tl.constexpr(4)
-"""Loads that a thread of the digest has under way at once."""
+WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
+"""Of the digest: words that are one load of a thread, and loads that it has under way at once."""
 TILE = {"TILE": 2048, "num_warps": 8}
 """Eight words a thread: one load of 16 bytes from each tensor."""
 SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
@@ -32,15 +30,15 @@ def _x(index) -> tl.tensor:
 
 @triton.jit
 def _one() -> tl.tensor:
-    """1 in uint32, which the compiler does not know. It would widen what follows from numbers it
-    knows to 64 bits, at twice the instructions.
+    """1 in uint32, which the compiler does not know. It would compute what it can see through in 64
+    bits in place of 32, with twice the instructions.
     """
     return tl.num_programs(1).to(tl.uint32)
 
 
 @triton.jit
 def _coefficients(x, one) -> tuple[tl.tensor, tl.tensor]:
-    """(c_a, c_b) of the digest as uint32, of x of global indices."""
+    """(c_a, c_b) of the digest as uint32, of x of global indices; `one`: 1 or `_one`."""
     low, high = x.to(tl.uint32) ^ (0x85EBCA6B * one), (x >> 32).to(tl.uint32) ^ (0xC2B2AE35 * one)
     r = low.to(tl.uint64) * high.to(tl.uint64)
     high = (r >> 32).to(tl.uint32)
@@ -49,7 +47,7 @@ def _coefficients(x, one) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _square(word, one) -> tl.tensor:
-    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it."""
+    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it. `one`: 1 or `_one`."""
     word = word.to(tl.uint32)
     return (word * word + (one - 1)).to(tl.uint64)
 
@@ -107,10 +105,10 @@ def compact_kernel(
         packed = tl.cumsum((old != new).to(tl.int32), axis=0) * 2**17 + (new - old + 2**16)
         place = tl.arange(0, TILE)
         packed = tl.gather(packed, place, axis=0)
-        at, diff = (packed >> 17) - 1, packed.to(tl.int16)
+        at, change = (packed >> 17) - 1, packed.to(tl.int16)
         position = (tile % (BLOCK_WORDS // TILE)) * TILE + place
-        tl.store(positions_ptr + begin + at, position.to(tl.int16), mask=diff != 0)
-        tl.store(diffs_ptr + begin + at, diff, mask=diff != 0)
+        tl.store(positions_ptr + begin + at, position.to(tl.int16), mask=change != 0)
+        tl.store(diffs_ptr + begin + at, change, mask=change != 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -123,7 +121,7 @@ def scatter_kernel(
     """
     block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
     begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
-    a, b, one = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64), _one()
+    a, b = tl.zeros([CHUNK], tl.int64), tl.zeros([CHUNK], tl.int64)
     for start in range(begin, end, SPLIT * CHUNK):
         change = start + tl.arange(0, CHUNK)
         is_in = change < end
@@ -133,8 +131,8 @@ def scatter_kernel(
         new = (old + _load_word(diffs_ptr + change, is_in)) & 0xFFFF
         if WRITES:
             tl.store(words_ptr + index, new.to(tl.int16), mask=is_in)
-        gain = _square(new, one) - _square(old, one)  # 0 where masked: there word and diff are 0
-        c_a, c_b = _coefficients(_x(first + index), one)
+        gain = _square(new, 1) - _square(old, 1)  # 0 where masked: there word and diff are 0
+        c_a, c_b = _coefficients(_x(first + index), 1)
         a += _weigh(gain, c_a)
         b += _weigh(gain, c_b)
     if begin < end:
@@ -142,7 +140,9 @@ def scatter_kernel(
 
 
 @triton.jit
-def _load_tiles(ptr, limit, places, TILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _load_tiles(
+    ptr, limit, places, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The words of LOADS tiles; 0 from `limit` on."""
     return (
         _load_word(ptr + places, places < limit),
