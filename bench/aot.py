@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bench import roofline
+from bench import roofline, sass
 from bench.measure import print_table, write_json
 
 TARGETS = {
@@ -273,7 +273,7 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
     if has_roofline:
         resources = roofline.Resources(found["registers"], shared, options["num_warps"])
         size = 4 if variant.dtype.startswith("fp32") else 2
-        program = roofline.disassemble(compiled.asm["cubin"])
+        program = sass.disassemble(compiled.asm["cubin"])
         device = roofline.DEVICES[target_name]
         found |= roofline.row(program, device, resources, goal=variant.goal, element_size=size)
     return found
