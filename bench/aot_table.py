@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def table(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
         "TB/s | goal, TB/s | worst elsewhere |"
     )
     yield "|" + "---|" * 8
-    rows = {(row["kernel"], row["variant"]): {} for report in reports for row in report["rows"]}
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for report in reports:
         for row in report["rows"]:
             if "waits" in row:  # gfx942 has no machine code to read
@@ -60,7 +61,7 @@ def _line(kernel: str, variant: str, places: dict[str, dict[str, Any]]) -> str:
         elsewhere = f"{bound(other):.1f} of {other['goal_tb_s']:.1f} ({worst})"
     else:
         worst = max(others, key=lambda place: others[place]["waits"])
-        figures, elsewhere = "| ", f"{others[worst]['waits']:.2g} waits ({worst})"
+        figures, elsewhere = " | ", f"{others[worst]['waits']:.2g} waits ({worst})"
     counts = f"{row['instructions']:.1f} | {row['loads_in_flight']:.2g} | {row['waits']:.2g}"
     return f"| {kernel} | {variant} | {counts} | {figures} | {elsewhere} |"
 
