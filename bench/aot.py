@@ -1,5 +1,5 @@
 """Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:
-python -m bench.aot [--roofline] [--targets T,T] [--kernels K,K] [--json F]
+python -m bench.aot [--roofline] [--targets T,T] [--kernels K,K] [--jobs N] [--json F]
 
 Each kernel is compiled at its production block size in the variants that matter (dtype, vocabulary
 and stride, and every optional term on or off) for the targets below, by the compiler that Triton
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import triton
@@ -32,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from bench import roofline
+from bench import roofline, sass
 from bench.measure import print_table, write_json
 
 TARGETS = {
@@ -54,7 +56,7 @@ _POINTERS = {
     "positions_ptr": "*i16",
     "diffs_ptr": "*i16",
     "tile_counts_ptr": "*i32",
-    "tile_ends_ptr": "*i64",
+    "tile_bounds_ptr": "*i64",
     "bounds_ptr": "*i64",
     "digest_ptr": "*i64",
     "mask_ptr": "*i1",
@@ -75,13 +77,15 @@ class Variant:
     """Options of the compiler."""
     dtype: str
     """That of the logits (->gradient)."""
+    goal: roofline.Goal | roofline.SmallGoal
     is_aligned: bool = True
     """Sizes and strides are multiples of 16 elements, which Triton tells the compiler."""
-    goal: roofline.Goal | None = None
 
 
 _Kind = tuple[str, str, Any, rows_triton.Launch, dict[str, Any], roofline.Goal]
 """(kernel, extra, function, launch, absent arguments, goal)"""
+_Other = tuple[str, str, Any, Mapping[str, Any], roofline.Goal | roofline.SmallGoal]
+"""(kernel, variant, function, arguments, goal)"""
 
 
 def main() -> None:
@@ -96,9 +100,10 @@ def main() -> None:
     parser.add_argument(
         "--roofline", action="store_true", help="add what the machine code allows (NVIDIA)"
     )
+    parser.add_argument("--jobs", metavar="N", type=int, help="processes (default: one per core)")
     args = parser.parse_args()
     kernels = args.kernels.split(",") if args.kernels else None
-    rows = table(args.targets.split(","), kernels, has_roofline=args.roofline)
+    rows = table(args.targets.split(","), kernels, has_roofline=args.roofline, num_jobs=args.jobs)
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -118,57 +123,58 @@ def faults_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def table(
-    targets: Sequence[str], kernels: Sequence[str] | None = None, *, has_roofline: bool = False
+    targets: Sequence[str],
+    kernels: Sequence[str] | None = None,
+    *,
+    has_roofline: bool = False,
+    num_jobs: int | None = None,
 ) -> list[dict[str, Any]]:
-    chosen = [v for v in variants() if kernels is None or v.kernel in kernels]
-    progress = tqdm([(v, t) for v in chosen for t in targets], disable=None, unit="kernel")
-    return [
-        {
-            "kernel": variant.kernel,
-            "variant": variant.name,
-            "target": target,
-            **compile_one(variant, target, has_roofline=has_roofline),
-        }
-        for variant, target in progress
+    """A row per variant and target, compiled by `num_jobs` processes (default: one per core)."""
+    tasks = [
+        (index, target, has_roofline)
+        for index, variant in enumerate(variants())
+        if kernels is None or variant.kernel in kernels
+        for target in targets
     ]
+    with ProcessPoolExecutor(num_jobs) as pool:
+        return list(tqdm(pool.map(_row, tasks), total=len(tasks), disable=None, unit="kernel"))
+
+
+def _row(task: tuple[int, str, bool]) -> dict[str, Any]:
+    index, target, has_roofline = task  # a kernel itself does not travel between processes
+    variant = next(islice(variants(), index, None))
+    named = {"kernel": variant.kernel, "variant": variant.name, "target": target}
+    return {**named, **compile_one(variant, target, has_roofline=has_roofline)}
 
 
 def variants() -> Iterator[Variant]:
     yield from _row_variants()
-    for dtype in ("bf16", "fp32"):
-        constants, options = _split({"BLOCK": 4096, "num_warps": 8})
-        scale = policy_loss_triton.scale_kernel
-        yield Variant("scale", dtype, scale, constants, options, dtype)
     statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
     merge = {"NUM": NUM_STATISTICS, **policy_loss_triton.MERGE}
-    tile, scatter = sparse_delta_triton.TILE, sparse_delta_triton.SCATTER
-    others: list[tuple[str, str, Any, Mapping[str, Any], str]] = [
-        ("statistics", "", policy_loss_triton.statistics_kernel, statistics, "fp32"),
-        ("merge", "", policy_loss_triton.merge_kernel, merge, "fp32"),
-        ("scan", "", branching_triton.scan_kernel, branching_triton.LAUNCH, "fp32"),
-        ("branching", "", branching_triton.score_kernel, branching_triton.LAUNCH, "fp32"),
-        ("delta count", "", sparse_delta_triton.count_kernel, tile, "int16"),
-        ("delta compact", "", sparse_delta_triton.compact_kernel, tile, "int16"),
-        *(
-            (
-                "delta scatter",
-                name,
-                sparse_delta_triton.scatter_kernel,
-                {"WRITES": name == "", **scatter},
-                "int16",
-            )
-            for name in ("", "no write")
-        ),
+    of_loss, of_tree, of_delta = policy_loss_triton, branching_triton, sparse_delta_triton
+    scatter = {"WRITES": True, **of_delta.SCATTER}
+    others: list[_Other] = [
+        ("scale", "bf16", of_loss.scale_kernel, of_loss.SCALE, roofline.SCALE),
+        ("scale", "fp32", of_loss.scale_kernel, of_loss.SCALE, roofline.SCALE),
+        ("statistics", "fp32", of_loss.statistics_kernel, statistics, roofline.STATISTICS),
+        ("merge", "fp32", of_loss.merge_kernel, merge, roofline.MERGE),
+        ("scan", "fp32", of_tree.scan_kernel, of_tree.LAUNCH, roofline.SCAN),
+        ("branching", "fp32", of_tree.score_kernel, of_tree.LAUNCH, roofline.BRANCHING),
+        ("delta count", "int16", of_delta.count_kernel, of_delta.TILE, roofline.COUNT),
+        ("delta compact", "int16", of_delta.compact_kernel, of_delta.TILE, roofline.COMPACT),
+        ("delta scatter", "int16", of_delta.scatter_kernel, scatter, roofline.SCATTER),
         (
-            "delta digest",
-            "",
-            sparse_delta_triton.digest_kernel,
-            sparse_delta_triton.DIGEST,
-            "int16",
+            "delta scatter",
+            "int16 no write",
+            of_delta.scatter_kernel,
+            {**scatter, "WRITES": False},
+            roofline.NO_WRITE,
         ),
+        ("delta digest", "int16", of_delta.digest_kernel, of_delta.DIGEST, roofline.DIGEST),
     ]
-    for kernel, name, function, arguments, dtype in others:
-        yield Variant(kernel, name, function, *_split(arguments), dtype)
+    for kernel, name, function, arguments, goal in others:
+        dtype = name.partition(" ")[0]
+        yield Variant(kernel, name, function, *_split(arguments), dtype, goal=goal)
 
 
 def _row_variants() -> Iterator[Variant]:
@@ -231,7 +237,8 @@ def _row_variants() -> Iterator[Variant]:
                     goal=goal,
                 )
     mixed = {**few, **clip_only, "ALIGNMENT": "whole", **two.options(4)}
-    yield Variant("loss", "fp32->bf16", loss, *_split(mixed), "fp32->bf16")
+    to_half = replace(roofline.LOSS, num_bytes=1.5, store_bytes=8)
+    yield Variant("loss", "fp32->bf16", loss, *_split(mixed), "fp32->bf16", goal=to_half)
 
 
 def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -273,7 +280,7 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
     if has_roofline:
         resources = roofline.Resources(found["registers"], shared, options["num_warps"])
         size = 4 if variant.dtype.startswith("fp32") else 2
-        program = roofline.disassemble(compiled.asm["cubin"])
+        program = sass.disassemble(compiled.asm["cubin"])
         device = roofline.DEVICES[target_name]
         found |= roofline.row(program, device, resources, goal=variant.goal, element_size=size)
     return found

@@ -14,7 +14,8 @@ from flowkernels.rows_triton import clamp
 
 LIMIT, FLAT = tl.constexpr(branching.LOG_LIMIT), tl.constexpr(branching.FLAT)
 EPSILON = tl.constexpr(branching.EPSILON)
-LAUNCH = {"BLOCK": 512, "num_warps": 4}
+LAUNCH = {"BLOCK": 512, "num_warps": 16}
+"""A token a thread: with more of them, their loads would wait for one another."""
 
 
 @triton.jit
@@ -70,6 +71,12 @@ def _tokens(start, end, mask_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.te
 
 
 @triton.jit
+def _load(ptr, is_in, is_token) -> tl.tensor:
+    """0 where no token counts. It is read there too, so as not to wait for the mask first."""
+    return tl.where(is_token, tl.load(ptr, mask=is_in, other=0.0), 0.0)
+
+
+@triton.jit
 def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr) -> None:
     """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     begin, end, num_blocks = _bounds(cu_seqlens_ptr, BLOCK)
@@ -77,7 +84,7 @@ def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.const
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
         at, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
-        scanned = _scan_block(tl.load(x_ptr + at, mask=is_token, other=0.0), gamma, carry)
+        scanned = _scan_block(_load(x_ptr + at, is_in, is_token), gamma, carry)
         tl.store(out_ptr + at, scanned, mask=is_in)
         carry = _first(scanned)
 
@@ -95,13 +102,13 @@ def score_kernel(
     for back in range(num_blocks):
         start = begin + (num_blocks - 1 - back) * BLOCK
         at, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
-        scanned = _scan_block(tl.load(log_ratio_ptr + at, mask=is_token, other=0.0), gamma, carry)
+        scanned = _scan_block(_load(log_ratio_ptr + at, is_in, is_token), gamma, carry)
+        entropies += _load(entropy_ptr + at, is_in, is_token)
         carry = _first(scanned)
         omega = clamp(tl.exp(clamp(scanned, -LIMIT, LIMIT)), 1.0 - clip, 1.0 + clip)
         tl.store(omega_ptr + at, omega, mask=is_in)
         num += is_token.to(tl.float32)
         omegas += tl.where(is_token, omega - 1.0, 0.0)
-        entropies += tl.load(entropy_ptr + at, mask=is_token, other=0.0)
     tl.debug_barrier()  # omega is read back below, perhaps by other threads
     total = tl.maximum(tl.sum(num, axis=0), 1.0)
     omega_mean = 1.0 + tl.sum(omegas, axis=0) / total
@@ -110,9 +117,9 @@ def score_kernel(
     # is nearly flat.
     omegas, entropies, omega_squares, entropy_squares = zeros, zeros, zeros, zeros
     for block in range(num_blocks):
-        at, _, is_token = _tokens(begin + block * BLOCK, end, mask_ptr, BLOCK)
-        d_omega = tl.load(omega_ptr + at, mask=is_token, other=0.0) - omega_mean
-        d_entropy = tl.load(entropy_ptr + at, mask=is_token, other=0.0) - entropy_mean
+        at, is_in, is_token = _tokens(begin + block * BLOCK, end, mask_ptr, BLOCK)
+        d_omega = _load(omega_ptr + at, is_in, is_token) - omega_mean
+        d_entropy = _load(entropy_ptr + at, is_in, is_token) - entropy_mean
         omegas += tl.where(is_token, d_omega, 0.0)
         entropies += tl.where(is_token, d_entropy, 0.0)
         omega_squares += tl.where(is_token, d_omega * d_omega, 0.0)
@@ -126,8 +133,8 @@ def score_kernel(
     is_flat = omega_std < FLAT
     for block in range(num_blocks):
         at, is_in, is_token = _tokens(begin + block * BLOCK, end, mask_ptr, BLOCK)
-        omega = tl.load(omega_ptr + at, mask=is_token, other=0.0)
-        entropy = tl.load(entropy_ptr + at, mask=is_token, other=0.0)
+        omega = _load(omega_ptr + at, is_in, is_token)
+        entropy = _load(entropy_ptr + at, is_in, is_token)
         z_omega = tl.where(is_flat, 1.0, (omega - omega_mean) / (omega_std + EPSILON))
         z_entropy = (entropy - entropy_mean) / (entropy_std + EPSILON)
         score = tl.where(is_token, z_entropy * z_omega, 0.0)

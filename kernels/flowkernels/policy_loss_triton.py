@@ -27,6 +27,7 @@ from flowkernels.token_loss import TokenInputs
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
 MERGE = {"BLOCK": 64, "num_warps": 4}
 """The merge takes the statistics of at most BLOCK programs."""
+SCALE = {"BLOCK": 4096, "num_warps": 8}
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
@@ -315,4 +316,4 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     """Launcher: gradient *= factor, in place."""
     assert gradient.is_contiguous()
     if gradient.numel():
-        scale_kernel[(1024,)](gradient, factor.float(), gradient.numel(), BLOCK=4096, num_warps=8)
+        scale_kernel[(1024,)](gradient, factor.float(), gradient.numel(), **SCALE)

@@ -11,7 +11,7 @@ w_i^2 c_b). Digests of pieces add up, and a delta changes them by what its own w
 Bytes for n words, C of them changed: count reads 4 n, compact reads those 4 n again (but for tiles
 of 2048 that did not change) and writes 4 C; the digest change then reads 4 C and the 32-byte
 sectors of `old` that hold a change, 0.3 n at 1 %, at most 2 n. In all 8.3 n + 8 C at 1 %, and 4 C
-to the host. The digest's arithmetic (some 40 integer instructions a word) is left to that third
+to the host. The digest's arithmetic (14 instructions a word) is left to that third
 pass: within count, every word would pay for it. Scattering reads 4 C, and reads and writes the
 sectors; `digest_words` reads 2 n. Extra memory: 12 bytes per tile of a diff, 16 per block of a
 scatter. B: blocks, C: changes.

@@ -11,28 +11,45 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_WORDS = tl.constexpr(65536)
+STEP = tl.constexpr(0x9E3779B97F4A7C15)
+"""From x of a word to that of the next, see `sparse_delta.py`."""
+WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
+"""Of the digest: words that are one load of a thread, and loads that it has under way at once."""
 TILE = {"TILE": 2048, "num_warps": 8}
-"""Eight words a thread: one load of 16 bytes."""
+"""Eight words a thread: one load of 16 bytes from each tensor."""
 SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
 """SPLIT programs to a block take turns, CHUNK changes at a time; at 1 % two of them find work."""
 DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
 
 
 @triton.jit
-def _coefficients(index) -> tuple[tl.tensor, tl.tensor]:
-    """(c_a, c_b) of the digest as uint32, of global indices."""
-    x = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    low, high = x.to(tl.uint32) ^ 0x85EBCA6B, (x >> 32).to(tl.uint32) ^ 0xC2B2AE35
-    r = low.to(tl.uint64) * high.to(tl.uint64)
-    high = (r >> 32).to(tl.uint32)
-    return (r.to(tl.uint32) ^ high) | 1, high | 1
+def _x(index) -> tl.tensor:
+    """x of global indices, as uint64; see `sparse_delta.py`."""
+    return (index.to(tl.uint64) + 1) * STEP
 
 
 @triton.jit
-def _square(word) -> tl.tensor:
-    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it."""
+def _one() -> tl.tensor:
+    """1 in uint32, which the compiler does not know. It would compute what it can see through in 64
+    bits in place of 32, with twice the instructions.
+    """
+    return tl.num_programs(1).to(tl.uint32)
+
+
+@triton.jit
+def _coefficients(x, one) -> tuple[tl.tensor, tl.tensor]:
+    """(c_a, c_b) of the digest as uint32, of x of global indices; `one`: 1 or `_one`."""
+    low, high = x.to(tl.uint32) ^ (0x85EBCA6B * one), (x >> 32).to(tl.uint32) ^ (0xC2B2AE35 * one)
+    r = low.to(tl.uint64) * high.to(tl.uint64)
+    high = (r >> 32).to(tl.uint32)
+    return (r.to(tl.uint32) ^ high) | one, high | one
+
+
+@triton.jit
+def _square(word, one) -> tl.tensor:
+    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it. `one`: 1 or `_one`."""
     word = word.to(tl.uint32)
-    return (word * word).to(tl.uint64)
+    return (word * word + (one - 1)).to(tl.uint64)
 
 
 @triton.jit
@@ -68,26 +85,30 @@ def count_kernel(
 
 @triton.jit
 def compact_kernel(
-    old_words_ptr, new_words_ptr, tile_counts_ptr, tile_ends_ptr, positions_ptr, diffs_ptr,
-    num_words, TILE: tl.constexpr,
+    old_words_ptr, new_words_ptr, tile_bounds_ptr, positions_ptr, diffs_ptr, num_words,
+    TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Positions and diffs of a tile, to where the tiles before it end. A tile without a change is
-    not read again.
+    """Positions and diffs of a tile, to where its changes are: from bounds[tile] to
+    bounds[tile + 1] - 1. A tile without a change is not read again.
     """
     tile = tl.program_id(0)
-    count = tl.load(tile_counts_ptr + tile)
-    if count > 0:
-        start = tl.load(tile_ends_ptr + tile) - count
+    begin, end = tl.load(tile_bounds_ptr + tile), tl.load(tile_bounds_ptr + tile + 1)
+    if begin < end:
         index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
         is_in = index < num_words
         old, new = (
             _load_word(old_words_ptr + index, is_in),
             _load_word(new_words_ptr + index, is_in),
         )
-        changed = old != new
-        rank = tl.cumsum(changed.to(tl.int32), axis=0) - 1
-        tl.store(positions_ptr + start + rank, (index % BLOCK_WORDS).to(tl.int16), mask=changed)
-        tl.store(diffs_ptr + start + rank, (new - old).to(tl.int16), mask=changed)
+        # Through shared memory as one number, where the compiler would send pointers of 64 bits:
+        # 17 bits hold the difference, those above count the changes up to here.
+        packed = tl.cumsum((old != new).to(tl.int32), axis=0) * 2**17 + (new - old + 2**16)
+        place = tl.arange(0, TILE)
+        packed = tl.gather(packed, place, axis=0)
+        at, change = (packed >> 17) - 1, packed.to(tl.int16)
+        position = (tile % (BLOCK_WORDS // TILE)) * TILE + place
+        tl.store(positions_ptr + begin + at, position.to(tl.int16), mask=change != 0)
+        tl.store(diffs_ptr + begin + at, change, mask=change != 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -110,12 +131,25 @@ def scatter_kernel(
         new = (old + _load_word(diffs_ptr + change, is_in)) & 0xFFFF
         if WRITES:
             tl.store(words_ptr + index, new.to(tl.int16), mask=is_in)
-        gain = _square(new) - _square(old)  # 0 where masked: there word and diff are 0
-        c_a, c_b = _coefficients(first + index)
+        gain = _square(new, 1) - _square(old, 1)  # 0 where masked: there word and diff are 0
+        c_a, c_b = _coefficients(_x(first + index), 1)
         a += _weigh(gain, c_a)
         b += _weigh(gain, c_b)
     if begin < end:
         _add_digest(digest_ptr, a, b)
+
+
+@triton.jit
+def _load_tiles(
+    ptr, limit, places, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The words of LOADS tiles; 0 from `limit` on."""
+    return (
+        _load_word(ptr + places, places < limit),
+        _load_word(ptr + TILE + places, places < limit - TILE),
+        _load_word(ptr + 2 * TILE + places, places < limit - 2 * TILE),
+        _load_word(ptr + 3 * TILE + places, places < limit - 3 * TILE),
+    )
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -124,14 +158,20 @@ def digest_kernel(
 ) -> None:
     """The share of NUM_TILES tiles in the digest."""
     begin = tl.program_id(0).to(tl.int64) * (TILE * NUM_TILES)
-    end = tl.minimum(begin + TILE * NUM_TILES, num_words)
-    a, b = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
-    for start in range(begin, end, TILE):
-        index = start + tl.arange(0, TILE)
-        squares = _square(_load_word(words_ptr + index, index < end))
-        c_a, c_b = _coefficients(first + index)
-        a += _weigh(squares, c_a)
-        b += _weigh(squares, c_b)
+    words_ptr += begin
+    num_words = tl.minimum(num_words - begin, TILE * NUM_TILES).to(tl.int32)
+    LANES: tl.constexpr = TILE // WIDTH
+    places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    a, b, one = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64), _one()
+    x = _x(first + begin + places)
+    for start in range(0, num_words, LOADS * TILE):
+        loaded = _load_tiles(words_ptr + start, num_words - start, places, TILE)
+        for i in tl.static_range(LOADS):
+            squares = _square(loaded[i], one)
+            c_a, c_b = _coefficients(x, one)
+            a += tl.sum(_weigh(squares, c_a), axis=1)
+            b += tl.sum(_weigh(squares, c_b), axis=1)
+            x += (STEP * TILE) % 2**64
     _add_digest(digest_ptr, a, b)
 
 
@@ -142,13 +182,13 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
     tile_counts = torch.empty(grid, dtype=torch.int32, device=old.device)
     if num_blocks:
         count_kernel[grid](old, new, tile_counts, len(old), **TILE)
-    tile_ends = tile_counts.cumsum(0, dtype=torch.int64)
-    bounds_B1 = torch.zeros(num_blocks + 1, dtype=torch.int64, device=old.device)
-    bounds_B1[1:] = tile_ends[tiles - 1 :: tiles]
+    tile_bounds = torch.zeros(len(tile_counts) + 1, dtype=torch.int64, device=old.device)
+    torch.cumsum(tile_counts, 0, out=tile_bounds[1:])
+    bounds_B1 = tile_bounds[::tiles].contiguous()
     num_changes = int(bounds_B1[-1])
     positions, diffs = old.new_empty(num_changes), old.new_empty(num_changes)
     if num_changes:
-        compact_kernel[grid](old, new, tile_counts, tile_ends, positions, diffs, len(old), **TILE)
+        compact_kernel[grid](old, new, tile_bounds, positions, diffs, len(old), **TILE)
     change = _scatter(old, bounds_B1, positions, diffs, first, writes=False)
     return bounds_B1.diff().int(), positions, diffs, change
 

@@ -82,12 +82,15 @@ def test_no_kernel_spills_and_each_uses_registers(report: Report) -> None:
     assert all(0 < row["registers"] <= 255 and row["shared"] <= SHARED for row in report.rows)
 
 
-def test_no_row_kernel_is_kept_from_its_goal(report: Report) -> None:
-    """Four loads under way, 16 bytes each, no shuffle within a loop, bounds above the goal."""
-    rows = [row for row in report.rows if row.get("goal_tb_s")]
-    assert len(rows) == 39
-    assert [(row["kernel"], row["variant"], row["fault"]) for row in rows if row["fault"]] == []
-    assert all(row["loads_in_flight"] >= 4 and row["narrowest"] == 16 for row in rows)
+def test_no_kernel_is_kept_from_its_goal(report: Report) -> None:
+    """Four loads under way, 16 bytes each, no shuffle within a loop, bounds above the goal; what
+    that is for kernels that do not go through rows stands in `bench.roofline`.
+    """
+    rows = [row for row in report.rows if row["kernel"] in ("score", "gradient", "loss")]
+    assert len(rows) == 43
+    assert all(row["loads_in_flight"] >= 4 and row["load_bytes"] == 16 for row in rows)
+    faults = {(row["kernel"], row["variant"]): row["fault"] for row in report.rows}
+    assert {key: fault for key, fault in faults.items() if fault} == {}
     assert report.exit_code == 0, report.output
 
 
