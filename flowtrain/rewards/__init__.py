@@ -42,10 +42,10 @@ FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
 def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     """Return the groups with `reward` and `scored_by` of every trajectory filled.
 
-    A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where it gives 0, the judge is asked,
-    unless there is no answer; without a judgement the rule's 0 stands. A failed rollout
-    gets no reward. Raises UserError when a task names an unknown scorer, or one that cannot use its
-    answers.
+    A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
+    a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
+    stands. A failed rollout gets no reward. Raises UserError when a task names an unknown scorer,
+    or one that cannot use its answers.
     """
     scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
     verified = [number for number, t in enumerate(scored) if _needs_verifier(t)]

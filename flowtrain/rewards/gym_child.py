@@ -17,13 +17,11 @@ from typing import Any
 import reasoning_gym
 import sympy
 
-FUNCTIONS = frozenset(
-    """
-    sin cos tan sec csc cot asin acos atan asec acsc acot sinh cosh tanh sech csch coth asinh acosh
-    atanh sinc exp log ln sqrt cbrt root Abs abs sign floor ceiling factorial gamma erf erfc erfi
-    Ei li Si Ci pi oo Rational Integer Float Pow Add Mul re im conjugate
-    """.split()
-)
+FUNCTIONS = """
+sin cos tan sec csc cot asin acos atan asec acsc acot sinh cosh tanh sech csch coth asinh acosh
+atanh sinc exp log ln sqrt cbrt root Abs abs sign floor ceiling factorial gamma erf erfc erfi
+Ei li Si Ci pi oo Rational Integer Float Pow Add Mul re im conjugate
+"""
 """The names of more than one letter that an expression may have."""
 NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
 WORD = re.compile(r"[^\W\d]+")
@@ -42,7 +40,7 @@ def checked(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parse_checked(text: str, *arguments: Any, **options: Any) -> Any:
         words = WORD.findall(NUMBER.sub(" ", text))
         is_plain = EXPRESSION.fullmatch(text) and not ATTRIBUTE.search(text)
-        if not is_plain or any(len(word) > 1 and word not in FUNCTIONS for word in words):
+        if not is_plain or any(len(word) > 1 and word not in FUNCTIONS.split() for word in words):
             raise Refused("the text is no expression")
         return parse(text, *arguments, **options)
 

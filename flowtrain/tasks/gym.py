@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _draws(sets: Mapping[str, GymSet], total: int, seed_of: Callable[[str], int]
 
 
 def _tasks(draw: Draw, split: str, made: Iterator[dict[str, Any]]) -> Iterator[Task]:
-    for index, line in zip(range(draw.size), made):
+    for index, line in enumerate(islice(made, draw.size)):
         yield Task(
             f"{draw.key}-{split}-{index}",
             line["question"],
