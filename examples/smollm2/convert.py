@@ -75,13 +75,13 @@ def fetch_wheel(cache: Path, say: Say = print) -> Path:
     return path
 
 
-def check_digest(path: Path, expected: str = SHA256) -> None:
-    """Raise UserError unless the file has this SHA-256, as 64 hex digits."""
+def check_digest(path: Path) -> None:
+    """Raise UserError unless the file has the wheel's SHA-256."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+    if found != SHA256:
         raise UserError(
-            f"{path} has the SHA-256 {found}, not {expected}; remove it to download it again"
+            f"{path} has the SHA-256 {found}, not {SHA256}; remove it to download it again"
         )
 
 

@@ -35,6 +35,7 @@ MAX_NEW_TOKENS = 48
 PLAIN = "tokens  12, 345"
 PLAIN_PIECES = ["tokens", "  ", "1", "2", ",", " ", "3", "4", "5"]
 """How SmolLM2's own tokenizer cuts a text; GPT-2's rule would part the two spaces."""
+CHAT_END = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -125,14 +126,14 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
         "the ids of the special tokens": tokenizer.convert_tokens_to_ids(list(MARKS)),
         "a special token in a text": tokenizer(MARKS[1]).input_ids,
         "the token that ends a response": tokenizer.eos_token,
-        "the end of a chat": chat.rpartition("<|im_end|>\n<|im_start|>user")[2],
+        "the end of a chat": chat[-len(CHAT_END) :],
     }
     wanted = {
         "the pieces of a text": PLAIN_PIECES,
         "the ids of the special tokens": [0, 1, 2],
         "a special token in a text": [1],
         "the token that ends a response": "<|im_end|>",
-        "the end of a chat": "\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "the end of a chat": CHAT_END,
     }
     for what, right in wanted.items():
         if found[what] != right:

@@ -50,7 +50,9 @@ def main() -> None:
 
 
 def question(entry: dict[str, Any], name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the line of one question; raises ValueError for an entry that is no Python literal."""
+    """Return the line of one question; raises ValueError or SyntaxError where its data is
+    no Python literal.
+    """
     entry = plain(entry)
     text = repr({"name": name, "options": options, "entry": entry})
     if ast.literal_eval(text)["entry"] != entry:
