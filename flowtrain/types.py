@@ -58,8 +58,7 @@ class Task:
     question: str
     """The text that the planner reads."""
     answers: tuple[str, ...]
-    """Accepted answers; for "gameof24" the four numbers, as any right expression counts. () where
-    a verifier alone knows."""
+    """Accepted answers; for "gameof24" the four numbers, as any right expression counts."""
     kind: str = ""
     """A label to group results by ("lookup", "chain", "sum", ...)."""
     num_turns: int = 1
@@ -71,8 +70,7 @@ class Task:
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
     entry: str = ""
-    """The data that the verifier of reasoning-gym reads, as a Python literal; "" for other tasks.
-    The policy never sees it."""
+    """What a verifier of reasoning-gym reads, as a Python literal; the policy never sees it."""
     sub_goals: tuple[SubGoal, ...] = ()
     """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
 

@@ -44,6 +44,7 @@ SLOW = (
     "test_exact_resume.py",
     "test_learning.py",
     "test_learning_verifier.py",
+    "test_real_model.py",
     "test_rft.py",
     "test_smollm2.py",
     "test_train_algorithms.py",
