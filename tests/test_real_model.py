@@ -26,6 +26,7 @@ OPTIONS = {
     "rollout.group_size": 2,
     "rollout.max_new_tokens": 24,
     "algorithm.kl_coef": 0.0,
+    "algorithm.mode": "released",  # trains groups of one reward, too
     "train.num_steps": 2,
     "train.num_minibatches": 1,
     "train.lr": 1e-5,

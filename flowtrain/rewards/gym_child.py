@@ -26,7 +26,6 @@ Ei li Si Ci pi oo Rational Integer Float Pow Add Mul re im conjugate
 NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
 WORD = re.compile(r"[^\W\d]+")
 EXPRESSION = re.compile(r"[\w\s+\-*/^().,]*")
-ATTRIBUTE = re.compile(r"\.\s*[^\W\d]|[^\W\d]\s*\.")
 ARITHMETIC = re.compile(r"[0-9a-fA-FxX\s+\-*/%&|^~<>()]*")
 
 
@@ -35,12 +34,12 @@ class Refused(ValueError):
 
 
 def checked(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap sympy's `parse_expr`: it refuses what has strings, attributes or unknown names."""
+    """Wrap sympy's `parse_expr`: it refuses what has strings, lists or unknown names."""
 
     def parse_checked(text: str, *arguments: Any, **options: Any) -> Any:
         words = WORD.findall(NUMBER.sub(" ", text))
-        is_plain = EXPRESSION.fullmatch(text) and not ATTRIBUTE.search(text)
-        if not is_plain or any(len(word) > 1 and word not in FUNCTIONS.split() for word in words):
+        is_known = all(len(word) == 1 or word in FUNCTIONS.split() for word in words)
+        if not is_known or not EXPRESSION.fullmatch(text):
             raise Refused("the text is no expression")
         return parse(text, *arguments, **options)
 

@@ -57,6 +57,8 @@ def gym_tasks(
     for a data set that it does not have, for options that it refuses, and when no held-out question
     is left.
     """
+    if num_held_out > _TRAIN:
+        raise UserError(f"eval.num_tasks={num_held_out} must be at most {_TRAIN} for reasoning-gym")
     held_draws = _draws(sets, num_held_out, lambda _: 0)
     train_draws = _draws(sets, num_train, lambda key: _first_number(sets[key], seed))
     made = iter(_made([*train_draws, *held_draws]))
@@ -90,7 +92,7 @@ def _draws(sets: Mapping[str, GymSet], total: int, seed_of: Callable[[str], int]
             each.name or key,
             each.options,
             seed_of(key),
-            min(_TRAIN, max(1, round(total * each.weight / weights))),
+            max(1, round(total * each.weight / weights)),
         )
         for key, each in sets.items()
     ]

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:sandbox 'limits'")
 FAKE = '{"reward": 1.0}'
 RUNS = f"""__import__("os").write(1, b'{FAKE}') or __import__("os")._exit(0)"""
 """A reward of its own, from an answer that is run as code."""
+SPELT = f"eval({'+'.join(f'chr({ord(letter)})' for letter in RUNS)})"
+"""The same without strings."""
+CODED = "sin('" + "".join(f"\\{ord(letter):o}" for letter in RUNS) + "')"
+"""The same without words: sympy's functions evaluate strings."""
 
 
 def task(name: str, answer: str | None, options: dict[str, Any] | None = None, **data: Any) -> Task:
@@ -35,6 +39,7 @@ def task(name: str, answer: str | None, options: dict[str, Any] | None = None, *
 LEGS = task("leg_counting", "12")
 PUZZLE = task("puzzle24", "(2 + 4) * 4 * 1", {"min_value": 1}, numbers=[1, 2, 4, 4])
 SORTING = task("number_sorting", "['1.0', '2.0']", direction="ascending")
+INTEGRAL = task("simple_integration", "x**2 + C", integrand="2*x", variable="x")
 QUEENS = task("n_queens", "Q _\n_ Q", solutions=[], valid_answers=["Q _\n_ Q"])
 
 
@@ -64,16 +69,21 @@ def test_verifiers_that_evaluate_the_answer_read_expressions_and_lists() -> None
     assert rewards(
         (PUZZLE, "(2 + 4) * 4 * 1"),
         (PUZZLE, "2 * 4 + 4 * 1"),
+        (INTEGRAL, "x**2 + 0.5*C"),
         (SORTING, "['1.0', '2.0']"),
         (QUEENS, "[['Q', '_'], ['_', 'Q']]"),
-    ) == [1.0, 0.01, 1.0, 0.5]
+    ) == [1.0, 0.01, 1.0, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("asked", [LEGS, PUZZLE, SORTING, QUEENS], ids=["eq", "sympy", "list", "q"])
+@pytest.mark.parametrize(
+    "asked", [LEGS, PUZZLE, INTEGRAL, SORTING, QUEENS], ids=["eq", "sympy", "sp", "list", "q"]
+)
 @pytest.mark.parametrize(
     "answer",
     [
         RUNS,
+        SPELT,
+        CODED,
         f"print('{FAKE}')",
         "().__class__.__base__",
         "exit()",
@@ -82,7 +92,7 @@ def test_verifiers_that_evaluate_the_answer_read_expressions_and_lists() -> None
         "\x00",
         FAKE,
     ],
-    ids=["os", "print", "class", "exit", "deep", "surrogate", "nul", "json"],
+    ids=["os", "spelt", "coded", "print", "class", "exit", "deep", "surrogate", "nul", "json"],
 )
 def test_an_answer_is_never_run(asked: Task, answer: str) -> None:
     (reward,) = rewards((asked, answer))
@@ -150,6 +160,7 @@ def test_score_reads_the_final_answer_and_counts_failures() -> None:
         rollout(LEGS, "I think <answer>12</answer>"),
         rollout(LEGS, "1" * (gym.MAX_CHARS + 1)),
         rollout(LEGS, ""),
+        rollout(LEGS, "13"),
         rollout(exact, "Oslo"),
         rollout(LEGS, "12", error="generator: gone"),
     )
@@ -157,6 +168,7 @@ def test_score_reads_the_final_answer_and_counts_failures() -> None:
     assert [(each.reward, each.scored_by) for each in group.trajectories] == [
         (1.0, "reasoning-gym"),
         (0.0, "reasoning-gym: too long"),
+        (0.0, "reasoning-gym"),
         (0.0, "reasoning-gym"),
         (1.0, "exact"),
         (None, ""),

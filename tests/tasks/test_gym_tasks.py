@@ -65,6 +65,15 @@ def test_no_number_makes_a_training_and_a_held_out_question(
     assert train[0].seed != train[1].seed and {draw.seed for draw in held_out} == {0}
 
 
+def test_training_begins_where_held_out_questions_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = numbers(monkeypatch)
+    monkeypatch.setattr(gym, "derive_seed", lambda *parts: 0)
+    train, held_out = gym_tasks({"a": GymSet()}, 4, 4, 0)
+    assert [draw.seed for draw in drawn] == [gym._TRAIN, 0] and len(train["a"] + held_out) == 8
+    with pytest.raises(UserError, match=f"eval.num_tasks=.* must be at most {gym._TRAIN}"):
+        gym_tasks({"a": GymSet()}, 4, gym._TRAIN + 1, 0)
+
+
 def test_equal_questions_leave_the_held_out_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["one", "two", "three", "one", "four", "four", "five"]
     monkeypatch.setattr(
