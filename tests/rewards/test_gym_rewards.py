@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain.config import Agent
+from flowtrain.config import Agent, GymSet
 from flowtrain.rewards import gym, score, score_one
 from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory, UserError
@@ -203,3 +204,15 @@ def test_an_answer_writes_no_file(tmp_path: Path) -> None:
     made = tmp_path / "made"
     rewards((QUEENS, f"open({str(made)!r}, 'w')"), (PUZZLE, f"open({str(made)!r}, 'w')"))
     assert not made.exists()
+
+
+def test_every_family_scores_its_own_answer() -> None:
+    """Its data survives the way into the sandbox, and no guard stands in its verifier's way."""
+    from reasoning_gym.factory import DATASETS
+
+    slow = {"composite", "knight_swap"}
+    families = {name: GymSet() for name in DATASETS if name not in slow}
+    train, _ = gym_tasks(families, len(families), len(families), seed=3)
+    cases = [(asked, asked.answers[0]) for (asked,) in train.values() if asked.answers]
+    assert len(families) == 104 and len(cases) == 99
+    assert set(gym.verify_all(cases)) == {gym.Verified(1.0)}
