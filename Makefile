@@ -18,7 +18,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls demo-elastic check test test-vllm lint typecheck bench
+.PHONY: setup quickstart controls demo-elastic smollm2 check test test-vllm lint typecheck bench
 
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
@@ -50,6 +50,10 @@ demo-elastic: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-verifier \
 		--train.policy verifier --rft.num_steps 500
 	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic
+
+# A real instruct model of 135 M parameters in models/, for model.path: downloads 93 MB, converts, checks.
+smollm2: setup
+	$(BIN)/python -m examples.smollm2
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint

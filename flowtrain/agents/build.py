@@ -41,6 +41,7 @@ MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 _RULES = {
     "facts": (facts_enough, last_result),
     "gameof24": (gameof24_enough, last_expression),
+    "reasoning-gym": (any_result_enough, last_result),
     "file": (any_result_enough, last_result),
 }
 """The rules of the verifier and the generator, by family of tasks."""

@@ -19,7 +19,7 @@ from flowtrain.config.rollout import Rollout, Vllm
 from flowtrain.config.run import Checkpoint, Eval, Log, Run, Weights
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
-from flowtrain.config.tasks import Tasks
+from flowtrain.config.tasks import GymSet, Tasks
 from flowtrain.config.train import Rft, Train
 from flowtrain.config.validate import validate
 from flowtrain.types import PolicyName
@@ -95,6 +95,7 @@ __all__ = [
     "Corpus",
     "Dataflow",
     "Eval",
+    "GymSet",
     "Infoflow",
     "Judge",
     "Log",

@@ -75,6 +75,11 @@ def _check_task_files(config: Config) -> None:
     if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
         key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"
         raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
+    if (tasks.name == "reasoning-gym") != bool(tasks.gym):
+        raise ValueError(
+            f"tasks.gym={list(tasks.gym)} goes with tasks.name = 'reasoning-gym', which is "
+            f"{tasks.name!r}"
+        )
     if tasks.path and tasks.mixture:
         raise ValueError(
             f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "

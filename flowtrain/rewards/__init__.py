@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from flowtrain.rewards import choice, exact, gameof24, math_answer, squad
+from flowtrain.rewards import choice, exact, gameof24, gym, math_answer, squad
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.tasks.sub_goals import solved_weight
@@ -35,19 +35,23 @@ SCORERS: dict[str, Callable[[Task, str], float]] = {
 }
 """The rule of each scorer, by its name in `Task.scorer`; the rule gets the final answer."""
 
-FINAL_SCORERS = ("f1", "gameof24")
-"""Rules that no judge overrules: one grades, the other proves."""
+FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
+"""Scorers that no judge overrules: one grades, the others prove."""
 
 
 def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
     """Return the groups with `reward` and `scored_by` of every trajectory filled.
 
-    A task's rule scores the final answer (`final_answer`). Where it gives 0, the judge is asked,
-    unless there is no answer; without a judgement the rule's 0 stands. A failed rollout
-    gets no reward. Raises UserError when a task names an unknown scorer, or one that cannot use its
-    answers.
+    A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
+    a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
+    stands. A failed rollout gets no reward. Raises UserError when a task names an unknown scorer,
+    or one that cannot use its answers.
     """
     scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
+    verified = [number for number, t in enumerate(scored) if _needs_verifier(t)]
+    verdicts = gym.verify_all([(scored[n].task, final_answer(scored[n].answer)) for n in verified])
+    for number, verdict in zip(verified, verdicts, strict=True):
+        scored[number] = _with_verified_reward(scored[number], verdict)
     if judge is not None:
         disputed = [number for number, t in enumerate(scored) if _may_be_right(t)]
         cases = [(scored[n].task, final_answer(scored[n].answer)) for n in disputed]
@@ -63,6 +67,9 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
 async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Trajectory:
     """Score one rollout as `score` does, in an event loop."""
     scored = _with_rule_reward(trajectory)
+    if _needs_verifier(scored):
+        verdict = await gym.verify(scored.task, final_answer(scored.answer))
+        return _with_verified_reward(scored, verdict)
     if judge is None or not _may_be_right(scored):
         return scored
     return _with_judge_reward(scored, await judge.judge(scored.task, final_answer(scored.answer)))
@@ -71,19 +78,35 @@ async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Traje
 def _with_rule_reward(trajectory: Trajectory) -> Trajectory:
     task = trajectory.task
     answer = final_answer(trajectory.answer)
-    if task.scorer not in SCORERS:
+    if task.scorer == gym.NAME:
+        gym.check(task)
+    elif task.scorer not in SCORERS:
         raise UserError(
             f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
         )
     if trajectory.error:
         return trajectory
-    reward = SCORERS[task.scorer](task, answer[-MAX_CHARS:])
+    rule = SCORERS.get(task.scorer, _no_rule)
+    reward = rule(task, answer[-MAX_CHARS:])
     return replace(
         trajectory,
         reward=reward if answer else 0.0,
         scored_by=task.scorer,
         sub_goals=solved_weight(task, trajectory.turns),
     )
+
+
+def _no_rule(task: Task, answer: str) -> float:
+    """Give 0 until the verifier has scored."""
+    return 0.0
+
+
+def _needs_verifier(trajectory: Trajectory) -> bool:
+    return trajectory.task.scorer == gym.NAME and not trajectory.error
+
+
+def _with_verified_reward(trajectory: Trajectory, verified: gym.Verified) -> Trajectory:
+    return replace(trajectory, reward=verified.reward, scored_by=verified.scored_by)
 
 
 def _with_judge_reward(trajectory: Trajectory, is_right: bool | None) -> Trajectory:

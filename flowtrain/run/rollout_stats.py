@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flowtrain.agents.planner import NO_TOOL
+from flowtrain.rewards import gym
 from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
@@ -14,6 +15,7 @@ _COUNTS = (
     *("rollouts", "finished", "reward", "turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
     *("out_of_turns", "out_of_time"),
+    *gym.FAILURES,
 )
 _RATIOS = {
     "reward_mean": ("reward", "finished"),
@@ -52,6 +54,8 @@ class Outcome:
     """Response tokens, without what a branch took over."""
     sub_goals: float = 0.0
     is_hinted: bool = False
+    verifier_failure: str = ""
+    """Why the verifier of reasoning-gym could not score the answer; "" where it could."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
@@ -65,6 +69,7 @@ class Outcome:
             trajectory.num_sampled_tokens,
             sub_goals,
             is_hinted,
+            gym.failure_of(trajectory.scored_by),
         )
 
     @classmethod
@@ -79,6 +84,7 @@ class Outcome:
             num_tokens,
             record.get("sub_goals", 0.0),
             "hint_turn" in record,
+            gym.failure_of(record.get("scored_by", "")),
         )
 
 
@@ -116,6 +122,8 @@ class RolloutStats:
     """Rollouts that time or the model's positions ended."""
     tool_shares: dict[str, float]
     """Turns by tool; what is missing to 1 was malformed."""
+    verifier_failures: dict[str, int] = field(default_factory=dict)
+    """Answers over all ranks that the verifier of reasoning-gym could not score, by reason."""
 
     @classmethod
     def of(
@@ -142,17 +150,25 @@ class RolloutStats:
             num_sampled_tokens=int(total["sampled_tokens"]),
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
             tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
+            verifier_failures={name: int(total[name]) for name in gym.FAILURES if total[name]},
             **ratios,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return flat metrics for the log; tools as tool_share/<name>."""
+        """Return flat metrics for the log; tools as tool_share/<name>, answers that could not be
+        verified as verifier_failures/<reason>, where there are some.
+        """
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("tool_shares", "num_rollouts")
+            if name not in ("tool_shares", "verifier_failures", "num_rollouts")
         }
-        return plain | {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
+        shares = {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
+        failures = {
+            f"verifier_failures/{name.replace(' ', '_')}": float(number)
+            for name, number in self.verifier_failures.items()
+        }
+        return plain | shares | failures
 
 
 def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
@@ -168,6 +184,8 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
         counts["out_of_turns"] += outcome.truncated == "turns"
         counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
         counts["stragglers"] += outcome.truncated == "straggler"
+        if outcome.verifier_failure in gym.FAILURES:
+            counts[outcome.verifier_failure] += 1
         for tool_name, is_error, num_prompt_tokens, num_response_tokens in outcome.passes:
             counts["prompt_tokens"] += num_prompt_tokens
             counts["response_tokens"] += num_response_tokens

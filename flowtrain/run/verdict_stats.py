@@ -15,11 +15,11 @@ from flowtrain.types import Trajectory, Turn, Verdict
 def verdict_metrics(
     trajectories: Iterable[Trajectory], config: Config, world: World
 ) -> dict[str, float]:
-    """Compute shares of the verdicts of all ranks; collective. Tasks from files have no rule to
-    agree with.
+    """Compute shares of the verdicts of all ranks; collective. Tasks from files and from
+    reasoning-gym have no rule to agree with.
     """
     counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement"), 0.0)
-    rule = None if config.tasks.name == "file" else rule_verifier(config)
+    rule = None if config.tasks.name in ("file", "reasoning-gym") else rule_verifier(config)
     for trajectory in trajectories:
         for turn, memory in _judged(trajectory):
             counts["verdicts"] += 1

@@ -14,6 +14,7 @@ from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.gameof24 import gameof24_tasks
+from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.types import Task, UserError
@@ -31,7 +32,7 @@ class TaskSet:
     """Tasks by split; `MAIN_SPLIT` is always one of them."""
     passages: tuple[str, ...]
     mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
-    """Weight and tasks of each file, in order, where `train` comes from several."""
+    """Weight and tasks of each file or data set, in order, where `train` comes from several."""
 
     def cursor(self, seed: int, position: int) -> TaskCursor | MixedCursor:
         """Return the order of the training tasks."""
@@ -77,6 +78,8 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
         case "gameof24":
             train = gameof24_tasks("train", config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
+        case "reasoning-gym":
+            return _from_gym(config, texts)
         case _:
             return _from_files(config, texts)
     return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
@@ -85,6 +88,17 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
 def without_tasks(config: cfg.Config) -> TaskSet:
     """Return a set without tasks, for a node that gets its tasks one by one."""
     return TaskSet((), {}, passages(load_corpus(config.tasks.corpus)))
+
+
+def _from_gym(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
+    """Generate the questions of `tasks.gym`; every step draws from each data set by weight."""
+    tasks = config.tasks
+    weights = {key: each.weight for key, each in tasks.gym.items()}
+    shares(weights, config.rollout.num_questions, "tasks.gym")  # refuses one that is too small
+    train, held_out = gym_tasks(tasks.gym, tasks.num_train, config.eval.num_tasks, config.run.seed)
+    mixture = {key: (weights[key], tuple(_new(train[key], tasks.benchmarks))) for key in weights}
+    joined = tuple(task for _, found in mixture.values() for task in found)
+    return TaskSet(joined, {MAIN_SPLIT: tuple(held_out)}, texts, mixture)
 
 
 def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:

@@ -1,0 +1,127 @@
+"""Rewards by the verifiers of reasoning-gym, each answer in a process of its own with limits.
+
+The verifiers were written for honest answers: some evaluate them, some take for ever, some raise.
+So they run in the sandbox of the tool Python_Coder, and an answer that cannot be scored gets 0 for
+a reason that `Trajectory.scored_by` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flowtrain.config import Agent
+from flowtrain.tools.base import ToolError
+from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.types import Task, UserError
+
+NAME = "reasoning-gym"
+"""The scorer in `Task.scorer`."""
+MAX_CHARS = 8000
+"""Characters of an answer; a longer one is not verified."""
+TIME_LIMIT_S = 5.0
+"""Wall time for one answer."""
+MEMORY_MB = 2048
+"""Address space for one answer; numpy and sympy alone take some hundred MiB of it."""
+FAILURES = ("too long", "time limit", "memory limit", "verifier raised", "process died")
+"""Why an answer gets 0 without the verifier's word, as `scored_by` has it after the name."""
+
+_SOURCE = Path(__file__).with_name("gym_child.py")
+
+
+class Verified(NamedTuple):
+    """The score of one answer."""
+
+    reward: float
+    """In [0, 1]; partial credit as the verifier gives it."""
+    failure: str = ""
+    """One of FAILURES; "" where the verifier has scored."""
+
+    @property
+    def scored_by(self) -> str:
+        return f"{NAME}: {self.failure}" if self.failure else NAME
+
+
+def check(task: Task) -> None:
+    """Raise UserError for a task without the data that its verifier needs."""
+    if not task.entry:
+        raise UserError(
+            f"task {task.id!r}: scorer {NAME!r} is for tasks of tasks.name={NAME!r} alone"
+        )
+
+
+def failure_of(scored_by: str) -> str:
+    """Return the reason in a `scored_by`, or "" where there is none."""
+    name, _, failure = scored_by.partition(": ")
+    return failure if name == NAME else ""
+
+
+def verify_all(cases: Sequence[tuple[Task, str]]) -> list[Verified]:
+    """Verify final answers, as many at once as there are cores, and equal ones once.
+
+    Must not be called where an event loop runs.
+    """
+    different = list(dict.fromkeys((task.entry, answer) for task, answer in cases))
+
+    async def all_of_them() -> list[Verified]:
+        return await asyncio.gather(*(_verify(entry, answer) for entry, answer in different))
+
+    known = dict(zip(different, asyncio.run(all_of_them()), strict=True)) if different else {}
+    return [known[task.entry, answer] for task, answer in cases]
+
+
+async def verify(task: Task, answer: str) -> Verified:
+    """Verify one final answer."""
+    return await _verify(task.entry, answer)
+
+
+async def _verify(entry: str, answer: str) -> Verified:
+    if not answer:
+        return Verified(0.0)
+    if len(answer) > MAX_CHARS:
+        return Verified(0.0, "too long")
+    try:
+        output = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
+    except ToolError as error:
+        return Verified(0.0, _failure(str(error)))
+    try:
+        found = json.loads(output.rstrip().rpartition("\n")[2])
+        reward = float(found["reward"])
+    except (ValueError, KeyError, TypeError):  # {"error": ...}, or nothing of ours
+        return Verified(0.0, "verifier raised")
+    if not math.isfinite(reward):
+        return Verified(0.0, "verifier raised")
+    return Verified(min(max(reward, 0.0), 1.0))
+
+
+def _failure(problem: str) -> str:
+    """Name the failure that the sandbox describes."""
+    if "time limit" in problem or "SIGXCPU" in problem:
+        return "time limit"
+    if "memory limit" in problem or "MemoryError" in problem:
+        return "memory limit"
+    return "process died"
+
+
+@functools.cache
+def _sandbox() -> ProcessSandbox:
+    """Make the sandbox with the first answer; its processes end with this one."""
+    return make_sandbox(
+        Agent(
+            python_packages=("reasoning_gym",),
+            tool_timeout_s=TIME_LIMIT_S,
+            code_timeout_s=TIME_LIMIT_S,
+            code_memory_mb=MEMORY_MB,
+        )
+    )
+
+
+@functools.cache
+def _source() -> str:
+    return _SOURCE.read_text(encoding="utf-8")

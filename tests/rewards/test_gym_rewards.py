@@ -1,0 +1,218 @@
+"""reasoning-gym's verifiers on right, wrong and hostile answers, in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain.config import Agent, GymSet
+from flowtrain.rewards import gym, score, score_one
+from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.tasks.gym import gym_tasks
+from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.training.world import World
+from flowtrain.types import Group, Task, Trajectory, UserError
+
+pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
+pytestmark = pytest.mark.filterwarnings("ignore:sandbox 'limits'")
+
+FAKE = '{"reward": 1.0}'
+RUNS = f"""__import__("os").write(1, b'{FAKE}') or __import__("os")._exit(0)"""
+"""A reward of its own, from an answer that is run as code."""
+SPELT = f"eval({'+'.join(f'chr({ord(letter)})' for letter in RUNS)})"
+"""The same without strings."""
+CODED = "sin('" + "".join(f"\\{ord(letter):o}" for letter in RUNS) + "')"
+"""The same without words: sympy's functions evaluate strings."""
+
+
+def task(name: str, answer: str | None, options: dict[str, Any] | None = None, **data: Any) -> Task:
+    entry = {"question": "?", "answer": answer, "metadata": data}
+    text = repr({"name": name, "options": options or {}, "entry": entry})
+    return Task("t", "?", () if answer is None else (answer,), scorer=gym.NAME, entry=text)
+
+
+LEGS = task("leg_counting", "12")
+PUZZLE = task("puzzle24", "(2 + 4) * 4 * 1", {"min_value": 1}, numbers=[1, 2, 4, 4])
+SORTING = task("number_sorting", "['1.0', '2.0']", direction="ascending")
+INTEGRAL = task("simple_integration", "x**2 + C", integrand="2*x", variable="x")
+QUEENS = task("n_queens", "Q _\n_ Q", solutions=[], valid_answers=["Q _\n_ Q"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox() -> Iterator[None]:
+    yield
+    gym._sandbox().close()
+    gym._sandbox.cache_clear()
+
+
+def rewards(*cases: tuple[Task, str]) -> list[float]:
+    found = gym.verify_all(cases)
+    assert [each.failure for each in found] == [""] * len(cases)
+    return [each.reward for each in found]
+
+
+def test_the_verifier_decides_partial_credit_included() -> None:
+    assert rewards((LEGS, "12"), (LEGS, "13"), (LEGS, ""), (LEGS, "12 legs")) == [
+        1.0,
+        0.0,
+        0.0,
+        2 / 7,
+    ]
+
+
+def test_verifiers_that_evaluate_the_answer_read_expressions_and_lists() -> None:
+    assert rewards(
+        (PUZZLE, "(2 + 4) * 4 * 1"),
+        (PUZZLE, "2 * 4 + 4 * 1"),
+        (INTEGRAL, "x**2 + 0.5*C"),
+        (SORTING, "['1.0', '2.0']"),
+        (QUEENS, "[['Q', '_'], ['_', 'Q']]"),
+    ) == [1.0, 0.01, 1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "asked", [LEGS, PUZZLE, INTEGRAL, SORTING, QUEENS], ids=["eq", "sympy", "sp", "list", "q"]
+)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RUNS,
+        SPELT,
+        CODED,
+        f"print('{FAKE}')",
+        "().__class__.__base__",
+        "exit()",
+        "(" * 3000,
+        "\ud800",
+        "\x00",
+        FAKE,
+    ],
+    ids=["os", "spelt", "coded", "print", "class", "exit", "deep", "surrogate", "nul", "json"],
+)
+def test_an_answer_is_never_run(asked: Task, answer: str) -> None:
+    (reward,) = rewards((asked, answer))
+    assert reward <= 0.01
+
+
+def test_data_with_tuples_and_without_an_answer_is_scored() -> None:
+    board = ((1, 2), (3, 4))
+    assert rewards((task("arc_agi", "1 2\n3 4", output=board), "1 2\n3 4")) == [1.0]
+    graph = {"vertices": [0, 1], "edges": [(0, 1)], "num_colors": 2, "color_options": [1, 2]}
+    asked = task("graph_color", None, possible_answer={0: 1, 1: 2}, puzzle=graph)
+    assert rewards((asked, '{"0": 1, "1": 2}'), (asked, '{"0": 1, "1": 1}')) == [1.0, 0.01]
+
+
+def test_what_cannot_be_verified_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"tool_timeout_s": 0.7, "code_timeout_s": 0.7, "code_memory_mb": gym.MEMORY_MB}
+    quick = make_sandbox(Agent(python_packages=("reasoning_gym",), **options))
+    monkeypatch.setattr(gym, "_sandbox", lambda: quick)
+    broken = replace(LEGS, entry=repr({"name": "leg_counting", "options": {}, "entry": {}}))
+    found = gym.verify_all(
+        [(LEGS, "1" * (gym.MAX_CHARS + 1)), (PUZZLE, "9**9**9**9"), (broken, "12"), (LEGS, "12")]
+    )
+    quick.close()
+    assert found[:3] == [
+        gym.Verified(0.0, failure) for failure in ("too long", "time limit", "verifier raised")
+    ]
+    assert found[3] == gym.Verified(1.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ('{"reward": 0.25}', gym.Verified(0.25)),
+        ('the verifier prints\n{"reward": 7}', gym.Verified(1.0)),
+        ('{"reward": -1}', gym.Verified(0.0)),
+        ('{"reward": NaN}', gym.Verified(0.0, "verifier raised")),
+        ('{"error": "KeyError"}', gym.Verified(0.0, "verifier raised")),
+        ("", gym.Verified(0.0, "verifier raised")),
+    ],
+)
+def test_rewards_stay_between_0_and_1(
+    output: str, expected: gym.Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Says:
+        async def run(self, code: str) -> str:
+            return output
+
+    monkeypatch.setattr(gym, "_sandbox", Says)
+    assert gym.verify_all([(LEGS, "12")]) == [expected]
+
+
+def rollout(asked: Task, answer: str, error: str = "") -> Trajectory:
+    return Trajectory(asked, (), answer, 0.0, 0, error=error)
+
+
+class NoJudge:
+    def judge_all(self, cases: list[Any]) -> list[bool]:
+        assert not cases
+        return []
+
+
+def test_score_reads_the_final_answer_and_counts_failures() -> None:
+    exact = Task("e", "?", ("Oslo",))
+    members = (
+        rollout(LEGS, "I think <answer>12</answer>"),
+        rollout(LEGS, "1" * (gym.MAX_CHARS + 1)),
+        rollout(LEGS, ""),
+        rollout(LEGS, "13"),
+        rollout(exact, "Oslo"),
+        rollout(LEGS, "12", error="generator: gone"),
+    )
+    (group,) = score([Group(0, members)], NoJudge())  # type: ignore[arg-type]
+    assert [(each.reward, each.scored_by) for each in group.trajectories] == [
+        (1.0, "reasoning-gym"),
+        (0.0, "reasoning-gym: too long"),
+        (0.0, "reasoning-gym"),
+        (0.0, "reasoning-gym"),
+        (1.0, "exact"),
+        (None, ""),
+    ]
+    stats = RolloutStats.of(group.trajectories, (), World(0, 1, torch.device("cpu")))
+    assert stats.verifier_failures == {"too long": 1}
+    assert stats.metrics()["verifier_failures/too_long"] == 1.0
+    scored = asyncio.run(score_one(members[0]))
+    assert (scored.reward, scored.scored_by) == (1.0, "reasoning-gym")
+
+
+def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Counts:
+        async def run(self, code: str) -> str:
+            seen.append(code)
+            return '{"reward": 0.5}'
+
+    monkeypatch.setattr(gym, "_sandbox", Counts)
+    found = gym.verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
+    assert [each.reward for each in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
+
+
+def test_a_task_without_its_data_is_refused() -> None:
+    with pytest.raises(UserError, match="task 't': scorer 'reasoning-gym' is for tasks of"):
+        score([Group(0, (rollout(replace(LEGS, entry=""), "12"),))])
+
+
+def test_an_answer_writes_no_file(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    made = tmp_path / "made"
+    rewards((QUEENS, f"open({str(made)!r}, 'w')"), (PUZZLE, f"open({str(made)!r}, 'w')"))
+    assert not made.exists()
+
+
+def test_every_family_scores_its_own_answer() -> None:
+    """Its data survives the way into the sandbox, and no guard stands in its verifier's way."""
+    from reasoning_gym.factory import DATASETS
+
+    slow = {"composite", "knight_swap"}
+    families = {name: GymSet() for name in DATASETS if name not in slow}
+    train, _ = gym_tasks(families, len(families), len(families), seed=3)
+    cases = [(asked, asked.answers[0]) for (asked,) in train.values() if asked.answers]
+    assert len(families) == 104 and len(cases) == 99
+    assert set(gym.verify_all(cases)) == {gym.Verified(1.0)}
