@@ -319,11 +319,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_TD": torch.zeros(19, 24, dtype=torch.int64)},
-        r"hidden_TD must be .* \[T, D\], got torch.int64",
+        r"hidden_TD must be .* \[T, D\] or .*, got torch.int64",
     ),
     (
         {"hidden_TD": torch.zeros(1, 19, 24)},
-        r"hidden_TD must be .* \[T, D\], got torch.float32 \(1, 19, 24\)",
+        r"target_ids_T must be int64 \[1, 19\] \(or int32\), got int64 \(19,\)",
     ),
     (
         {"weight_VD": torch.zeros(VOCAB, 23)},
@@ -449,7 +449,6 @@ def test_log_probs_are_differentiable_by_any_upstream_gradient(
         torch.testing.assert_close(
             ours_T.detach().cpu()[rows].double(), true_T.detach(), rtol=1e-6, atol=5e-6
         )
-    assert not out.lse_T.requires_grad
     total = sum(
         (x * y.to(x)).sum()
         for x, y in zip((out.logprob_T, out.entropy_T), upstream, strict=True)
