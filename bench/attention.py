@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measure import print_table, seconds_of, write_json
+from bench.measure import print_table, runs_here, seconds_of, write_json
 from bench.step_batches import agentflow
 from flowtrain.training.attention import NAMES, structure_of
 from flowtrain.training.flex import padded
@@ -141,12 +141,9 @@ def measure(case: Case, kinds: list[str], heads: str, repeats: int) -> list[dict
     first: Results | None = None
     for name, attend in ways.items():
         both = partial(_both, attend, case)
-        try:
-            results = both()
-        except Exception as error:  # noqa: BLE001
-            reason = str(error).strip().partition("\n")[0]
-            print(f"left out: {heads} {case.layout}: {name}: {type(error).__name__}: {reason}")
+        if not runs_here(f"{heads} {case.layout}: {name}", both):
             continue
+        results = both()
         first = first or results
         forward_s, both_s = (
             statistics.median([seconds_of(run) for _ in range(repeats)]) for run in (attend, both)

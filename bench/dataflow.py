@@ -37,13 +37,12 @@ from bench.simulated_pool import (
     Node,
     Nodes,
     Site,
-    Trainer,
     World,
     collect_s,
     course,
     rollout_seeds,
-    staleness,
 )
+from bench.simulated_trainer import Trainer, staleness
 from examples.node_pool import Controller
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger import Ledger

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from bench import loss_rivals as rivals
 from bench.head_peers import missing
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs
-from bench.measure import extra_bytes, print_table, seconds_of, write_json
+from bench.measure import extra_bytes, print_table, runs_here, seconds_of, write_json
 
 QWEN = "896x151936,1536x151936,3584x152064"
 """The heads of Qwen2.5 0.5B, 1.5B and 7B."""
@@ -159,7 +159,7 @@ def _measure(
         (path, impl): run
         for path, impls in paths.items()
         for impl, run in impls.items()
-        if _gets_through(path, impl, run)
+        if impl.startswith("flowkernels") or runs_here(f"{path}: {impl}", run)
     }
     seconds = _seconds(runs, repeats)
     rows = []
@@ -180,25 +180,6 @@ def _measure(
         has_truth = path in truths and impl not in _OTHER_ROWS
         rows.append(row | {"max_err": _error(run(), *truths[path]) if has_truth else None})
     return rows
-
-
-def _gets_through(path: str, impl: str, run: Callable[[], Any]) -> bool:
-    """Says what a peer has against this case: no memory, another dtype or device than its kernels
-    take.
-    """
-    if impl.startswith("flowkernels"):
-        return True
-    try:
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001
-        print(
-            f"left out of {path}: {impl}: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}"
-        )
-        return False
-    return True
 
 
 def _head(text: str) -> tuple[int, int]:

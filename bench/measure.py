@@ -56,6 +56,21 @@ def seconds_of(run: Callable[[], Any]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
+def runs_here(what: str, run: Callable[[], Any]) -> bool:
+    """Whether it runs at all; says what a peer has against a case: no memory, another dtype or
+    device than its kernels take, a package that it lacks.
+    """
+    try:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001
+        reason = str(error).strip().partition("\n")[0]
+        print(f"left out: {what}: {type(error).__name__}: {reason}")
+        return False
+    return True
+
+
 def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
     """Median over repeats of slower / faster, pair by pair."""
     return statistics.median(a / b for a, b in zip(slower, faster, strict=True))

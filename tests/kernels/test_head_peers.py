@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import head_peers, losses
 from bench.loss_rivals import CLIP_HIGH, CLIP_LOW, PEERS, HeadBatch, clipped
+from bench.measure import runs_here
 
 LENGTH = 512
 
@@ -55,8 +56,8 @@ def test_peers_that_cannot_run_are_named_with_the_reason(
     assert set(head_peers.MODULES) < set(PEERS)
     monkeypatch.setitem(head_peers.MODULES, "cce", "no_such_package")
     assert losses._peers("torch,cce,verl", "cpu") == ["torch"]
-    assert losses._gets_through("path", "torch", lambda: None)
-    assert not losses._gets_through("path", "cce", lambda: torch.ones(2) @ torch.ones(3))
+    assert runs_here("path: torch", lambda: None)
+    assert not runs_here("path: cce", lambda: torch.ones(2) @ torch.ones(3))
     out = capsys.readouterr().out
     assert (
         "left out: cce: no_such_package cannot be imported: No module named 'no_such_package'"
@@ -64,7 +65,7 @@ def test_peers_that_cannot_run_are_named_with_the_reason(
     )
     assert (
         "left out: verl: its kernels need a GPU" in out
-        and "left out of path: cce: RuntimeError: " in out
+        and "left out: path: cce: RuntimeError: " in out
     )
 
 
