@@ -9,7 +9,19 @@ import pytest
 
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.algorithms.infoflow import infoflow
-from flowtrain.types import Call, FinishReason, Group, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.algorithms.registry import load_algorithm
+from flowtrain.config import Config
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+)
 
 TASK = Task("t", "q", ("a",))
 CALL = Call((7,), (1, 2), (-1.0, -1.0), (), FinishReason.STOP)
@@ -96,3 +108,9 @@ def test_it_credits_the_verifiers_calls_too() -> None:
     samples = infoflow([Group(0, tuple(rollouts))], policy="verifier").samples
     assert [sample.response_ids for sample in samples] == [(4, 5, 6)] * 2
     assert [sample.advantages[0] for sample in samples] == pytest.approx([-1, 1], rel=1e-4)
+
+
+def test_an_agent_of_one_turn_is_refused() -> None:
+    config = Config.model_validate({"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}})
+    with pytest.raises(UserError, match=r"algorithm\.name='infoflow'.*agent\.name='agentflow'"):
+        load_algorithm(config)
