@@ -21,6 +21,7 @@ from typing import Any
 from flowkernels import LossSpec
 
 from flowtrain import report
+from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifier
@@ -71,15 +72,15 @@ def rft(config: Config) -> int:
 def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) -> int:
     config = components.config
     started = time.monotonic()
-    flow, run_dir = _open(components, cleanup)
-    demonstrations = _demonstrate(components, flow)
+    agent, run_dir = _open(components, cleanup)
+    demonstrations = _demonstrate(components, agent)
     kept = [
         trajectory
         for trajectory in demonstrations
         if not trajectory.error and (config.rft.keep == "all" or trajectory.reward == 1)
     ]
     max_positions = int(components.model.config.max_position_embeddings)
-    batch = filter_samples(TrainBatch(_imitated(components, flow, kept)), max_positions)
+    batch = filter_samples(TrainBatch(_imitated(components, agent, kept)), max_positions)
     counts = _count(components, demonstrations, kept, batch)
     last_step = _imitate(components, batch.samples, run_dir, interrupt)
     facts = {"seconds": time.monotonic() - started, **counts, "num_steps": last_step}
@@ -87,7 +88,7 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
     return INTERRUPTED if interrupt.requested else 0
 
 
-def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Flow, report.RunDir]:
+def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Agent, report.RunDir]:
     """Start the engines, make the run folder, and load the weights through a store in it."""
     config = components.config
     if not _asks_policy(config):
@@ -97,16 +98,16 @@ def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Flow, report.R
         engines = components.make_policy_engines({config.train.policy: store})
     for engine in engines.values():
         cleanup.callback(engine.close)
-    flow = _expert(components, components.make_flow(engines, config.agent.max_turns))
+    agent = _expert(components, components.make_agent(engines, config.agent.max_turns))
     run_dir = components.open_run_dir()
     if _asks_policy(config):
         publish_start(components, store)
         engines[config.train.policy].load(0)
-    return flow, run_dir
+    return agent, run_dir
 
 
 def _imitated(
-    components: RunComponents, flow: Flow, kept: Sequence[Trajectory]
+    components: RunComponents, agent: Agent, kept: Sequence[Trajectory]
 ) -> tuple[Sample, ...]:
     """Return what the trained policy said in the kept rollouts, as samples."""
     config, tokenizer = components.config, components.tokenizer
@@ -114,8 +115,9 @@ def _imitated(
     samples = [_sample(call, config.rft.prompt_weight) for call in calls if call is not None]
     if config.train.policy == "planner" and config.roles.refiner == POLICY:
         # The same weights learn both, each from what it read.
+        assert isinstance(agent, Flow), "other agents have no roles"
         samples += refinements(
-            flow, kept, tokenizer, tokenizer.eos_token_id, config.agent.max_result_chars
+            agent, kept, tokenizer, tokenizer.eos_token_id, config.agent.max_result_chars
         )
     return tuple(samples)
 
@@ -169,11 +171,16 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
     print(f"model: {path}")
 
 
-def _expert(components: RunComponents, flow: Flow) -> Flow:
-    """Return the flow that demonstrates: the policies' own, or one with scripts in their place."""
+def _expert(components: RunComponents, agent: Agent) -> Agent:
+    """Return the agent that demonstrates: the policies' own, or one with scripts in their place."""
     config = components.config
     if config.rft.expert == "policy":
-        return flow
+        return agent
+    if not isinstance(agent, Flow):
+        raise UserError(
+            "rft.expert='scripted' plays the planner of agent.name='agentflow', which is "
+            f"{config.agent.name!r}, so use 'policy'"
+        )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:
         raise UserError(
@@ -181,12 +188,12 @@ def _expert(components: RunComponents, flow: Flow) -> Flow:
             "none, so use 'policy'"
         )
     ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
-    assert isinstance(flow.planner, PolicyPlanner)
-    planner = ScriptedPlanner(flow.planner, config.rft.expert_error, ends["planner"])
-    verifier = flow.verifier
+    assert isinstance(agent.planner, PolicyPlanner)
+    planner = ScriptedPlanner(agent.planner, config.rft.expert_error, ends["planner"])
+    verifier = agent.verifier
     if isinstance(verifier, PolicyVerifier):
         verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
-    return replace(flow, planner=planner, verifier=verifier)
+    return replace(agent, planner=planner, verifier=verifier)
 
 
 def _asks_policy(config: Config) -> bool:
@@ -194,11 +201,11 @@ def _asks_policy(config: Config) -> bool:
     return config.rft.expert == "policy" or POLICY in config.roles.model_dump().values()
 
 
-def _demonstrate(components: RunComponents, flow: Flow) -> list[Trajectory]:
+def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
     """Collect this rank's share of the rollouts, and score them."""
     config, world = components.config, components.world
     groups = collect(
-        flow,
+        agent,
         _balanced(components.tasks, config),
         group_size=1,
         seed=derive_seed(config.run.seed, "rft"),

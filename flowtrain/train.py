@@ -93,11 +93,11 @@ def train(config: Config) -> int:
 def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
     """Roll out the next questions here and now."""
     config, samplers = run.config.rollout, run.placement.samplers
-    flow = run.flow_of(step)
+    agent = run.agent_of(step)
     tasks = run.cursor.take(config.num_questions)
     with timer("collect"):
         groups = collect(
-            flow,
+            agent,
             tasks,
             group_size=run.algorithm.num_roots,
             seed=derive_seed(run.config.run.seed, "train", step),
@@ -111,7 +111,7 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
         branches = run.algorithm.branch(step, groups, run.trainer, run.components.tokenizer)
     with timer("collect"):
         groups = collect_branches(
-            flow,
+            agent,
             groups,
             branches.points,
             group_size=config.group_size,

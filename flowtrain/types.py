@@ -251,12 +251,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One pass of planner -> executor -> tool -> verifier."""
+    """One pass of planner -> executor -> tool -> verifier, or the one response of a single turn."""
 
     calls: Mapping[PolicyName, Call]
     """The planner's call, always; the verifier's where that is a policy."""
     action: Action | None
-    """None when the planner's response was malformed: no tool ran, the turn is spent."""
+    """None for an answer and, with an error as `result`, for a malformed response."""
     command: str
     """The command that the executor ran, or why it ran nothing."""
     result: ToolResult

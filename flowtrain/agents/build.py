@@ -1,9 +1,10 @@
-"""Put the flow together as `[agent]`, `[rollout]` and `[roles]` say."""
+"""Put agents together as `[agent]`, `[rollout]` and `[roles]` say."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from flowtrain import config as cfg
 from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
@@ -18,8 +19,10 @@ from flowtrain.agents.generator import (
     last_result,
 )
 from flowtrain.agents.planner import Planner, PolicyPlanner
+from flowtrain.agents.policy import PolicyModule
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
 from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
+from flowtrain.agents.single_turn import QuestionPrompt, SingleTurn
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
 from flowtrain.agents.verifier import (
     LLMVerifier,
@@ -52,8 +55,20 @@ def make_prompt(
 ) -> PlannerPrompt:
     if config.agent.prompt == "compact":
         return CompactPrompt()
-    _check_template(config, "planner", tokenizer)
+    check_template(config, "planner", tokenizer)
     return FullPrompt(tools.values(), tokenizer, config.agent.prompt_order)
+
+
+def make_single_turn(
+    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, temperature: float | None = None
+) -> SingleTurn:
+    """Make the agent of one turn; `temperature` None takes the config's."""
+    has_template = config.agent.prompt == "full"
+    if has_template:
+        check_template(config, "planner", tokenizer)
+    prompt = QuestionPrompt(config.agent.instructions, tokenizer if has_template else None)
+    policy = PolicyModule(engine, tokenizer, prompt, **_sampling(config, engine, temperature))
+    return SingleTurn(policy, config.agent.rollout_timeout_s)
 
 
 def make_verifier(
@@ -68,7 +83,7 @@ def make_verifier(
     _check_length("policies.verifier.max_new_tokens", max_new_tokens, engine)
     prompt: VerdictPrompt = CompactVerdictPrompt()
     if config.agent.prompt == "full":
-        _check_template(config, "verifier", tokenizer)
+        check_template(config, "verifier", tokenizer)
         prompt = FullVerdictPrompt(tools_text(tools.values()), tokenizer)
     return PolicyVerifier(
         engine,
@@ -88,19 +103,21 @@ def make_planner(
     temperature: float | None = None,
 ) -> PolicyPlanner:
     """Make the planner; `temperature` None takes the config's."""
+    sampling = _sampling(config, engine, temperature)
+    return PolicyPlanner(engine, tokenizer, prompt, tool_names=config.agent.tools, **sampling)
+
+
+def _sampling(config: cfg.Config, engine: Engine, temperature: float | None) -> dict[str, Any]:
+    """Return how the policy that plans, or answers, samples its responses."""
     rollout = config.rollout
     _check_length("rollout.max_new_tokens", rollout.max_new_tokens, engine)
-    return PolicyPlanner(
-        engine,
-        tokenizer,
-        prompt,
-        tool_names=config.agent.tools,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature if temperature is None else temperature,
-        request_timeout_s=rollout.request_timeout_s,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-    )
+    return {
+        "max_new_tokens": rollout.max_new_tokens,
+        "temperature": rollout.temperature if temperature is None else temperature,
+        "request_timeout_s": rollout.request_timeout_s,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+    }
 
 
 def _check_length(key: str, max_new_tokens: int, engine: Engine) -> None:
@@ -110,7 +127,8 @@ def _check_length(key: str, max_new_tokens: int, engine: Engine) -> None:
         )
 
 
-def _check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
+def check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError for a tokenizer without the chat template that the prompt needs."""
     if not tokenizer.chat_template:
         key, path = config.path_of(policy)
         raise UserError(

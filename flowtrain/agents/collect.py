@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
+from flowtrain.agents.base import Agent, BranchStart
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.agents.flow import BranchStart, Flow
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def collect(
-    flow: Flow,
+    agent: Agent,
     tasks: Sequence[Task],
     *,
     group_size: int,
@@ -42,12 +42,12 @@ def collect(
     requests = [
         RolloutRequest(index, task, number) for index, task in mine for number in range(group_size)
     ]
-    done = _run(flow, requests, seed, max_in_flight, straggler_share, straggler_s)
+    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [Group(index, tuple(islice(done, group_size))) for index, _ in mine]
 
 
 def collect_branches(
-    flow: Flow,
+    agent: Agent,
     groups: Sequence[Group],
     points: Sequence[Sequence[BranchPoint]],
     *,
@@ -69,7 +69,7 @@ def collect_branches(
         for group, at in zip(groups, points, strict=True)
         for request in _missing(group, at, group_size)
     ]
-    done = _run(flow, requests, seed, max_in_flight, straggler_share, straggler_s)
+    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [
         replace(g, trajectories=(*g.trajectories, *islice(done, group_size - len(g.trajectories))))
         for g in groups
@@ -99,9 +99,9 @@ def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> li
     ]
 
 
-def _run(flow: Flow, requests: Sequence[RolloutRequest], *options: Any) -> Iterator[Trajectory]:
+def _run(agent: Agent, requests: Sequence[RolloutRequest], *options: Any) -> Iterator[Trajectory]:
     """Run `_collect` on a new event loop; yield the rollouts in the order of the requests."""
-    return iter(run_to_end(_collect(flow, requests, *options)))
+    return iter(run_to_end(_collect(agent, requests, *options)))
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -115,7 +115,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _collect(
-    flow: Flow,
+    agent: Agent,
     requests: Sequence[RolloutRequest],
     seed: int,
     max_in_flight: int,
@@ -132,7 +132,7 @@ async def _collect(
         async with free:
             # The index counts too: a task that is drawn twice gets other samples.
             own_seed = derive_seed(seed, request.index, request.task.id, request.number)
-            trajectory = await flow.run(request.task, own_seed, cutoff, request.start)
+            trajectory = await agent.run(request.task, own_seed, cutoff, request.start)
         num_done += 1
         if num_done == num_enough:
             cutoff.set(asyncio.get_running_loop().time() + straggler_s)

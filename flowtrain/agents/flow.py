@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from flowtrain.agents.analyst import Analyst
+from flowtrain.agents.base import BranchStart
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.generator import Generator
@@ -31,7 +32,6 @@ from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (
     Action,
-    BranchPoint,
     Call,
     PolicyName,
     Task,
@@ -84,16 +84,8 @@ class _Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchStart:
-    """The point within a finished rollout at which a branch begins."""
-
-    parent: Trajectory
-    point: BranchPoint
-
-
-@dataclass(frozen=True, slots=True)
 class Flow:
-    """The modules and their limits; it holds no state of a rollout, so any number run at once."""
+    """AgentFlow's agent: its modules and their limits. See `Agent`."""
 
     planner: Planner
     executor: Executor
@@ -148,6 +140,9 @@ class Flow:
             branch=None if start is None else start.point,
             hint_turn=rollout.hint_turn,
         )
+
+    def with_hints(self, hints: Hints | None) -> Flow:
+        return replace(self, hints=hints)
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """The memory that the modules read in that turn, without a hint."""

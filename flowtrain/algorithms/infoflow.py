@@ -52,6 +52,14 @@ class Infoflow(Algorithm):
         rate = options.hint_rate * max(0.0, 1 - (step - 1) / last_step)
         return Hints(rate, options.hint_turn, options.hint_patience) if rate > 0 else None
 
+    def check(self) -> None:
+        super().check()
+        if self.config.agent.name != "agentflow":
+            raise UserError(
+                "algorithm.name='infoflow' rewards sub-goals and gives hints between turns, so it "
+                f"needs agent.name='agentflow', which is {self.config.agent.name!r}"
+            )
+
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         if not any(map(sub_goals.sought, tasks.train)):
             raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -15,15 +15,22 @@ NO_ENGINE = ("none", "rules", OWN)
 
 
 class Agent(Section):
+    name: Literal["agentflow", "single"] = "agentflow"
+    """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
+    the answer (RLVR)"""
+    instructions: str = ""
+    """name = "single": text after the question; of the response the content of the last
+    <answer>...</answer> is the answer, or else all of it"""
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
-    four fields, through the chat template"""
+    four fields, through the chat template; with name = "single" compact is a plain text, and full
+    the chat template around the question"""
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
-    tools: tuple[str, ...] = Field(("Search", "Python_Coder", "Base_Generator"), min_length=1)
-    """tools the planner may name; also Web_Search, Wikipedia_Search, Web_Reader, and those of
-    installed packages (docs/tools.md)"""
+    tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
+    """tools the planner may name, at least 1; also Web_Search, Wikipedia_Search, Web_Reader, and
+    those of installed packages (docs/tools.md)"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -52,6 +59,31 @@ class Agent(Section):
     module_timeout_s: PositiveFloat = 120.0
     """seconds that analyst, executor, verifier and generator may take for one reply, retries
     included"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_turn(cls, options: Any) -> Any:
+        if isinstance(options, dict) and options.get("name") == "single":
+            return {"tools": (), "max_turns": 1, "eval_max_turns": 1, "prompt": "full"} | options
+        return options
+
+    @model_validator(mode="after")
+    def _fits_its_name(self) -> Agent:
+        if self.name == "agentflow":
+            if not self.tools:
+                raise ValueError("agent.tools=[] must hold at least 1 tool")
+            if self.instructions:
+                raise ValueError(
+                    f"agent.instructions={self.instructions!r} goes with agent.name = 'single'"
+                )
+            return self
+        for key, value in (("tools", ()), ("max_turns", 1), ("eval_max_turns", 1)):
+            if (given := getattr(self, key)) != value:
+                raise ValueError(
+                    f"agent.{key}={given!r} does not go with agent.name='single': it takes one "
+                    "turn, without tools"
+                )
+        return self
 
     @field_validator("tools")
     @classmethod

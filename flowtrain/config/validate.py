@@ -18,6 +18,7 @@ def validate(config: Config) -> None:
     _check_sandbox(config)
     _check_task_files(config)
     _check_policies(config)
+    _check_roles(config)
     _check_engine_ranks(config)
 
 
@@ -97,6 +98,17 @@ def _check_policies(config: Config) -> None:
     for key, value in config.policies.get("planner", Policy()):
         if key != "path" and value is not None:
             raise ValueError(f"policies.planner.{key}={value}: the planner's is rollout.{key}")
+
+
+def _check_roles(config: Config) -> None:
+    if config.agent.name == "agentflow":
+        return
+    for role, engine in config.roles:
+        if role != "judge" and engine not in ("none", "rules"):
+            raise ValueError(
+                f"roles.{role}={engine!r} does not go with agent.name={config.agent.name!r}, which "
+                "has no roles"
+            )
 
 
 def _check_engine_ranks(config: Config) -> None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import run_to_end
-from flowtrain.agents.flow import Flow
 from flowtrain.engines.chat import metered
 from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.records import Key, RecordLog, rollout_record
@@ -60,7 +60,7 @@ def ask(
             # From names alone: a rollout is the same whatever else is asked, before or beside it.
             with metered() as usage:
                 trajectory = await _roll_out(
-                    system.flows[question.key[0]],
+                    system.agents[question.key[0]],
                     question.task,
                     derive_seed(seed, "evals", *question.key),
                 )
@@ -78,11 +78,11 @@ def ask(
     run_to_end(every_rollout())
 
 
-async def _roll_out(flow: Flow, task: Task, seed: int) -> Trajectory:
+async def _roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
     """Roll out one question; an engine that fails the planner makes a failed rollout."""
     started = time.monotonic()
     try:
-        return await flow.run(task, seed)
+        return await agent.run(task, seed)
     except EngineError as error:
         return Trajectory(task, (), "", time.monotonic() - started, seed, error=f"planner: {error}")
 

@@ -1,4 +1,4 @@
-"""The system under evaluation: a flow per benchmark, and the names of all models in it."""
+"""The system under evaluation: an agent per benchmark, and the names of all models in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flowtrain.agents.base import Agent
 from flowtrain.agents.build import make_flow, prompt_hashes
-from flowtrain.agents.flow import Flow
 from flowtrain.agents.prompts import FullPrompt, tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
@@ -31,8 +31,8 @@ from flowtrain.weights import WeightStore
 class System:
     """A system under evaluation."""
 
-    flows: Mapping[str, Flow]
-    """Flows by benchmark; their rule-based modules differ."""
+    agents: Mapping[str, Agent]
+    """Agents by benchmark; their rule-based modules differ."""
     judge: Judge | None
     pins: Mapping[str, Mapping[str, str]]
     """Names of engines with all their settings, the policy's with the hash of its weights; hashes
@@ -84,8 +84,8 @@ def _with_policy(
         f"temperature {temperature:g}"
     )
     turns = config.agent.eval_max_turns
-    flows = {
-        name: replace(components, config=_rules_of(config, name)).make_flow(
+    agents = {
+        name: replace(components, config=_rules_of(config, name)).make_agent(
             engines, turns, temperature
         )
         for name in benchmarks
@@ -98,7 +98,11 @@ def _with_policy(
     pins = _pins({POLICY: policy, **frozen, **_names(components.chats)}, components.tools)
     tokenizer = components.policies["planner"].tokenizer
     return System(
-        flows, components.make_judge(), pins, tokenizer.decode, tokenizer.backend_tokenizer.to_str()
+        agents,
+        components.make_judge(),
+        pins,
+        tokenizer.decode,
+        tokenizer.backend_tokenizer.to_str(),
     )
 
 
@@ -110,6 +114,11 @@ def _without_policy(
         raise UserError(
             f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
             f"{', '.join(config.engines) or 'nothing'}"
+        )
+    if config.agent.name != "agentflow":
+        raise UserError(
+            f"--planner {planner!r} plans for agent.name='agentflow', which is "
+            f"{config.agent.name!r}"
         )
     for role, name in config.roles:
         if name in (POLICY, OWN):
@@ -127,11 +136,11 @@ def _without_policy(
         chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s
     )
     turns = config.agent.eval_max_turns
-    flows = {
+    agents = {
         name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles)
         for name in benchmarks
     }
-    return System(flows, make_judge(config, chats), _pins(_names(chats), tools), None, "")
+    return System(agents, make_judge(config, chats), _pins(_names(chats), tools), None, "")
 
 
 def _rules_of(config: Config, benchmark: str) -> Config:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -82,12 +82,12 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
 
 
 def _make_rollout(components: RunComponents, engines: Mapping[str, Engine]) -> Rollout:
-    flow = components.make_flow(engines, components.config.agent.max_turns)
+    agent = components.make_agent(engines, components.config.agent.max_turns)
     judge = components.make_judge()
     policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         hints = components.algorithm.hints(engines[policy].version + 1)
-        return await score_one(await replace(flow, hints=hints).run(task, seed), judge)
+        return await score_one(await agent.with_hints(hints).run(task, seed), judge)
 
     return rollout

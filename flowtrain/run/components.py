@@ -18,9 +18,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
-from flowtrain.agents.build import make_flow, make_planner, make_prompt, make_verifier
+from flowtrain.agents.base import Agent
+from flowtrain.agents.build import (
+    check_template,
+    make_flow,
+    make_planner,
+    make_prompt,
+    make_single_turn,
+    make_verifier,
+)
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
@@ -56,7 +63,6 @@ class RunComponents:
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
-    prompt: PlannerPrompt
 
     @classmethod
     def prepare(
@@ -124,7 +130,8 @@ class RunComponents:
                 cleanup.callback(tool.close)
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
-            prompt = make_prompt(config, tools, planner_tokenizer)
+            if config.agent.prompt == "full":
+                check_template(config, "planner", planner_tokenizer)
             cleanup.pop_all()
         return cls(
             config=config,
@@ -136,7 +143,6 @@ class RunComponents:
             policies=policies,
             chats=chats,
             tools=tools,
-            prompt=prompt,
         )
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
@@ -177,19 +183,29 @@ class RunComponents:
         """Stand-ins for the policy engines on a rank that samples nothing."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
+    def make_agent(
+        self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
+    ) -> Agent:
+        """Build the agent that `agent.name` asks for; the arguments are those of `make_flow`."""
+        if self.config.agent.name == "single":
+            planner = self.policies["planner"]
+            return make_single_turn(self.config, engines["planner"], planner.tokenizer, temperature)
+        return self.make_flow(engines, max_turns, temperature)
+
     def make_flow(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Flow:
-        """Build the flow on the engines of `make_policy_engines`.
+        """Build AgentFlow's flow on the engines of `make_policy_engines`.
 
         `temperature` holds for all policies; None: each has its own.
         """
         policies = self.policies
+        tokenizer = policies["planner"].tokenizer
         planner = make_planner(
             self.config,
             engines["planner"],
-            policies["planner"].tokenizer,
-            prompt=self.prompt,
+            tokenizer,
+            prompt=make_prompt(self.config, self.tools, tokenizer),
             temperature=temperature,
         )
         verifier = None

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
-from flowtrain.agents.flow import Flow
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge, score
 from flowtrain.run.components import RunComponents
@@ -79,7 +79,7 @@ class Evaluator:
     def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
         config = self.components.config
         return evaluate(
-            self.components.make_flow(self.engines, config.agent.eval_max_turns, temperature),
+            self.components.make_agent(self.engines, config.agent.eval_max_turns, temperature),
             self.components.tasks.held_out[split],
             derive_seed(config.run.seed, "eval", step),
             tool_names=config.agent.tools,
@@ -91,7 +91,7 @@ class Evaluator:
 
 
 def evaluate(
-    flow: Flow,
+    agent: Agent,
     tasks: Sequence[Task],
     seed: int,
     tool_names: Sequence[str],
@@ -103,7 +103,7 @@ def evaluate(
     """Roll out each task once on the `samplers` (None: all ranks); collective over `world`."""
     ranks = samplers or world
     groups = collect(
-        flow,
+        agent,
         tasks,
         group_size=1,
         seed=seed,

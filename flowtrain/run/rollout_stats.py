@@ -36,7 +36,7 @@ class Pass(NamedTuple):
     """The counts of one turn."""
 
     tool_name: str | None
-    """None where the action could not be read."""
+    """None where no tool was asked for; with an error the action could not be read."""
     is_error: bool
     num_prompt_tokens: int
     num_response_tokens: int
@@ -189,7 +189,9 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
         for tool_name, is_error, num_prompt_tokens, num_response_tokens in outcome.passes:
             counts["prompt_tokens"] += num_prompt_tokens
             counts["response_tokens"] += num_response_tokens
-            if tool_name is None or tool_name.startswith(NO_TOOL):
+            if tool_name is None:
+                counts["malformed"] += is_error
+            elif tool_name.startswith(NO_TOOL):
                 counts["malformed"] += 1
             else:
                 counts["tool_errors"] += is_error

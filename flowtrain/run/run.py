@@ -8,14 +8,14 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowtrain import report
-from flowtrain.agents.flow import Flow
+from flowtrain.agents.base import Agent
 from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -56,7 +56,7 @@ class Run:
     interrupt: Interrupt
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
-    flow: Flow
+    agent: Agent
     judge: Judge | None
     policy_trainer: PolicyTrainer | None
     """None on a rank that only samples."""
@@ -84,9 +84,9 @@ class Run:
         """Tell whether some rank was asked to end."""
         return bool(self.placement.world.max([self.interrupt.requested])[0])
 
-    def flow_of(self, step: int) -> Flow:
-        """Return the flow of a training step, with its hints. Not collective."""
-        return replace(self.flow, hints=self.algorithm.hints(step))
+    def agent_of(self, step: int) -> Agent:
+        """Return the agent of a training step, with its hints. Not collective."""
+        return self.agent.with_hints(self.algorithm.hints(step))
 
     def measure(self, step: int, groups: Sequence[Group]) -> RolloutStats:
         """Compute the statistics of a step's rollouts. Raises EngineError when all have failed."""
@@ -221,7 +221,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
-    flow = components.make_flow(engines, config.agent.max_turns)
+    agent = components.make_agent(engines, config.agent.max_turns)
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
@@ -253,7 +253,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         placement=placement,
         interrupt=interrupt,
         engines=engines,
-        flow=flow,
+        agent=agent,
         judge=judge,
         policy_trainer=policy_trainer,
         batch_source=batch_source,

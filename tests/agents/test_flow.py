@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from flowtrain.agents.base import BranchStart
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
-from flowtrain.agents.flow import MALFORMED, BranchStart, Flow, FlowLimits
+from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan

@@ -35,7 +35,10 @@ def rollout_record(
 def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list[str]:
     """ "right" or "wrong" first; then what went wrong on the way."""
     malformed = [
-        turn["action"] is None or turn["action"]["tool_name"].startswith(NO_TOOL) for turn in turns
+        turn["is_error"]
+        if turn["action"] is None
+        else turn["action"]["tool_name"].startswith(NO_TOOL)
+        for turn in turns
     ]
     found = {
         "unscored": place.reward is None,
