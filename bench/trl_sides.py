@@ -70,7 +70,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._open = ["rest"]
-        self.lap()
+        self._seconds = Counter[str]()
+        self._since = time.monotonic()
 
     def open(self, stage: str) -> None:
         self._turn()
@@ -88,8 +89,6 @@ class Stopwatch:
 
     def lap(self) -> dict[str, float]:
         """Return the seconds by stage since the last lap."""
-        if not hasattr(self, "_since"):
-            self._since, self._seconds = time.monotonic(), Counter[str]()
         self._turn()
         seconds, self._seconds = self._seconds, Counter[str]()
         return {**{stage: seconds[stage] for stage in STAGES}, "step": sum(seconds.values())}
@@ -191,7 +190,7 @@ def _own_stages(line: Mapping[str, float]) -> dict[str, float]:
 
 def _own_digest(rollouts: Sequence[Mapping[str, Any]], step: int) -> str:
     turns = [turn for each in rollouts if each["step"] == step for turn in each["turns"]]
-    return digest(turn["calls"]["planner"]["prompt_ids"] for turn in turns)
+    return digest(turn["prompt_ids"] for turn in turns)
 
 
 def run_held_out(job: Job) -> Result:
@@ -206,7 +205,7 @@ def run_held_out(job: Job) -> Result:
     config = components.config
     engines = components.make_policy_engines({})
     found = evaluate(
-        components.make_flow(engines, config.agent.eval_max_turns),
+        components.make_agent(engines, config.agent.eval_max_turns),
         components.tasks.held_out[MAIN_SPLIT],
         config.run.seed,
         tool_names=config.agent.tools,
