@@ -83,6 +83,11 @@ FIXED = {
 }
 """Options of flowtrain that both sides follow, and that keep its run from doing more than train."""
 
+Key = tuple[str, int]
+"""A rival and a round."""
+Rewards = Mapping[str, Mapping[Key, Sequence[float]]]
+"""What `held_out` returns; {} where nothing was held out."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
@@ -93,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = table(results, rewards, args.threads)
     print_table(rows)
     if rewards:
-        print(f"held-out reward before training: {mean_and_error(rewards['start', 0])}")
+        print(f"held-out reward before training: {mean_and_error(rewards['start']['', 0])}")
     if args.json:
         settings = {"settings": vars(args) | {"trl": installed_version("trl")}}
         write_json(args.json, [*rows, json.loads(json.dumps(settings, default=str))])
@@ -105,7 +110,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="models/SmolLM2-135M-Instruct", help="folder (default: %(default)s)")
-    add("--families", nargs="+", default=["chain_sum"], help="of reasoning-gym (default: %(default)s)")
+    add(
+        "--families",
+        nargs="+",
+        default=["chain_sum"],
+        help="of reasoning-gym (default: %(default)s)",
+    )
     add("--instructions", default=INSTRUCTIONS, help="text after the question")
     add("--steps", type=int, default=4, help="optimizer steps of a run (default: %(default)s)")
     add("--rounds", type=int, default=2, help="runs of each rival (default: %(default)s)")
@@ -151,7 +161,7 @@ def options(args: argparse.Namespace, seed: int, **more: object) -> tuple[str, .
         "model.path": args.model,
         "agent.instructions": args.instructions,
         "tasks.gym": "{" + ", ".join(f"{name} = {{}}" for name in args.families) + "}",
-        "tasks.num_train": args.questions * args.steps * 4,
+        "tasks.num_train": max(256, args.questions * args.steps * 8),
         "rollout.num_questions": args.questions,
         "rollout.group_size": args.group_size,
         "rollout.max_new_tokens": args.max_new_tokens,
@@ -168,11 +178,9 @@ def options(args: argparse.Namespace, seed: int, **more: object) -> tuple[str, .
     return tuple(word for key, value in words for word in (f"--{key}", str(value)))
 
 
-def measure(
-    args: argparse.Namespace, rivals: Sequence[str], folder: Path
-) -> dict[tuple[str, int], Result]:
+def measure(args: argparse.Namespace, rivals: Sequence[str], folder: Path) -> dict[Key, Result]:
     """Run all rivals in turn, round after round; the keys are rival and round."""
-    results: dict[tuple[str, int], Result] = {}
+    results: dict[Key, Result] = {}
     with tqdm(total=args.rounds * len(rivals), desc="runs", disable=None) as bar:
         for number in range(args.rounds):
             for rival in rivals:
@@ -213,38 +221,33 @@ def check_prompts(results: Mapping[str, Result]) -> None:
         raise SystemExit(f"the rivals' prompts differ: {every}")
 
 
-def held_out(
-    args: argparse.Namespace, results: Mapping[tuple[str, int], Result], folder: Path
-) -> dict[tuple[str, int], list[float]]:
-    """Return the rewards of held-out questions by rival and round; those of "start", the model
-    before training, and of flowtrain's rivals after TRL's time, under the name with a star.
+def held_out(args: argparse.Namespace, results: Mapping[Key, Result], folder: Path) -> Rewards:
+    """Return the rewards of held-out questions: before training ("start"), after the steps of all
+    ("steps") and, of flowtrain's rivals, after the time that TRL took ("time"); "num_steps" has
+    how many steps that were.
     """
     longer = {
-        (f"{rival}*", number): train_on(args, rival, number, results, folder)
+        (rival, number): train_on(args, rival, number, results, folder)
         for rival, number in results
         if rival.startswith(OURS) and any(name.startswith("TRL") for name, _ in results)
     }
-    models = {key: result.model for key, result in results.items()}
-    models |= {key: model for key, (model, _) in longer.items()}
-    rewards = {}
-    for (rival, number), model in tqdm(
-        [(("start", 0), args.model), *models.items()], desc="held-out", disable=None
-    ):
-        job = Job(
-            side="held-out",
-            out=str(folder / "held-out"),
-            options=options(args, 0, model__path=model, run__dir=folder / "held-out"),
-        )
-        rewards[rival, number] = run(job, args.threads).rewards
-    steps = {(f"{rival[:-1]} steps", number): [n] for (rival, number), (_, n) in longer.items()}
-    return {**rewards, **steps}
+    models = [("start", ("", 0), args.model)]
+    models += [("steps", key, result.model) for key, result in results.items()]
+    models += [("time", key, model) for key, (model, _) in longer.items()]
+    found: dict[str, dict[Key, list[float]]] = {"start": {}, "steps": {}, "time": {}}
+    for when, key, model in tqdm(models, desc="held-out", disable=None):
+        out = folder / "held-out"
+        own = options(args, 0, model__path=model, run__dir=out)
+        job = Job(side="held-out", out=str(out), options=own)
+        found[when][key] = run(job, args.threads).rewards
+    return {**found, "num_steps": {key: [num_steps] for key, (_, num_steps) in longer.items()}}
 
 
 def train_on(
     args: argparse.Namespace,
     rival: str,
     number: int,
-    results: Mapping[tuple[str, int], Result],
+    results: Mapping[Key, Result],
     folder: Path,
 ) -> tuple[str, int]:
     """Train as long as the fastest TRL of the round took; return the model and its steps."""
@@ -259,7 +262,7 @@ def train_on(
     changes += (
         ["--run.resume", "auto"]
         if num_steps > args.steps
-        else ["--run.dir", str(folder / "shorter" / job.out)]
+        else ["--run.dir", f"{job.out}/shorter"]
     )
     return run(replace(job, options=(*job.options, *changes)), args.threads).model, num_steps
 
@@ -276,8 +279,8 @@ def steps_within(seconds: float, steps: Sequence[float]) -> int:
 
 
 def table(
-    results: Mapping[tuple[str, int], Result],
-    rewards: Mapping[tuple[str, int], Sequence[float]],
+    results: Mapping[Key, Result],
+    rewards: Rewards,
     threads: int,
 ) -> list[dict[str, Any]]:
     rivals = list(dict.fromkeys(rival for rival, _ in results))
@@ -294,7 +297,7 @@ def table(
     ]
 
 
-def stages(results: Mapping[tuple[str, int], Result], rival: str) -> dict[str, float]:
+def stages(results: Mapping[Key, Result], rival: str) -> dict[str, float]:
     """Medians over the steps of all rounds: seconds, tokens, and rewards of training."""
     steps = [step for _, result in runs_of(results, rival) for step in timed(result)]
     seconds = {f"{name} s": median(step[name] for step in steps) for name in ("step", *STAGES)}
@@ -306,7 +309,7 @@ def stages(results: Mapping[tuple[str, int], Result], rival: str) -> dict[str, f
     }
 
 
-def ratio(results: Mapping[tuple[str, int], Result], rival: str) -> float:
+def ratio(results: Mapping[Key, Result], rival: str) -> float:
     """Compare step by step with flowtrain's of the same round."""
     theirs, ours = (
         [step["step"] for _, result in runs_of(results, name) for step in timed(result)]
@@ -315,9 +318,7 @@ def ratio(results: Mapping[tuple[str, int], Result], rival: str) -> float:
     return median_ratio(theirs, ours)
 
 
-def runs_of(
-    results: Mapping[tuple[str, int], Result], rival: str
-) -> list[tuple[int, Result]]:
+def runs_of(results: Mapping[Key, Result], rival: str) -> list[tuple[int, Result]]:
     return sorted((n, result) for (name, n), result in results.items() if name == rival)
 
 
@@ -326,20 +327,19 @@ def timed(result: Result) -> list[dict[str, float]]:
     return result.steps[1:] or result.steps
 
 
-def reward_cells(
-    rewards: Mapping[tuple[str, int], Sequence[float]], rival: str
-) -> dict[str, str | float]:
-    def all_of(name: str) -> list[float]:
-        return [reward for (found, _), each in rewards.items() if found == name for reward in each]
+def reward_cells(rewards: Rewards, rival: str) -> dict[str, str | float]:
+    def all_of(when: str) -> list[float]:
+        return [
+            each for (name, _), found in rewards[when].items() if name == rival for each in found
+        ]
 
     if not rewards:
         return {}
-    after_time = all_of(f"{rival}*")
-    return {
-        "held-out": mean_and_error(all_of(rival)),
-        "same time": mean_and_error(after_time) if after_time else "",
-        "its steps": fmean(all_of(f"{rival} steps")) if after_time else "",
-    }
+    cells: dict[str, str | float] = {"held-out": mean_and_error(all_of("steps"))}
+    if all_of("time"):
+        cells["same time"] = mean_and_error(all_of("time"))
+        cells["its steps"] = fmean(all_of("num_steps"))
+    return cells
 
 
 def mean_and_error(rewards: Sequence[float]) -> str:

@@ -11,17 +11,16 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.types import Group, Task, Trajectory
+from flowtrain.types import Group, Task, Trajectory, UserError
 
 STAGES = ("sampling", "reward", "training", "publish", "load", "rest")
 """Where the wall time of a step goes; `rest` is what no other stage claims."""
@@ -70,7 +69,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._open = ["rest"]
-        self._seconds = Counter[str]()
+        self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._since = time.monotonic()
 
     def open(self, stage: str) -> None:
@@ -90,8 +89,8 @@ class Stopwatch:
     def lap(self) -> dict[str, float]:
         """Return the seconds by stage since the last lap."""
         self._turn()
-        seconds, self._seconds = self._seconds, Counter[str]()
-        return {**{stage: seconds[stage] for stage in STAGES}, "step": sum(seconds.values())}
+        seconds, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
+        return {**seconds, "step": sum(seconds.values())}
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -136,16 +135,16 @@ def _peak_of(pid: int) -> int:
 
 def run_flowtrain(job: Job) -> Result:
     """Train with `flowtrain.train` itself; only its timer and its scoring have a clock added."""
-    from flowtrain import train as loop
+    from flowtrain.rewards import score
+    from flowtrain.train import train
     from flowtrain.training.checkpoint import place
     from flowtrain.utils.step_timer import StepTimer
 
     config = job.config
-    scoring = Stopwatch()
-    score = loop.score
+    watch = Stopwatch()
 
     def timed_score(*args: Any) -> list[Group]:
-        with scoring("reward"):
+        with watch("reward"):
             return score(*args)
 
     class Timer(StepTimer):
@@ -153,10 +152,10 @@ def run_flowtrain(job: Job) -> Result:
 
         def metrics(self) -> dict[str, float]:
             peak = peak_bytes(with_children=config.rollout.engine == "vllm")
-            return {**super().metrics(), "reward_s": scoring.lap()["reward"], "peak_bytes": peak}
+            return {**super().metrics(), "reward_s": watch.lap()["reward"], "peak_bytes": peak}
 
-    loop.score, loop.StepTimer = timed_score, Timer  # type: ignore[assignment, misc]
-    code = loop.train(config)
+    with patch("flowtrain.train.score", timed_score), patch("flowtrain.train.StepTimer", Timer):
+        code = train(config)
     assert code == 0, f"flowtrain.train ended with {code}"
     run = Path(config.run.dir)
     lines = [line for line in _read(run / "metrics.jsonl") if line["step"] > 0]
@@ -225,18 +224,21 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     fields = json.loads(Path(argv[0]).read_text())
     job = Job(**{**fields, "options": tuple(fields["options"])})
-    match job.side:
-        case "flowtrain":
-            result = run_flowtrain(job)
-        case "held-out":
-            result = run_held_out(job)
-        case "trl":
-            from bench.trl_trainer import run_trl
-
-            result = run_trl(job)
-        case side:
-            raise SystemExit(f"side {side!r} is unknown")
+    try:
+        result = _run(job)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
     Path(job.out, "result.json").write_text(json.dumps(asdict(result)))
+
+
+def _run(job: Job) -> Result:
+    if job.side == "flowtrain":
+        return run_flowtrain(job)
+    if job.side == "held-out":
+        return run_held_out(job)
+    from bench.trl_trainer import run_trl
+
+    return run_trl(job)
 
 
 if __name__ == "__main__":
