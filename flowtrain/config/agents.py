@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from flowtrain.config.section import Section
 
@@ -70,8 +77,6 @@ class Agent(Section):
     @model_validator(mode="after")
     def _fits_its_name(self) -> Agent:
         if self.name == "agentflow":
-            if not self.tools:
-                raise ValueError("agent.tools=[] must hold at least 1 tool")
             if self.instructions:
                 raise ValueError(
                     f"agent.instructions={self.instructions!r} goes with agent.name = 'single'"
@@ -87,7 +92,9 @@ class Agent(Section):
 
     @field_validator("tools")
     @classmethod
-    def _no_tool_twice(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+    def _tool_names(cls, tools: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if not tools and info.data.get("name") == "agentflow":
+            raise ValueError("must name at least 1 tool")
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return tools

@@ -1,10 +1,11 @@
 """The embedded engine: any Hugging Face causal LM in this process, on CPU or GPU.
 
 Requests that wait at the same time share a batch, and equal prompts (the G rollouts of a question)
-share a prefill. The loop below replaces `model.generate` because it shares prefills, drops finished
-rows and seeds each request by itself: `bench/rollout.py` measures both.
+share its keys and values (`shared_cache.py`). The loop below replaces `model.generate` because it
+shares prompts, drops finished rows and seeds each request by itself: `bench/rollout.py` measures
+both.
 
-B: rows still sampling, P: padded prompt tokens, V: vocabulary.
+N: tokens of a forward pass, B: rows still sampling, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.types import Completion, FinishReason, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
 
@@ -47,7 +49,7 @@ class _Request:
 
 
 class TorchEngine:
-    """See `Engine`. The model must use an attention that takes 4-D boolean masks ("sdpa")."""
+    """See `Engine`. The model's layers must be full attention."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class TorchEngine:
             records_entropies: fill `Completion.entropies`.
         """
         self._model = model.eval()
+        model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
         self._reader = None
@@ -173,7 +176,11 @@ class TorchEngine:
         for request in requests:
             request.version = self._version  # a load may come before this, or before the answer
         device = self._model.device
-        logits_BV, cache, visible_BP, position_B = self._prefill(requests)
+        cache = SharedCache([request.prompt_ids for request in requests], device)
+        tree = cache.tree
+        logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
+        logits_BV = logits_QV[cache.prompt_B]
+        position_B = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         longest = max(request.sampling.max_new_tokens for request in requests)
         uniforms = np.stack([_uniforms(request.sampling, longest) for request in requests])
         uniform_BT = torch.from_numpy(uniforms).to(device)
@@ -195,54 +202,26 @@ class TorchEngine:
                 return
             if len(alive) < len(rows):
                 alive_B = torch.tensor(alive, device=device)
-                cache.batch_select_indices(alive_B)
-                ids_B = ids_B[alive_B]
-                visible_BP = visible_BP[alive_B]
-                position_B = position_B[alive_B]
+                cache.keep(alive_B)
+                ids_B, position_B = ids_B[alive_B], position_B[alive_B]
                 rows = [rows[k] for k in alive]
-            visible_BP = torch.cat([visible_BP, visible_BP.new_ones(len(rows), 1)], dim=1)
-            logits_BV = self._forward(
-                ids_B[:, None], visible_BP[:, None, None], position_B[:, None], cache
-            )
+            logits_BV = self._forward(ids_B, position_B, cache)
             position_B = position_B + 1
 
-    def _prefill(self, requests: list[_Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Prefill each distinct prompt once, padded on the left; then copy to one row per request.
-
-        Returns the logits [B, V], the cache, the visible tokens [B, P] and the next positions [B].
-        """
-        device = self._model.device
-        prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        visible = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            visible[row, longest - len(prompt) :] = True
-        ids = ids.to(device)
-        visible = visible.to(device)
-        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-        # Padding sees itself, so that no row of the softmax is empty.
-        mask = (causal & visible[:, None, :]) | torch.eye(longest, dtype=torch.bool, device=device)
-        cache = DynamicCache(config=self._model.config)
-        logits = self._forward(ids, mask[:, None], (visible.cumsum(1) - 1).clamp(min=0), cache)
-        index = {prompt: row for row, prompt in enumerate(prompts)}
-        row_B = torch.tensor([index[r.prompt_ids] for r in requests], device=device)
-        cache.batch_select_indices(row_B)
-        visible = visible[row_B]
-        return logits[row_B], cache, visible, visible.sum(1)
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Return the fp32 logits after the last token, [rows, V]."""
+    def _forward(
+        self, ids_N: Tensor, position_N: Tensor, cache: SharedCache, kept: Tensor | int = 0
+    ) -> Tensor:
+        """Return the fp32 logits that follow the `kept` tokens (0: all), [kept tokens, V]."""
         out = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+            input_ids=ids_N[None],
+            position_ids=position_N[None],
+            # transformers leaves a mask of four dimensions alone; the cache knows who sees what
+            attention_mask=torch.empty(1, 1, 1, 1, device=ids_N.device),
+            use_cache=False,
+            logits_to_keep=kept,
+            shared=cache,
         )
-        return out.logits[:, -1].float()
+        return out.logits[0].float()
 
     def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
         now = time.monotonic()

@@ -40,6 +40,7 @@ from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.training import model as models
+from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, Trajectory
 from flowtrain.utils.seeds import derive_seed
@@ -77,7 +78,7 @@ class RunComponents:
         """
         algorithm = load_algorithm(config)
         config = algorithm.config
-        _set_threads(config.run.threads)
+        _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config, fictional)
         _check_tasks(tasks)
         tokenizer, model = _trained_policy(config, tasks)
@@ -102,7 +103,7 @@ class RunComponents:
             return components
         algorithm = load_algorithm(config)
         config = algorithm.config
-        _set_threads(config.run.threads)
+        _set_up_cpu(config.run.threads, world.device)
         policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
         model = trained.without_weights()
@@ -244,9 +245,11 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
-def _set_threads(threads: int) -> None:
+def _set_up_cpu(threads: int, device: torch.device) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
+    if device.type == "cpu":
+        keep_freed_memory()
 
 
 def _check_tasks(tasks: TaskSet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
+
+_log = logging.getLogger(__name__)
+_MOST_OUT_OF_TIME = 0.02
+"""Share of rollouts above which an evaluation warns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Evaluator:
 
     def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
         config = self.components.config
-        return evaluate(
+        found = evaluate(
             self.components.make_agent(self.engines, config.agent.eval_max_turns, temperature),
             self.components.tasks.held_out[split],
             derive_seed(config.run.seed, "eval", step),
@@ -88,6 +93,18 @@ class Evaluator:
             judge=self.judge,
             samplers=self.samplers,
         )
+        share = found.stats.out_of_time_share
+        if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
+            _log.warning(
+                "held-out %s: %.0f%% of the rollouts ran out of time, or of the model's positions, "
+                "which lowers the reward: see rollout.request_timeout_s=%g, in which a response "
+                "also waits its turn, and rollout.max_in_flight=%d",
+                split,
+                100 * share,
+                config.rollout.request_timeout_s,
+                config.rollout.max_in_flight,
+            )
+        return found
 
 
 def evaluate(

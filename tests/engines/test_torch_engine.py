@@ -525,7 +525,7 @@ def test_foreign_weights_are_refused_and_change_nothing(
 
 @pytest.fixture
 def forwards(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of the input of every forward pass: [rows, tokens]."""
+    """The shape of the input of every forward pass: [tokens]."""
     shapes: list[tuple[int, ...]] = []
     real = engine._forward
 
@@ -543,15 +543,23 @@ def test_equal_prompts_are_prefilled_once(
     sharing = [(PROMPTS[2], Sampling(3, 1.0, seed=seed)) for seed in range(6)]
     others = [(PROMPTS[1], Sampling(3, 1.0, seed=seed)) for seed in range(3)]
     generate(engine, [*sharing[:3], *others, *sharing[3:]])
-    assert forwards[0] == (2, len(PROMPTS[2])), "two distinct prompts, padded to the longer"
-    assert forwards[1] == (9, 1)
+    assert forwards[:2] == [(len(PROMPTS[1]) + len(PROMPTS[2]),), (9,)]
+
+
+def test_what_prompts_begin_with_is_prefilled_once(
+    engine: TorchEngine, forwards: list[tuple[int, ...]]
+) -> None:
+    start = PROMPTS[2]
+    prompts = [(*start, 5, 6), (*start, 7), (*start, 5), start]
+    generate(engine, [(p, Sampling(2, 1.0, seed=seed)) for seed, p in enumerate(prompts)])
+    assert forwards == [(len(start) + 3,), (4,)], "the last two are within the first"
 
 
 def test_finished_requests_leave_the_batch(
     engine: TorchEngine, forwards: list[tuple[int, ...]]
 ) -> None:
     generate(engine, [(PROMPTS[1], Sampling(n, 0.0)) for n in (1, 2, 2, 5)])
-    assert forwards == [(1, 3), (3, 1), (1, 1), (1, 1), (1, 1)]
+    assert forwards == [(3,), (3,), (1,), (1,), (1,)]
 
 
 class Held:

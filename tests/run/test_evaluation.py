@@ -91,6 +91,13 @@ def test_statistics_by_hand() -> None:
     assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
 
 
+def test_an_answer_without_tools_is_not_malformed() -> None:
+    answer = replace(turn(None, 10, 2), result=ToolResult())
+    stats = RolloutStats.of([rollout(1.0, answer)], (), WORLD)
+    assert (stats.malformed_share, stats.tool_error_share, stats.turns_mean) == (0.0, 0.0, 1.0)
+    assert stats.tool_shares == {}
+
+
 def test_a_branch_sampled_only_what_its_root_had_not() -> None:
     """It left the second turn at token 2: 4 tokens of the first turn and 2 of the second are its
     root's.

@@ -332,25 +332,30 @@ function rolloutTime(rollout) {
     legendOf([...seen.map((kind) => [TIME_COLORS[kind], `${kind} `, h("b", {}, seconds(sum(kind)))]), ["transparent", "all ", h("b", {}, seconds(rollout.seconds))]])];
 }
 
+const isAnswer = (turn) => !turn.action && !turn.is_error;
+const turnName = (turn) => (turn.action ? visible(turn.action.tool_name) : isAnswer(turn) ? "answer" : "malformed");
+
 function drawTurn(rollout, turn, index) {
   const action = turn.action;
   const versions = [...new Set(turn.spans.map((span) => span[2]))];
   const trained = turn.training && `mini-batch ${turn.training.minibatch + 1}`;
   const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
-    row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))] : [row("Action", h("span", { class: "wrong" }, "malformed: no tool ran"))];
+    row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))]
+    : [row("Action", h("span", { class: "wrong" }, "malformed: no tool ran"))];
+  const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), fields,
+    row("Command", visible(turn.command), "mono"),
+    row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
+    row("Verdict", turn.verdict && [turn.verdict, turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
   return h("article", { class: "card turn" },
-    h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, action ? visible(action.tool_name) : "malformed")),
+    h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, turnName(turn))),
       h("span", { class: "soft small num" }, about.filter(Boolean).join(" · "))),
     h("dl", { class: "rows" },
       row("Prompt", promptText(rollout, index), turn.prompt == null ? "" : "mono"),
       row("Response", turn.texts || turn.response_ids.length ? tokenLine(turn) : visible(turn.response_text)),
       !turn.texts && turn.response_ids.length ? row("As text", visible(turn.response_text), "mono") : [],
       row("", FINISHES[turn.finish_reason] && h("span", { class: "warn" }, FINISHES[turn.finish_reason])),
-      h("div", { class: "sep" }), fields,
-      row("Command", visible(turn.command), "mono"),
-      row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
-      row("Verdict", turn.verdict && [turn.verdict, turn.verdict_text && `: ${visible(turn.verdict_text)}`])));
+      rest));
 }
 
 function promptText(rollout, index) {
@@ -438,7 +443,7 @@ function drawMembers(members) {
     h("div", { class: "split num" }, h("span", { class: tone(rollout) }, `${mark(rollout)} ${rewardText(rollout)}`),
       h("span", { class: "soft small" }, advantage(rollout) == null ? "" : `advantage ${signed(advantage(rollout))}`)),
     h("div", {}, rollout.answer ? visible(rollout.answer.slice(0, 300)) : h("span", { class: "soft" }, "(empty)")),
-    h("ol", {}, rollout.turns.map((turn) => h("li", {}, h("b", {}, turn.action ? visible(turn.action.tool_name) : "malformed"), " ",
+    h("ol", {}, rollout.turns.map((turn) => h("li", {}, h("b", {}, turnName(turn)), " ",
       turn.action ? visible(turn.action.sub_goal.slice(0, 300)) : "", turn.is_error && h("span", { class: "wrong" }, " → error")))),
     rollout.truncated && h("div", { class: "warn small" }, ENDS[rollout.truncated] ?? visible(rollout.truncated)))));
 }

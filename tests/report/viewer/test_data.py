@@ -123,6 +123,7 @@ def test_outcomes(runs: Any, run: Path) -> None:
             1.0,
             ["right", "malformed"],
         ),
+        ({"action": None, "result": ToolResult()}, {}, 1.0, ["right"]),  # the answer itself
         ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
         ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, ["wrong", "truncated"]),
         ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, ["wrong", "truncated"]),

@@ -1,0 +1,173 @@
+"""Keys and values of a batch whose requests share prompts: a prompt's are held and read once.
+
+The prompts are prefilled as one token tree (`training/tree.py`): what several begin with is
+computed once too, and nothing is padded. From then on a row attends to its prompt, side by side
+with the prompt's other rows, and to its own response; the log-sum-exps of the two say how to mix
+them. Keys and values are kept in fp32, so that scores are as precise as within torch's fused
+attention.
+
+N: tokens of a forward pass, B: rows still sampling, Q: their prompts, G: rows of the prompt that
+has most, P: tokens of the longest prompt, T: response tokens that there is room for, K: key heads,
+R: query heads per key head, D: head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from flowtrain.training.attention import Forest
+from flowtrain.training.tree import pack_row
+from flowtrain.types import Sample
+
+NAME = "flowtrain_shared"
+"""The attention of an engine's model, as transformers knows it; SDPA where a call has no cache."""
+_ROOM = 32
+"""Response tokens that a layer has room for at first; it doubles."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What one layer holds: keys, then values."""
+
+    prompt_2QKPD: Tensor
+    own_2BKTD: Tensor
+    num_own: int = 0
+    """Tokens of each response so far."""
+
+    def append(self, token_2BKD: Tensor) -> Tensor:
+        """Add a token to every row; return the responses so far, [2, B, K, num_own, D]."""
+        room = self.own_2BKTD.shape[3]
+        if self.num_own == room:
+            self.own_2BKTD = pad(self.own_2BKTD, (0, 0, 0, max(room, _ROOM)))
+        self.own_2BKTD[:, :, :, self.num_own] = token_2BKD
+        self.num_own += 1
+        return self.own_2BKTD[:, :, :, : self.num_own]
+
+
+class SharedCache:
+    """The cache of a batch. Its first forward pass reads `tree`, each later one a token per row."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """`prompts`: one for each row."""
+        distinct = list(dict.fromkeys(prompts))
+        zero = (0.0,)
+        self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
+        """The distinct prompts; its targets follow their last tokens."""
+        self._forest = Forest.of(self.tree.subtree_end_N)
+        last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
+        is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
+        paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
+        path_QP = pad_sequence(paths, batch_first=True, padding_value=-1)
+        self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
+        self._path_QP = path_QP.clamp(min=0)
+        self._layers: dict[int, _Layer] = {}
+        index = {prompt: number for number, prompt in enumerate(distinct)}
+        self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
+
+    def _place_rows(self, prompt_B: Tensor) -> None:
+        """Give each row a slot beside the other rows of its prompt."""
+        is_alike_BB = prompt_B[:, None] == prompt_B
+        self._num_slots = int(is_alike_BB.sum(0).max())
+        slot_B = prompt_B * self._num_slots + is_alike_BB.tril(-1).sum(1)
+        device = self._path_QP.device
+        self.prompt_B, self._slot_B = prompt_B.to(device), slot_B.to(device)
+
+    def keep(self, row_B: Tensor) -> None:
+        """Keep these rows alone, in this order, and the prompts that they need."""
+        prompt_Q, prompt_B = self.prompt_B[row_B].unique(return_inverse=True)
+        is_smaller = len(prompt_Q) < len(self._bias_Q11P)
+        self._bias_Q11P = self._bias_Q11P[prompt_Q]
+        for layer in self._layers.values():
+            layer.own_2BKTD = layer.own_2BKTD[:, row_B]
+            if is_smaller:
+                layer.prompt_2QKPD = layer.prompt_2QKPD[:, prompt_Q]
+        self._place_rows(prompt_B.cpu())
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Return what the queries of one layer attend to, [1, N, H, D], and hold the tokens' keys
+        and values.
+        """
+        if layer in self._layers:
+            return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), scaling)
+        prompt_2QPKD = token_2NKD[:, self._path_QP].float()
+        own_2BKTD = prompt_2QPKD.new_empty(
+            (2, len(self.prompt_B), token_2NKD.shape[2], 0, token_2NKD.shape[3])
+        )
+        self._layers[layer] = _Layer(prompt_2QPKD.transpose(2, 3).contiguous(), own_2BKTD)
+        query_1HND, key_1KND, value_1KND = (
+            x.transpose(0, 1)[None] for x in (query_NHD, *token_2NKD)
+        )
+        return self._forest.attend(query_1HND, key_1KND, value_1KND, scaling=scaling)
+
+    def _decode(
+        self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, scaling: float | None
+    ) -> Tensor:
+        num_keys, size = token_2BKD.shape[2:]
+        scale = size**-0.5 if scaling is None else scaling
+        query_BKRD = query_BHD.unflatten(1, (num_keys, -1)).float() * scale
+        own_BKRD, own_lse_BKR1 = _attend(query_BKRD, layer.append(token_2BKD))
+        num_prompts = len(self._bias_Q11P)
+        slots = query_BKRD.new_zeros((num_prompts * self._num_slots, *query_BKRD.shape[1:]))
+        slots[self._slot_B] = query_BKRD
+        shape = (num_prompts, self._num_slots)
+        query_QKGRD = slots.unflatten(0, shape).transpose(1, 2)
+        of_prompt = _attend(query_QKGRD.flatten(2, 3), layer.prompt_2QKPD, self._bias_Q11P)
+        prompt_BKRD, prompt_lse_BKR1 = (
+            x.unflatten(2, query_QKGRD.shape[2:4]).transpose(1, 2).flatten(0, 1)[self._slot_B]
+            for x in of_prompt
+        )
+        share_BKR1 = (prompt_lse_BKR1 - own_lse_BKR1).sigmoid()
+        mixed_BKRD = torch.lerp(own_BKRD, prompt_BKRD, share_BKR1)
+        return mixed_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
+
+
+def _attend(
+    query: Tensor, key_value_2: Tensor, bias: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of values by softmax(query key^T + bias), and the log-sum-exp [..., 1]."""
+    key, value = key_value_2
+    score = query @ key.mT + bias
+    lse = score.logsumexp(-1, keepdim=True)
+    return (score - lse).exp() @ value, lse
+
+
+def shared_attention(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1KND: Tensor,
+    value_1KND: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    shared: SharedCache | None = None,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
+    if shared is None:
+        return sdpa_attention_forward(
+            module,
+            query_1HND,
+            key_1KND,
+            value_1KND,
+            attention_mask,
+            scaling=scaling,
+            **options,
+        )
+    token_2NKD = torch.stack([key_1KND[0], value_1KND[0]]).transpose(1, 2)
+    query_NHD = query_1HND[0].transpose(0, 1)
+    return shared.attend(int(module.layer_idx), query_NHD, token_2NKD, scaling), None
+
+
+AttentionInterface.register(NAME, shared_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

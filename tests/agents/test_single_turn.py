@@ -1,0 +1,226 @@
+"""The agent of one turn: what its policy reads, what its answer is, how it ends and branches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from char_tokenizer import CharTokenizer
+
+from flowtrain.agents.base import BranchStart
+from flowtrain.agents.build import make_single_turn
+from flowtrain.agents.collect import collect
+from flowtrain.agents.deadlines import Cutoff
+from flowtrain.agents.single_turn import SingleTurn
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.config import Config
+from flowtrain.rewards import score
+from flowtrain.types import (
+    BranchPoint,
+    Completion,
+    FinishReason,
+    Sampling,
+    Task,
+    Trajectory,
+    UserError,
+    Verdict,
+    VersionSpan,
+)
+
+TASK = Task("t-1", "What is 2 + 3?", ("5",))
+
+
+class ChatChars(CharTokenizer):
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return f"<user>{conversation[0]['content']}<assistant>"
+
+
+class Speaker:
+    """An engine that says a line, or the one of its seed among several; remembers the requests."""
+
+    version = 3
+
+    def __init__(
+        self,
+        *lines: str,
+        reason: FinishReason = FinishReason.STOP,
+        max_tokens: int = 500,
+        hangs: bool = False,
+    ) -> None:
+        self.lines, self.reason, self.max_tokens, self.hangs = lines, reason, max_tokens, hangs
+        self.asked: list[tuple[str, Sampling]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
+        if self.hangs:
+            await asyncio.Event().wait()
+        line = self.lines[sampling.seed % len(self.lines)]
+        ids = tuple(map(ord, line))[: sampling.max_new_tokens]
+        spans = (VersionSpan(0, len(ids), self.version),)
+        return Completion(ids, (-0.5,) * len(ids), spans, self.reason)
+
+
+def config(**agent: object) -> Config:
+    return Config.model_validate({"agent": {"name": "single", **agent}})
+
+
+def agent(engine: Speaker, temperature: float | None = None, **options: object) -> SingleTurn:
+    return make_single_turn(config(**options), engine, ChatChars(), temperature)  # type: ignore[arg-type]
+
+
+def roll_out(engine: Speaker, **options: object) -> Trajectory:
+    return asyncio.run(agent(engine, **options).run(TASK, 11))
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ({}, "<user>What is 2 + 3?<assistant>"),
+        ({"instructions": "Be brief."}, "<user>What is 2 + 3?\n\nBe brief.<assistant>"),
+        ({"prompt": "compact"}, "Question: What is 2 + 3?\nAnswer:"),
+        (
+            {"prompt": "compact", "instructions": "Be brief."},
+            "Question: What is 2 + 3?\n\nBe brief.\nAnswer:",
+        ),
+    ],
+)
+def test_the_prompt_is_question_then_instructions(options: dict[str, str], prompt: str) -> None:
+    engine = Speaker("5")
+    trajectory = roll_out(engine, **options)
+    (call,) = [turn.calls["planner"] for turn in trajectory.turns]
+    assert [asked for asked, _ in engine.asked] == [prompt]
+    assert "".join(map(chr, call.prompt_ids)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (" 5\n", "5"),
+        ("2 and 3 make <answer> 5 </answer>, I think", "5"),
+        ("<answer>4</answer> no, <answer>5</answer>", "5"),
+        ("", ""),
+    ],
+)
+def test_the_answer_is_what_stands_in_the_last_tags_or_all(response: str, answer: str) -> None:
+    trajectory = roll_out(Speaker(response))
+    assert trajectory.answer == answer
+    assert trajectory.turns[0].calls["planner"].text == response
+
+
+def test_the_turn_holds_the_sampled_tokens_and_no_error() -> None:
+    trajectory = roll_out(Speaker("so: 5"))
+    (turn,) = trajectory.turns
+    call = turn.calls["planner"]
+    assert call.response_ids == tuple(map(ord, "so: 5")) and call.logprobs == (-0.5,) * 5
+    assert call.spans == (VersionSpan(0, 5, 3),)
+    assert turn.action is None and turn.result.error is None and turn.verdict is Verdict.STOP
+    assert trajectory.truncated == "" and trajectory.seed == 11
+
+
+def test_sampling_is_that_of_rollout_or_of_the_evaluation() -> None:
+    engine = Speaker("5")
+    asyncio.run(agent(engine).run(TASK, 1))
+    asyncio.run(agent(engine, temperature=0.0).run(TASK, 1))
+    asyncio.run(agent(engine).run(TASK, 2))
+    first, greedy, other = [sampling for _, sampling in engine.asked]
+    assert (first.max_new_tokens, first.temperature, greedy.temperature) == (48, 1.0, 0.0)
+    assert first.seed == greedy.seed != other.seed
+
+
+def test_a_prompt_that_the_model_cannot_hold_gives_an_empty_rollout() -> None:
+    trajectory = roll_out(Speaker("5", max_tokens=60))
+    assert (trajectory.truncated, trajectory.turns, trajectory.answer) == ("prompt", (), "")
+
+
+def test_a_response_that_time_cut_is_kept_and_counted() -> None:
+    trajectory = roll_out(Speaker("5", reason=FinishReason.DEADLINE))
+    assert (trajectory.truncated, trajectory.answer, len(trajectory.turns)) == ("time", "5", 1)
+
+
+def test_a_straggler_ends_at_the_cutoff() -> None:
+    async def late() -> Trajectory:
+        cutoff = Cutoff()
+        cutoff.set(asyncio.get_running_loop().time())
+        return await agent(Speaker("5", hangs=True)).run(TASK, 1, cutoff)
+
+    trajectory = asyncio.run(late())
+    assert (trajectory.truncated, trajectory.turns) == ("straggler", ())
+
+
+def test_a_branch_goes_on_from_its_parents_tokens() -> None:
+    parent = roll_out(Speaker("it is 4"))
+    engine = Speaker("5")
+    start = BranchStart(parent, BranchPoint(0, 0, 6, 1.5))
+    branch = asyncio.run(agent(engine).run(TASK, 12, start=start))
+    call = branch.turns[0].calls["planner"]
+    assert engine.asked[0][0].endswith("<assistant>it is ")
+    assert call.text == "it is 5" and branch.branch == start.point
+    assert call.prompt_ids == parent.turns[0].calls["planner"].prompt_ids
+    assert branch.num_sampled_tokens == 1
+
+
+def test_groups_of_one_turn_train_every_token_by_its_rollout() -> None:
+    """Flow-GRPO on one turn is GRPO."""
+    groups = collect(agent(Speaker("5", "44")), [TASK], group_size=8, seed=0)
+    (group,) = score(groups)
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    assert {0.0, 1.0} == set(rewards)
+    mean = sum(map(float, rewards)) / 8  # type: ignore[arg-type]
+    std = (mean * (1 - mean)) ** 0.5
+    for sample, reward in zip(flow_grpo([group]).samples, rewards, strict=True):
+        num_tokens = len(sample.response_ids)
+        assert num_tokens == (1 if reward else 2)
+        assert sample.advantages == pytest.approx([(reward - mean) / (std + 1e-6)] * num_tokens)
+        assert sample.loss_weights == pytest.approx([1 / 8 / num_tokens] * num_tokens)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"agent": {"name": "single", "tools": ["Search"]}}, ("agent.tools", "Search", "single")),
+        ({"agent": {"name": "single", "max_turns": 2}}, ("agent.max_turns=2", "single")),
+        ({"agent": {"tools": []}}, ("agent.tools", "at least 1")),
+        ({"agent": {"instructions": "x"}}, ("agent.instructions='x'", "single")),
+        (
+            {"agent": {"name": "single"}, "roles": {"verifier": "policy"}},
+            ("roles.verifier='policy'", "single"),
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: dict[str, object], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Config.model_validate(options)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_one_turn_has_neither_tools_nor_further_turns() -> None:
+    chosen = config()
+    assert (chosen.agent.tools, chosen.agent.max_turns, chosen.agent.prompt) == ((), 1, "full")
+    assert Config.model_validate(chosen.model_dump()) == chosen
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = ChatChars()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"chat template.*agent\.prompt='compact'"):
+        make_single_turn(config(), Speaker("5"), tokenizer)  # type: ignore[arg-type]
+    plain = config(prompt="compact")
+    make_single_turn(plain, Speaker("5"), tokenizer)  # type: ignore[arg-type]
+
+
+def test_a_response_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout\.max_new_tokens=48"):
+        agent(Speaker("5", max_tokens=48))
+
+
+def test_hints_are_for_more_turns() -> None:
+    one = agent(Speaker("5"))
+    assert one.with_hints(None) is one
