@@ -8,19 +8,22 @@ coefficient 0 and CPU threads. Advantages are (R - mean) / (std + eps) with the 
 the loss is the mean over all tokens of the batch, groups of one reward included: TRL's `dapo`, its
 default, and flowtrain's `algorithm.mode = "released"`. What differs: eps is 1e-4 in TRL and 1e-6
 here; TRL takes ratios against the trainer's own log-probs, flowtrain against the sampler's (both
-are 1, up to rounding, in a batch of one step); each has its own random numbers.
+are 1, up to rounding, in a batch of one step); each has its own random numbers. Given the same
+rollouts, both end with the same weights (`tests/test_bench_trl.py`).
 
-Sides take turns, a process each, round after round; a round has a seed of its own. Every side has
-what makes it fastest on a CPU. TRL: transformers' `generate` (`--rivals` names its other ways, with
-a static cache and with continuous batching; vLLM on a CPU TRL does not run), the whole batch in one
-forward pass unless --micro-batch says otherwise, no gradient checkpointing, the fused AdamW, no
-logs, progress bars or checkpoints. flowtrain: its real trainer with its logs and weight versions on
-disk, the torch engine, and vLLM where that is installed.
+Sides take turns, a process each, round after round; a round has a seed of its own. Each side has
+what makes it fastest on a CPU. TRL: transformers' `generate` with a growing cache (`--rivals` names
+the other ways that TRL has without vLLM: a static cache gains nothing, and continuous batching
+samples several times slower on a CPU), the whole batch in one forward pass unless --micro-batch
+says otherwise, no gradient checkpointing, the fused AdamW, no logs, progress bars or checkpoints.
+"memory kept" is TRL in a process whose C library keeps freed memory, which flowtrain sees to by
+itself and TRL does not. flowtrain: its real trainer with its logs and its weight versions on disk,
+the torch engine, and vLLM where that is installed.
 
-A fair reader should know: off a GPU TRL's fused head scores prompts and padding, too (`compact` in
-its `add_fused_lm_head`); neither side compiles; both sample anew, so tokens per step differ, which
-is why the table has them; rounds are too few, and steps too short, for rewards to differ by more
-than chance in a default run.
+A fair reader should know: on a CPU TRL's fused head scores prompts and padding, too (`compact` in
+its `add_fused_lm_head`); neither side compiles; TRL is not tried with vLLM, as it means a GPU; both
+sides sample by themselves, so tokens per step differ, which is why the table has them; a default
+run is too short for rewards to differ by more than chance.
 
 Seconds are medians over steps, of each run without its first, which warms up. "x flowtrain" is the
 median of step / flowtrain's step of the same round and number. "peak GB" is the largest resident
@@ -55,12 +58,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     OURS: {"side": "flowtrain"},
     "flowtrain, vLLM": {"side": "flowtrain"},
     "TRL": {"side": "trl", "generation": "dynamic"},
+    "TRL, memory kept": {"side": "trl", "generation": "dynamic", "keeps_memory": True},
     "TRL, static cache": {"side": "trl", "generation": "static"},
     "TRL, continuous batching": {"side": "trl", "generation": "continuous"},
 }
 NEEDS = {"flowtrain, vLLM": "vllm", "TRL": "trl"}
 """Packages of rivals, by the beginning of the name."""
-DEFAULT = ("TRL", OURS, "flowtrain, vLLM")
+DEFAULT = ("TRL", "TRL, memory kept", OURS, "flowtrain, vLLM")
 INSTRUCTIONS = "Give only the final answer, as <answer>...</answer>."
 FIXED = {
     "agent.name": "single",
@@ -117,11 +121,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of reasoning-gym (default: %(default)s)",
     )
     add("--instructions", default=INSTRUCTIONS, help="text after the question")
-    add("--steps", type=int, default=4, help="optimizer steps of a run (default: %(default)s)")
+    add("--steps", type=int, default=3, help="optimizer steps of a run (default: %(default)s)")
     add("--rounds", type=int, default=2, help="runs of each rival (default: %(default)s)")
     add("--questions", type=int, default=4, help="questions per step (default: %(default)s)")
     add("--group-size", type=int, default=8, help="rollouts per question (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=64, help="per response (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=48, help="per response (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
     add("--lr", type=float, default=1e-5, help="learning rate (default: %(default)s)")
     add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
@@ -129,7 +133,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--token-budget", type=int, default=8192, help="flowtrain's tokens per row (%(default)s)")
     add("--held-out", type=int, default=0, metavar="N", help="held-out questions (default: none)")
     add("--rivals", nargs="+", choices=list(RIVALS), default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(map(repr, RIVALS))} (default: the first three)")  # fmt: skip
+        help=f"of {', '.join(map(repr, RIVALS))} (default: the first four)")  # fmt: skip
     add("--dir", type=Path, help="keep the runs in this folder")
     add("--json", metavar="F", help="write the rows to this file")
     return parser.parse_args(argv)
@@ -260,9 +264,7 @@ def train_on(
     job = job_of(args, rival, number, folder)
     changes = ["--train.num_steps", str(num_steps)]
     changes += (
-        ["--run.resume", "auto"]
-        if num_steps > args.steps
-        else ["--run.dir", f"{job.out}/shorter"]
+        ["--run.resume", "auto"] if num_steps > args.steps else ["--run.dir", f"{job.out}/shorter"]
     )
     return run(replace(job, options=(*job.options, *changes)), args.threads).model, num_steps
 

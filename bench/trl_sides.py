@@ -39,7 +39,9 @@ class Job:
     generation: str = ""
     """trl: how transformers generates, a name of `bench.trl_trainer.GENERATION`."""
     micro_batch: int = 0
-    """trl: sequences per forward pass."""
+    """trl: sequences per forward pass; 0: all."""
+    keeps_memory: bool = False
+    """trl: have the C library keep freed memory, as flowtrain does."""
 
     @property
     def config(self) -> Config:

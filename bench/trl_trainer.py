@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set
+from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.model import load_tokenizer
 from flowtrain.types import Task
 
@@ -80,6 +81,8 @@ def run_trl(job: Job) -> Result:
     """Train with TRL on the questions that flowtrain's cursor gives, in the same order."""
     config = job.config
     torch.set_num_threads(config.run.threads)
+    if job.keeps_memory:
+        keep_freed_memory()
     trainer = make_trainer(job)
     trainer.train()
     folder = Path(job.out, "model")

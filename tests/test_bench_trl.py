@@ -100,7 +100,7 @@ def test_a_rival_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name != "vllm" or None)
-    assert [bench.is_here(name) for name in bench.DEFAULT] == [True, True, False]
+    assert [bench.is_here(name) for name in bench.DEFAULT] == [True, True, True, False]
     assert capsys.readouterr().out == "left out: flowtrain, vLLM: vllm is not installed here\n"
 
 
@@ -148,10 +148,13 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_process", "trl_trainer")
-def test_both_sides_take_a_step_on_the_same_prompts(model_path: Path, tmp_path: Path) -> None:
+def test_both_sides_take_a_step_on_the_same_prompts(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command ends with an error where the prompts' ids differ; the instructions are among
-    them.
+    them. Then flowtrain goes on for the steps that fit into TRL's time.
     """
+    monkeypatch.setattr(bench, "steps_within", lambda seconds, steps: 2)
     words = ["--model", str(model_path), *SMALL, "--held-out", "3", "--rivals", "TRL", "flowtrain"]
     bench.main([*words, "--dir", str(tmp_path), "--json", str(tmp_path / "rows.json")])
     theirs, ours, settings = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -163,6 +166,9 @@ def test_both_sides_take_a_step_on_the_same_prompts(model_path: Path, tmp_path: 
         assert min(row[f"{stage} s"] for stage in ("sampling", "reward", "training")) > 0
         assert 8 <= row["tokens"] <= 48 and 0 < row["reward"] < 1 and "held-out" in row
     assert theirs["publish s"] == theirs["load s"] == 0 < ours["publish s"]
+    assert ours["its steps"] == 2 and "its steps" not in theirs
+    ends = sorted(path.name for path in (tmp_path / "0-0" / "run" / "checkpoints").iterdir())
+    assert ends == ["step_00000001", "step_00000002"]
     rollouts = [
         *map(json.loads, (tmp_path / "0-0/run/trajectories.jsonl").read_text().splitlines())
     ]
