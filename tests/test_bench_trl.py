@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from bench import trl as bench
 from bench import trl_sides as sides
 from flowtrain.rewards import gym
+from flowtrain.tasks.gym import Draw
 from flowtrain.training import model as models
 from flowtrain.types import Task
 
@@ -110,7 +111,6 @@ def test_a_rival_that_is_not_installed_is_left_out(
 @pytest.fixture(scope="module")
 def trl_trainer() -> ModuleType:
     pytest.importorskip("trl", reason="needs pip install 'flowtrain[bench]'")
-    pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
     return importlib.import_module("bench.trl_trainer")
 
 
@@ -129,8 +129,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides run in this process, which has imported everything; an answer's length is its reward,
-    as a random model gives no right ones.
+    """Sides run in this process, which has imported everything. Questions are numbers, and an
+    answer's length is its reward, as a random model gives no right ones.
     """
 
     def run(job: sides.Job, threads: int) -> sides.Result:
@@ -140,10 +140,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         sides.main([str(out / "job.json")])
         return sides.Result(**json.loads((out / "result.json").read_text()))
 
+    def made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
+        numbers = [draw.seed + index for draw in draws for index in range(draw.size)]
+        return [{"question": f"{n} + {n % 7} =", "answer": "a", "entry": "{}"} for n in numbers]
+
     def verify_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Verified]:
         return [gym.Verified(len(answer) % 5 / 4) for _, answer in cases]
 
     monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr("flowtrain.tasks.gym._made", made)
     monkeypatch.setattr(gym, "verify_all", verify_all)
 
 
