@@ -1,15 +1,15 @@
-"""Head to head with TRL's GRPOTrainer on a CPU:  python -m bench.trl --model FOLDER [--json F]
+"""Head to head with TRL's GRPOTrainer on a CPU:  python -m bench.trl [--config C] [--json F]
 
-Both train the same model on the same questions of reasoning-gym, in the same order and with the
-same prompts, token for token (the run ends if they differ). Equal are also questions and rollouts
-per step, temperature, tokens per response, the verifiers that give rewards, fp32, AdamW (betas 0.9
-and 0.95, no weight decay, gradient norm at most 1, one step per batch), learning rate, clip, KL
-coefficient 0 and CPU threads. Advantages are (R - mean) / (std + eps) with the std of N - 1, and
-the loss is the mean over all tokens of the batch, groups of one reward included: TRL's `dapo`, its
-default, and flowtrain's `algorithm.mode = "released"`. What differs: eps is 1e-4 in TRL and 1e-6
-here; TRL takes ratios against the trainer's own log-probs, flowtrain against the sampler's (both
-are 1, up to rounding, in a batch of one step); each has its own random numbers. Given the same
-rollouts, both end with the same weights (`tests/test_bench_trl.py`).
+Both train the model of a config of flowtrain's on its questions of reasoning-gym, in the same order
+and with the same prompts, token for token (the run ends if they differ). Equal are also questions
+and rollouts per step, temperature, tokens per response, the verifiers that give rewards, fp32,
+AdamW (betas 0.9 and 0.95, no weight decay, gradient norm at most 1, one step per batch), learning
+rate, clip, KL coefficient 0 and CPU threads. Advantages are (R - mean) / (std + eps) with the std
+of N - 1, and the loss is the mean over all tokens of the batch, groups of one reward included:
+TRL's `dapo`, its default, and flowtrain's `algorithm.mode = "released"`. What differs: eps is 1e-4
+in TRL and 1e-6 here; TRL takes ratios against the trainer's own log-probs, flowtrain against the
+sampler's (both are 1, up to rounding, in a batch of one step); each has its own random numbers.
+Given the same rollouts, both end with the same weights (`tests/test_bench_trl.py`).
 
 Sides take turns, a process each, round after round; a round has a seed of its own. Each side has
 what makes it fastest on a CPU. TRL: transformers' `generate` with a growing cache (`--rivals` names
@@ -24,6 +24,9 @@ A fair reader should know: on a CPU TRL's fused head scores prompts and padding,
 its `add_fused_lm_head`); neither side compiles; TRL is not tried with vLLM, as it means a GPU; both
 sides sample by themselves, so tokens per step differ, which is why the table has them; a default
 run is too short for rewards to differ by more than chance.
+
+All that is not named below is an option of flowtrain's, which both sides follow:
+--rollout.max_new_tokens 48.
 
 Seconds are medians over steps, of each run without its first, which warms up. "x flowtrain" is the
 median of step / flowtrain's step of the same round and number. "peak GB" is the largest resident
@@ -52,6 +55,7 @@ from tqdm import tqdm
 
 from bench.measure import installed_version, median_ratio, print_table, write_json
 from bench.trl_sides import STAGES, Job, Result
+from flowtrain.config.options import parse
 
 OURS = "flowtrain"
 RIVALS: dict[str, dict[str, Any]] = {
@@ -65,11 +69,9 @@ RIVALS: dict[str, dict[str, Any]] = {
 NEEDS = {"flowtrain, vLLM": "vllm", "TRL": "trl"}
 """Packages of rivals, by the beginning of the name."""
 DEFAULT = ("TRL", "TRL, memory kept", OURS, "flowtrain, vLLM")
-INSTRUCTIONS = "Give only the final answer, as <answer>...</answer>."
 FIXED = {
     "agent.name": "single",
     "agent.rollout_timeout_s": "36000",
-    "tasks.name": "reasoning-gym",
     "model.dtype": "float32",
     "algorithm.mode": "released",
     "algorithm.kl_coef": "0",
@@ -110,33 +112,38 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default="models/SmolLM2-135M-Instruct", help="folder (default: %(default)s)")
-    add(
-        "--families",
-        nargs="+",
-        default=["chain_sum"],
-        help="of reasoning-gym (default: %(default)s)",
-    )
-    add("--instructions", default=INSTRUCTIONS, help="text after the question")
+    add("--config", default="configs/smollm2.toml", help="of flowtrain (default: %(default)s)")
     add("--steps", type=int, default=3, help="optimizer steps of a run (default: %(default)s)")
     add("--rounds", type=int, default=2, help="runs of each rival (default: %(default)s)")
-    add("--questions", type=int, default=4, help="questions per step (default: %(default)s)")
-    add("--group-size", type=int, default=8, help="rollouts per question (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=48, help="per response (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
-    add("--lr", type=float, default=1e-5, help="learning rate (default: %(default)s)")
     add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     add("--micro-batch", type=int, default=0, help="TRL's sequences per pass (default: all)")
-    add("--token-budget", type=int, default=8192, help="flowtrain's tokens per row (%(default)s)")
     add("--held-out", type=int, default=0, metavar="N", help="held-out questions (default: none)")
     add("--rivals", nargs="+", choices=list(RIVALS), default=DEFAULT, metavar="NAME",
         help=f"of {', '.join(map(repr, RIVALS))} (default: the first four)")  # fmt: skip
     add("--dir", type=Path, help="keep the runs in this folder")
     add("--json", metavar="F", help="write the rows to this file")
-    return parser.parse_args(argv)
+    args, words = parser.parse_known_args(argv)
+    args.options = given_options(words)
+    return args
+
+
+def given_options(words: Sequence[str]) -> dict[str, str]:
+    """Read flowtrain's options of the command line. Ends the command where the comparison does not
+    leave one open.
+    """
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    keys = {word.removeprefix("--"): value for word, value in given.items()}
+    if len(words) % 2 or not all(word.startswith("--") and "." in word for word in given):
+        raise SystemExit(f"options of flowtrain are --section.key value, not {' '.join(words)}")
+    if taken := FIXED.keys() & keys:
+        key = min(taken)
+        raise SystemExit(f"--{key} {keys[key]}: the comparison fixes it at {FIXED[key]}")
+    return keys
 
 
 def is_here(rival: str) -> bool:
@@ -162,23 +169,13 @@ def folder_of(path: Path | None) -> Iterator[Path]:
 def options(args: argparse.Namespace, seed: int, **more: object) -> tuple[str, ...]:
     """Return flowtrain's options for a run; `more` has sections and keys divided by two bars."""
     chosen = {
-        "model.path": args.model,
-        "agent.instructions": args.instructions,
-        "tasks.gym": "{" + ", ".join(f"{name} = {{}}" for name in args.families) + "}",
-        "tasks.num_train": max(256, args.questions * args.steps * 8),
-        "rollout.num_questions": args.questions,
-        "rollout.group_size": args.group_size,
-        "rollout.max_new_tokens": args.max_new_tokens,
-        "rollout.temperature": args.temperature,
         "train.num_steps": args.steps,
-        "train.lr": args.lr,
-        "train.token_budget": args.token_budget,
         "eval.num_tasks": max(1, args.held_out),
         "run.threads": args.threads,
         "run.seed": seed,
     }
     own = {key.replace("__", "."): value for key, value in more.items()}
-    words = {**FIXED, **chosen, **own}.items()
+    words = {"config": args.config, **args.options, **FIXED, **chosen, **own}.items()
     return tuple(word for key, value in words for word in (f"--{key}", str(value)))
 
 
@@ -235,7 +232,9 @@ def held_out(args: argparse.Namespace, results: Mapping[Key, Result], folder: Pa
         for rival, number in results
         if rival.startswith(OURS) and any(name.startswith("TRL") for name, _ in results)
     }
-    models = [("start", ("", 0), args.model)]
+    start = parse(options(args, 0))
+    assert start is not None
+    models = [("start", ("", 0), start.model.path)]
     models += [("steps", key, result.model) for key, result in results.items()]
     models += [("time", key, model) for key, (model, _) in longer.items()]
     found: dict[str, dict[Key, list[float]]] = {"start": {}, "steps": {}, "time": {}}

@@ -13,11 +13,14 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.single_turn import QuestionPrompt
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.model import load_tokenizer
 from flowtrain.types import Task
+from flowtrain.utils.text import final_answer
 
 GENERATION: dict[str, dict[str, Any]] = {
     "dynamic": {},
@@ -96,8 +99,8 @@ def make_trainer(job: Job) -> TimedTrainer:
     tasks = questions(config)
 
     def reward(completions: list[Any], task: list[int], **_: Any) -> list[float]:
-        answers = [message["content"] for (message,) in completions]
-        return rewards_of([tasks[number] for number in task], answers)
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return rewards_of([tasks[number] for number in task], list(map(final_answer, texts)))
 
     clock = _Clock()
     clock.trainer = TimedTrainer(
@@ -105,7 +108,7 @@ def make_trainer(job: Job) -> TimedTrainer:
         reward_funcs=reward,
         args=settings(job),
         train_dataset=Dataset.from_list(
-            [{"prompt": messages(config, each), "task": n} for n, each in enumerate(tasks)]
+            [{"prompt": prompt(config, each), "task": n} for n, each in enumerate(tasks)]
         ),
         processing_class=load_tokenizer(config.model.path),
         callbacks=[clock],
@@ -127,8 +130,12 @@ def questions(config: Config) -> list[Task]:
     return [task for batch in batches for task in batch]
 
 
-def messages(config: Config, task: Task) -> list[dict[str, str]]:
-    """Return the chat that the agent of one turn puts to the policy; TRL's template opens it."""
+def prompt(config: Config, task: Task) -> str | list[dict[str, str]]:
+    """Return what the agent of one turn puts to the policy: a plain text, or a chat, which TRL puts
+    through the template.
+    """
+    if config.agent.prompt == "compact":
+        return QuestionPrompt(config.agent.instructions, None).render(task.question, Memory())
     text = "\n\n".join(filter(None, [task.question, config.agent.instructions]))
     return [{"role": "user", "content": text}]
 

@@ -26,8 +26,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|bot|>' }}{% endif %}"
 )
 SMALL = (
-    *("--questions", "2", "--group-size", "4", "--max-new-tokens", "6", "--threads", "1"),
-    *("--steps", "1", "--rounds", "1", "--lr", "1e-3"),
+    *("--rollout.num_questions", "2", "--rollout.group_size", "4", "--rollout.max_new_tokens", "6"),
+    *("--agent.instructions", "Be brief.", "--train.lr", "1e-3"),
+    *("--threads", "1", "--steps", "1", "--rounds", "1"),
 )
 
 
@@ -105,6 +106,19 @@ def test_a_rival_that_is_not_installed_is_left_out(
     assert capsys.readouterr().out == "left out: flowtrain, vLLM: vllm is not installed here\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--algorithm.kl_coef", "0.1"), "--algorithm.kl_coef 0.1: the comparison fixes it at 0"),
+        (("--stepz", "3"), "--section.key value, not --stepz 3"),
+        (("--train.lr",), "--section.key value, not --train.lr"),
+    ],
+)
+def test_options_that_are_not_open_end_the_command(words: Sequence[str], problem: str) -> None:
+    with pytest.raises(SystemExit, match=problem):
+        bench._arguments(words)
+
+
 # ---- with TRL
 
 
@@ -152,19 +166,29 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym, "verify_all", verify_all)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "begin", "end"),
+    [("full", "<|user|>", "<|end|><|bot|>"), ("compact", "Question: ", "\nAnswer:")],
+)
 @pytest.mark.usefixtures("in_process", "trl_trainer")
 def test_both_sides_take_a_step_on_the_same_prompts(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: str,
+    begin: str,
+    end: str,
 ) -> None:
     """The command ends with an error where the prompts' ids differ; the instructions are among
     them. Then flowtrain goes on for the steps that fit into TRL's time.
     """
     monkeypatch.setattr(bench, "steps_within", lambda seconds, steps: 2)
-    words = ["--model", str(model_path), *SMALL, "--held-out", "3", "--rivals", "TRL", "flowtrain"]
+    words = ["--model.path", str(model_path), *SMALL, "--agent.prompt", prompt]
+    words += ["--held-out", "3", "--rivals", "TRL", "flowtrain"]
     bench.main([*words, "--dir", str(tmp_path), "--json", str(tmp_path / "rows.json")])
     theirs, ours, settings = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (theirs["side"], ours["side"]) == ("TRL", "flowtrain")
-    assert settings["settings"]["group_size"] == 4
+    assert settings["settings"]["options"]["rollout.group_size"] == "4"
     for row in (theirs, ours):
         seconds = [row[f"{stage} s"] for stage in sides.STAGES]
         assert row["step s"] == pytest.approx(sum(seconds)) and min(seconds) >= 0
@@ -178,7 +202,7 @@ def test_both_sides_take_a_step_on_the_same_prompts(
         *map(json.loads, (tmp_path / "0-0/run/trajectories.jsonl").read_text().splitlines())
     ]
     text = models.load_tokenizer(str(model_path)).decode(rollouts[0]["turns"][0]["prompt_ids"])
-    assert text == f"<|user|>{rollouts[0]['question']}\n\n{bench.INSTRUCTIONS}<|end|><|bot|>"
+    assert text == f"{begin}{rollouts[0]['question']}\n\nBe brief.{end}"
 
 
 @pytest.mark.usefixtures("in_process")
@@ -186,7 +210,8 @@ def test_the_same_rollouts_move_the_weights_alike(
     model_path: Path, tmp_path: Path, trl_trainer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL trains on what flowtrain has sampled: advantages, loss and optimizer are the same."""
-    args = bench._arguments(["--model", str(model_path), *SMALL, "--max-new-tokens", "60"])
+    words = ["--model.path", str(model_path), *SMALL, "--rollout.max_new_tokens", "60"]
+    args = bench._arguments(words)
     ours = bench.run(bench.job_of(args, "flowtrain", 0, tmp_path), 1)
     run = tmp_path / "0-0" / "run"
     rollouts = [*map(json.loads, (run / "trajectories.jsonl").read_text().splitlines())]
