@@ -48,7 +48,7 @@ def train(config: Config) -> int:
         warm = run.evaluate_warm()
         saved_step = run.start_step
         timer = StepTimer()
-        for step in range(run.start_step + 1, config.train.num_steps + 1):
+        for step in run.steps():
             rollouts = gather(run, step, timer)
             if rollouts is None:
                 run.checkpoint(step - 1)

@@ -166,7 +166,8 @@ def shared_attention(
         )
     token_2NKD = torch.stack([key_1KND[0], value_1KND[0]]).transpose(1, 2)
     query_NHD = query_1HND[0].transpose(0, 1)
-    return shared.attend(int(module.layer_idx), query_NHD, token_2NKD, scaling), None
+    assert isinstance(module.layer_idx, int)
+    return shared.attend(module.layer_idx, query_NHD, token_2NKD, scaling), None
 
 
 AttentionInterface.register(NAME, shared_attention)

@@ -6,6 +6,7 @@ runs/texts/
   checkpoints/       made by the trainer
   weights/           made by the weight store
   tokenizer.json     of the ids in the logs
+  profile/           flame.html, trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
 """
 
@@ -132,6 +133,11 @@ class RunDir:
     def tokenizer(self) -> Path:
         """The tokenizer of the ids in the logs; not made here."""
         return self.path / "tokenizer.json"
+
+    @property
+    def profile(self) -> Path:
+        """The profile's folder; not made here."""
+        return self.path / "profile"
 
     @property
     def weights(self) -> Path:

@@ -27,6 +27,7 @@ from flowtrain.run.evaluation import Evaluation, Evaluator
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
+from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Trained
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.run_logger import RunLogger
@@ -79,6 +80,17 @@ class Run:
     def max_positions(self) -> int:
         """Tokens of a sample that the model has positions for."""
         return int(self.components.model.config.max_position_embeddings)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
+        steps = range(self.start_step + 1, self.config.train.num_steps + 1)
+        end = 1 + self.config.run.profile
+        yield from steps[:1]
+        with ExitStack() as profile:
+            if steps[1:end] and self.placement.world.is_main:
+                profile.enter_context(profiled(self.run_dir.profile, self.placement.world.device))
+            yield from steps[1:end]
+        yield from steps[end:]
 
     def is_interrupted(self) -> bool:
         """Tell whether some rank was asked to end."""

@@ -6,9 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 STAGES = ("checkpoint", "collect", "branch", "train", "publish", "load", "eval")
 """In order; the checkpoint is that of the step before, which is written after its line of the log.
 """
+SPAN = "stage "
+"""Begins the name of a stage in a profile."""
 
 
 class StepTimer:
@@ -21,7 +25,8 @@ class StepTimer:
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         started = time.monotonic()
-        yield
+        with record_function(SPAN + stage):
+            yield
         self._seconds[stage] += time.monotonic() - started
 
     def metrics(self) -> dict[str, float]:

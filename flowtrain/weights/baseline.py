@@ -18,6 +18,9 @@ from flowtrain import _delta
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.tensor_shards import Digest, TensorShard, add
 
+_DENSE = 1 / 8
+"""Share of the full size from which on copying the words is faster than applying their delta."""
+
 
 class HostBaseline:
     """The published words of one shard, in host memory."""
@@ -49,7 +52,10 @@ class HostBaseline:
         """Take the shard's present words as published; `blob` is the delta to them."""
         # Encoding could store the new words in its own pass, but a failed publish would then have
         # to undo that.
-        _delta.apply([blob], [self._words], num_threads=self._num_threads)
+        if len(blob) > _DENSE * self._words.nbytes:
+            self._words[:] = shard.u16()
+        else:
+            _delta.apply([blob], [self._words], num_threads=self._num_threads)
         self.digest = _delta.info(blob)["target_digest"]
 
 
