@@ -23,6 +23,7 @@ from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.report import ProgressLine
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import gym_tasks
+from flowtrain.training import attention
 from flowtrain.training.model import load_model, load_tokenizer
 from flowtrain.types import Completion, Sample, Sampling, Task, UserError
 from flowtrain.utils.text import final_answer
@@ -53,7 +54,7 @@ class ModelFolder:
 
     path: str
     model: PreTrainedModel
-    """With torch's SDPA, as the engine samples."""
+    """With the attention of packed rows, as the trainer takes it."""
     tokenizer: PreTrainedTokenizerFast
 
     @classmethod
@@ -61,7 +62,7 @@ class ModelFolder:
         tokenizer = load_tokenizer(path, "--model")
         if tokenizer.chat_template is None:
             raise UserError(f"--model={path!r} has no chat template")
-        return cls(path, load_model(path, torch.float32, "sdpa", "--model"), tokenizer)
+        return cls(path, load_model(path, torch.float32, key="--model"), tokenizer)
 
     @property
     def name(self) -> str:
@@ -70,6 +71,11 @@ class ModelFolder:
     def prompts(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
         """The ids of each question as a chat, up to where the reply begins."""
         return [tuple(encode_chat(self.tokenizer, task.question)) for task in tasks]
+
+    def engine(self) -> TorchEngine:
+        """Sample with the model itself, which has torch's SDPA from then on."""
+        self.model.set_attn_implementation("sdpa")
+        return TorchEngine(self.model, self.tokenizer, None)
 
     def rollouts(
         self, num_groups: int, group_size: int = 8, max_new_tokens: int = 24
@@ -80,7 +86,7 @@ class ModelFolder:
         group do not suffice.
         """
         tasks = questions(_MOST_TRIES * num_groups, ("chain_sum",))
-        engine = TorchEngine(self.model, self.tokenizer, None)
+        engine = self.engine()
         line = ProgressLine(num_groups, 0, True, unit="group")
         groups: list[list[Sample]] = []
         for start in range(0, len(tasks), num_groups):
@@ -92,8 +98,9 @@ class ModelFolder:
                     groups.append(_samples(prompt, completions, rewards))
                     line.show(len(groups), f"rollouts of {self.name}")
                 if len(groups) == num_groups:
-                    engine.close()
                     line.close()
+                    engine.close()
+                    self.model.set_attn_implementation(attention.NAME)
                     return groups
         raise UserError(
             f"--model={self.path!r}: {len(groups)} of {len(tasks)} questions have rollouts with "

@@ -7,6 +7,7 @@ where a step of all paths takes at most --most-gflops, with --repeats 0 nowhere.
 has the fewest turns, of those that were tried, from which a path needs 10 and 40 times the FLOPs of
 the tree. Lengths are --scale times AgentFlow's and rows have --token-budget tokens: at the defaults
 a tenth of the lengths, in rows that hold as much as ones of 163,840 tokens would at full length.
+From some hundred turns on a rollout's tree fills several rows, which share nothing.
 
 What sharing spares depends on how much of a batch is shared, so figures of others are no rivals to
 these: TRL's tree packing (pull request 7328) and prime-rl's tree training (pull request 2405) have
@@ -151,6 +152,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
             )
         axes.set_title(f"{title}, against the tree")
         axes.set_xlabel("turns of a rollout")
+        axes.set_xticks(sorted({row["turns"] for row in rows}))
     panels[0].set_ylabel("times the tree (lines: FLOPs, circles: time)")
     panels[0].legend()
     figure.savefig(path, dpi=150)
