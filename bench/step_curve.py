@@ -27,7 +27,7 @@ from flowtrain.report import ProgressLine
 from flowtrain.training.world import World
 
 GOALS = (10, 40)
-_LONGER = (20, 30, 40, 60, 80, 100, 120, 160, 200, 240)
+_LONGER = (20, 30, 40, 60, 80, 100, 120, 160, 200)
 """Turns that are counted beyond those of the table, until the last goal is reached."""
 
 

@@ -87,29 +87,27 @@ def measure(
 def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
     """Count FLOPs by path; a backward pass takes twice as many as a forward pass."""
     cost, samples = ForwardCost.of(batch.model), batch.samples
-    found = {}
-    for path, shares in (("tree", True), ("packed", False)):
-        rows = pack_rows(samples, args.token_budget, shares)
-        found[path] = Work(
-            sum(len(row.input_ids_N) for row in rows), 3 * sum(map(cost.flops, rows))
-        )
+    num_targets = sum(len(s.response_ids) for s in samples)
+    trees = pack_rows(samples, args.token_budget)
+    # Without sharing, how samples fall into rows changes nothing.
+    lengths = [(1, len(s.prompt_ids) + len(s.response_ids) - 1) for s in samples]
+    found = {
+        "tree": Work(sum(len(tree.input_ids_N) for tree in trees), 3 * sum(map(cost.flops, trees))),
+        "packed": _work(cost, lengths, num_targets),
+    }
     for path, rival in _installed().items():
         shapes = rival.shapes(samples, args.batch_size)
-        num_tokens, num_pairs = (
-            sum(n * each for n, each in shapes)
-            for shapes in (shapes, [(n, t * (t + 1) // 2) for n, t in shapes])
-        )
-        num_scored = num_tokens if rival.scores_all else sum(len(s.response_ids) for s in samples)
-        found[path] = Work(
-            num_tokens,
-            3
-            * (
-                cost.per_token * num_tokens
-                + cost.per_pair * num_pairs
-                + cost.per_target * num_scored
-            ),
-        )
+        num_tokens = sum(n * t for n, t in shapes)
+        found[path] = _work(cost, shapes, num_tokens if rival.scores_all else num_targets)
     return found
+
+
+def _work(cost: ForwardCost, shapes: Sequence[tuple[int, int]], num_scored: int) -> Work:
+    """A step on plain sequences: (how many, tokens of each)."""
+    num_tokens = sum(n * t for n, t in shapes)
+    num_pairs = sum(n * t * (t + 1) // 2 for n, t in shapes)
+    flops = cost.per_token * num_tokens + cost.per_pair * num_pairs + cost.per_target * num_scored
+    return Work(num_tokens, 3 * flops)
 
 
 def compare(
