@@ -93,7 +93,8 @@ def _of_random_model(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _of_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = ModelFolder.load(args.model)
-    distinct = folder.prompts(questions(args.batch or 16))
+    number = args.batch or 16
+    distinct = list(dict.fromkeys(folder.prompts(questions(4 * number))))[:number]
     folder.model.generation_config.eos_token_id = None  # `generate` must not end either
     engine = folder.engine()
     rows = _torch_rows(folder.model, engine, distinct, args)

@@ -101,7 +101,6 @@ def test_questions_are_of_reasoning_gym_and_its_verifier_scores_them() -> None:
     pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
     tasks = model_folder.questions(6)
     assert [task.kind for task in tasks] == ["chain_sum", "leg_counting"] * 3
-    assert len({task.question for task in tasks}) == 6
     right, wrong = model_folder.verified(tasks[0], [tasks[0].answers[0], "none"])
     assert right == 1 and wrong < 0.5
 
