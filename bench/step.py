@@ -11,7 +11,7 @@ layout needs. Minutes on one core; on a GPU: --shape 0.5b --scale 1.
 
 --model takes one batch in place of these: rollouts of that model on questions of reasoning-gym,
 2 groups of 8 with responses of at most 24 tokens. SmolLM2-135M takes 4 minutes of one core with
---repeats 2, and 10 GB, as each rival has a model and moments of its own.
+--repeats 2, and 8 GB, as each rival has a model and moments of its own.
 
 --curve counts, and where it is small measures, how much sharing spares by turns and group size
 (`bench/step_curve.py`).

@@ -114,22 +114,27 @@ def compare(
     batch: Batch, works: dict[str, Work], world: World, args: argparse.Namespace, meter: Meter
 ) -> list[dict[str, Any]]:
     """A row of the table for each path."""
-    grads: dict[str, Tensor] = {}
-    extra, steps = {}, {}
-    for name, path in _paths(batch, world, args).items():
+    paths = _paths(batch, world, args)
+    truth = torch.zeros(())
+    extra, differences, steps = {}, {}, {}
+    for name in sorted(paths, key=lambda name: name != "transformers"):  # whose gradient is kept
+        path = paths[name]
         count = partial(meter.count, flops=works[name].flops, text=f"{batch.name}: {name}")
         path.backward(batch.samples[:2])  # or the first would pay for what all load
         path.model.zero_grad()
         extra[name] = extra_bytes(
             partial(count, partial(path.backward, batch.samples)), world.device
         )
-        grads[name] = _gradient(path.model)
+        gradient = _gradient(path.model)
+        if name == "transformers":
+            truth = gradient
+        differences[name] = float((gradient - truth).abs().max() / truth.abs().max())
         steps[name] = partial(count, partial(path.step, batch.samples))
-    seconds = time_in_turn(steps, args.repeats, _num_warmups(world))
+    del gradient, truth
+    seconds = time_in_turn({name: steps[name] for name in paths}, args.repeats, _num_warmups(world))
     peak = args.peak_tflops or (
         peak_tflops(torch.cuda.get_device_name()) if world.device.type == "cuda" else None
     )
-    truth = grads["transformers"]
     return [
         {
             "batch": batch.name,
@@ -147,7 +152,7 @@ def compare(
                 else {}
             ),
             "extra_mb": extra[name] / 1e6,
-            "grad_difference": float((grads[name] - truth).abs().max() / truth.abs().max()),
+            "grad_difference": differences[name],
         }
         for name, times in seconds.items()
     ]
