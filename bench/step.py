@@ -9,9 +9,9 @@ transformers, and the memory that it takes at its peak beyond what was there bef
 steps (forward, backward, clipping, AdamW), the paths in turn. FLOPs are those that a path's own
 layout needs. Minutes on one core; on a GPU: --shape 0.5b --scale 1.
 
---model takes one batch in place of these: rollouts of that model on questions of reasoning-gym,
-2 groups of 8 with responses of at most 24 tokens. SmolLM2-135M takes 4 minutes of one core with
---repeats 2, and 8 GB, as each rival has a model and moments of its own.
+--model takes one batch in place of these: 8 rollouts of that model on a question of reasoning-gym,
+with responses of at most 24 tokens. Every path has a model and moments of its own: SmolLM2-135M
+takes 8 GB, and 2 minutes of one core with --repeats 2.
 
 --curve counts, and where it is small measures, how much sharing spares by turns and group size
 (`bench/step_curve.py`).
@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
     )
     model_folder.add_option(parser)
     parser.add_argument(
-        "--questions", type=int, default=2, help="groups of 8 of --model's batch (default: 2)"
+        "--questions", type=int, default=1, help="groups of 8 of --model's batch (default: 1)"
     )
     parser.add_argument(
         "--new-tokens", type=int, default=24, help="of its responses, at most (default: 24)"
