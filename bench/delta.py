@@ -1,5 +1,5 @@
 """Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--sizes …] [--densities …]
-[--threads …] [--model-steps N]
+[--threads …] [--model-steps N] [--model FOLDER]
 
 The bench prints three tables. The first has bytes per changed word: ours at level 1 and at level 2
 (which uses the old exponents as context), the entropy bounds of the same data (plain, and given the
@@ -8,6 +8,12 @@ weights, and on a small model trained by AdamW. The second has speed: GB/s of mo
 word) to pack and to apply in place, million changed words per second, and `of touch`, the time of a
 numpy maximum over old and new divided by the time to pack. The third has peak memory beyond the
 weights. Times are the best of several turns, in which rivals alternate.
+
+--model takes the changes of real training in place of synthetic ones: at each of --lrs, --steps
+optimizer steps from the folder's weights (`bench/delta_updates.py`), with the density of every step
+and the seconds to train, publish and load; sizes and speeds are those of the first, the middle and
+the last step. A step takes about 200 packed tokens; 300 steps of SmolLM2-135M take half an hour of
+one core and 6 GB.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import model_folder
 from bench.delta_rivals import FORMATS
+from bench.delta_updates import measure_updates
 from bench.delta_weights import U16, Step, bounds, synthetic, trained
 from bench.measure import extra_bytes, print_table, time_in_turn, write_json
 from flowtrain import _delta
@@ -54,7 +62,27 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="turns, of which the best counts (default: 5)"
     )
+    model_folder.add_option(parser)
+    parser.add_argument(
+        "--steps", type=int, default=100, help="of --model, at each --lrs (default: 100)"
+    )
+    parser.add_argument("--lrs", default="1e-6,3e-6,1e-5", help="of --model (default: %(default)s)")
+    parser.add_argument(
+        "--questions", type=int, default=16, help="whose 8 rollouts --model reuses (default: 16)"
+    )
     args = parser.parse_args()
+    tables = _updates(args) if args.model else _synthetic(args)
+    for rows in tables.values():
+        print_table([{key: row[key] for key in row if key != "densities"} for row in rows])
+        print()
+    if args.json:
+        write_json(
+            args.json, [{"table": name, **row} for name, rows in tables.items() for row in rows]
+        )
+
+
+def _synthetic(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The tables of synthetic weights and of a small model."""
     sizes, threads = ([int(x) for x in text.split(",") if x] for text in (args.sizes, args.threads))
     densities = [float(x) / 100 for x in args.densities.split(",") if x]
     tables: dict[str, list[dict[str, Any]]] = {"size": [], "speed": [], "memory": []}
@@ -66,13 +94,25 @@ def main() -> None:
             tables["memory"] += memory_rows(step)
     for step in trained(args.model_steps) if args.model_steps else ():
         tables["size"].append(size_row(step))
-    for rows in tables.values():
-        print_table(rows)
-        print()
-    if args.json:
-        write_json(
-            args.json, [{"table": name, **row} for name, rows in tables.items() for row in rows]
-        )
+    return tables
+
+
+def _updates(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The tables of a model in a folder; the thread of the trainer packs and applies, too."""
+    torch.set_num_threads(1)
+    tables: dict[str, list[dict[str, Any]]] = {"updates": [], "size": [], "speed": []}
+
+    def use(step: Step) -> None:
+        tables["size"].append(size_row(step))
+        whole = Step(step.name, [np.concatenate(step.old)], [np.concatenate(step.new)])
+        rows = list(speed_rows(whole, [1], args.repeats))
+        tables["speed"] += [row for row in rows if row["isa"] == _delta.isa()]
+
+    lrs = [float(x) for x in args.lrs.split(",")]
+    tables["updates"] = measure_updates(
+        args.model, lrs, num_steps=args.steps, num_questions=args.questions, use=use
+    )
+    return tables
 
 
 def _progress(text: str) -> None:

@@ -1,9 +1,15 @@
 """Peak memory of a training step, predicted and measured:  python -m bench.memory [--json F]
+[--model FOLDER]
 
 Each case in a process of its own: what `plan_memory` says of a model and a token budget, and how
 the process grows from before the model is built to the peak of its second step on full rows (on a
 GPU: what tensors took). On a CPU glibc is told to give back what is freed: by itself it keeps
 blocks of up to 32 MB, and a process is up to twice as large as its tensors ever were.
+
+--model takes the model of a folder, with and without the linear loss, which makes logits a chunk at
+a time where a head makes all of them; and its head alone, forward and backward: the linear loss,
+our loss on whole logits, which writes their gradient over them, and torch's log_softmax on whole
+logits. On a CPU, SmolLM2-135M takes 4 minutes of one core and 5 GB.
 """
 
 from __future__ import annotations
@@ -12,19 +18,24 @@ import argparse
 import multiprocessing
 import os
 import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from flowkernels import LossSpec
-from transformers import AutoModelForCausalLM, Qwen3Config
+from flowkernels import LossSpec, linear_policy_loss, policy_loss
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from bench.measure import print_table, write_json
+from bench import model_folder
+from bench.measure import extra_bytes, print_table, write_json
 from flowtrain.config import Config
-from flowtrain.run.memory_plan import plan_memory
+from flowtrain.report import ProgressLine
+from flowtrain.run.memory_plan import head, plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.model import ShardSpec, shard
+from flowtrain.training.model import ShardSpec, load_model, shard
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -41,9 +52,10 @@ class Case:
     vocab_size: int
     token_budget: int
     recompute: bool = False
+    linear_loss: bool = True
 
-    def config(self) -> Qwen3Config:
-        return Qwen3Config(
+    def make(self) -> PreTrainedModel:
+        config = Qwen3Config(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.hidden_size * 8 // 3,
@@ -54,6 +66,7 @@ class Case:
             max_position_embeddings=65536,
             tie_word_embeddings=True,
         )
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
 FIRST = Case(2, 32, 2, 64, 64)
@@ -70,22 +83,72 @@ GPU_CASES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class FolderCase:
+    """The model of a folder, and the rows it is trained on."""
+
+    model: str
+    token_budget: int
+    linear_loss: bool = True
+    recompute: bool = False
+
+    def make(self) -> PreTrainedModel:
+        return load_model(self.model, torch.float32, key="--model")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCase:
+    """The head of a folder's model, and the targets that it scores."""
+
+    model: str
+    num_targets: int
+    loss: str
+    """One of HEAD_LOSSES."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
+    model_folder.add_option(parser)
+    parser.add_argument(
+        "--token-budget", type=int, default=1024, help="of --model's rows (default: 1024)"
+    )
+    parser.add_argument(
+        "--targets", default="512,2048", help="of --model's head alone (default: %(default)s)"
+    )
     args = parser.parse_args()
-    cases = GPU_CASES if torch.cuda.is_available() else CPU_CASES
+    cases: Sequence[Case | FolderCase] = GPU_CASES if torch.cuda.is_available() else CPU_CASES
+    heads: list[HeadCase] = []
+    if args.model:
+        cases = [FolderCase(args.model, args.token_budget, linear) for linear in (True, False)]
+        targets = [int(x) for x in args.targets.split(",")]
+        heads = [HeadCase(args.model, n, loss) for n in targets for loss in HEAD_LOSSES]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read when a process starts
     # Spawned, so that none starts with memory that another has freed.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        rows = processes.map(measure, cases, chunksize=1)
+        rows = _measured(processes.imap(measure, cases), len(cases), "step")
+        of_heads = _measured(processes.imap(measure_head, heads), len(heads), "head")
     print_table(rows)
+    if of_heads:
+        print()
+        print_table(of_heads)
     if args.json:
-        write_json(args.json, rows)
+        write_json(args.json, [*rows, *of_heads])
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """The plan, and the process's peak beside it."""
+def _measured(found: Iterable[dict[str, Any]], total: int, what: str) -> list[dict[str, Any]]:
+    """Collect the rows as they come, with a progress line."""
+    line = ProgressLine(total, 0, True, unit="case")
+    rows = []
+    for row in found:
+        rows.append(row)
+        line.show(len(rows), f"{what}: {row['measured_mb']:.0f} MB")
+    line.close()
+    return rows
+
+
+def measure(case: Case | FolderCase) -> dict[str, Any]:
+    """The plan, and the process's peak beside it. There is none without the linear loss."""
     torch.set_num_threads(1)
     world = World.join("auto")
     _train(FIRST, world)
@@ -93,17 +156,14 @@ def measure(case: Case) -> dict[str, Any]:
     parts = _train(case, world)
     predicted, measured = sum(parts.values()), peak.num_bytes()
     world.leave()
-    return {
-        "device": world.device.type,
-        **asdict(case),
-        **{f"{part}_mb": num_bytes / 1e6 for part, num_bytes in parts.items() if num_bytes},
-        "predicted_mb": predicted / 1e6,
-        "measured_mb": measured / 1e6,
-        "predicted_of_measured": predicted / measured,
-    }
+    row = {"device": world.device.type, **asdict(case)}
+    if case.linear_loss:
+        row |= {f"{part}_mb": num_bytes / 1e6 for part, num_bytes in parts.items() if num_bytes}
+        row |= {"predicted_mb": predicted / 1e6, "predicted_of_measured": predicted / measured}
+    return row | {"measured_mb": measured / 1e6}
 
 
-def _train(case: Case, world: World) -> dict[str, int]:
+def _train(case: Case | FolderCase, world: World) -> dict[str, int]:
     """Two steps on two rows each; returns what was planned for them, by part. Nothing is published
     here.
     """
@@ -118,7 +178,7 @@ def _train(case: Case, world: World) -> dict[str, int]:
         "train": {"token_budget": case.token_budget, "recompute": case.recompute},
         "algorithm": {"kl_coef": 0.0},
     }
-    model = AutoModelForCausalLM.from_config(case.config(), attn_implementation=attention.NAME)
+    model = case.make()
     plan = plan_memory(
         Config.model_validate(options),
         model,
@@ -127,17 +187,72 @@ def _train(case: Case, world: World) -> dict[str, int]:
         has_reference=False,
         gpu_bytes=gpu_bytes,
     )
-    trainer = Trainer(
-        shard(model, world, ShardSpec(dtype, case.recompute)), world, LossSpec(), OptimSpec(lr=1e-4)
-    )
+    sharded = shard(model, world, ShardSpec(dtype, case.recompute))
+    if not case.linear_loss:
+        sharded.get_output_embeddings().__class__ = nn.Linear  # as a head that cannot be fused has
+    trainer = Trainer(sharded, world, LossSpec(), OptimSpec(lr=1e-4))
     rows = pack_rows(
-        [_sample(case.vocab_size, case.token_budget // 2, seed) for seed in range(4)],
+        [_sample(model.config.vocab_size, case.token_budget // 2, seed) for seed in range(4)],
         case.token_budget,
     )
     assert [len(row.input_ids_N) for row in rows] == [case.token_budget] * 2
     for _ in range(2):
         trainer.step([rows])
     return {name: number for name, number in plan.parts.items() if name != "published"}
+
+
+def measure_head(case: HeadCase) -> dict[str, Any]:
+    """Peak memory of a head's forward and backward pass beyond weight and hidden states, gradients
+    included, and what the plan says of the linear loss.
+    """
+    torch.set_num_threads(1)
+    model = load_model(case.model, torch.float32, key="--model")
+    weight_VD = model.get_output_embeddings().weight
+    hidden_TD = torch.randn(case.num_targets, weight_VD.shape[1], requires_grad=True)
+    target_T = torch.randint(0, len(weight_VD), (case.num_targets,))
+    run = partial(HEAD_LOSSES[case.loss], weight_VD=weight_VD, target_T=target_T)
+    run(hidden_TD[:16]).backward()  # or it would pay for what the first call loads
+    hidden_TD.grad = weight_VD.grad = None
+    measured = extra_bytes(lambda: run(hidden_TD).backward(), torch.device("cpu"))
+    row = {"targets": case.num_targets, "vocab": len(weight_VD), "loss": case.loss}
+    row["logits_mb"] = 4e-6 * case.num_targets * len(weight_VD)
+    if case.loss == "linear loss":
+        # A third of a row's tokens are targets to the plan.
+        predicted = sum(head(model, 4, 3 * case.num_targets, on_gpu=False))
+        row |= {"predicted_mb": predicted / 1e6, "predicted_of_measured": predicted / measured}
+    return row | {"measured_mb": measured / 1e6}
+
+
+def _linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    return linear_policy_loss(
+        hidden_TD, weight_VD, target_T[: len(hidden_TD)], **_tokens(hidden_TD)
+    ).loss
+
+
+def _loss_of_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    logits_TV = hidden_TD @ weight_VD.t()
+    return policy_loss(
+        logits_TV, target_T[: len(hidden_TD)], inplace=True, **_tokens(hidden_TD)
+    ).loss
+
+
+def _log_softmax(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    """The same loss: old log-probs are the policy's own, so every ratio is 1."""
+    logprob_TV = (hidden_TD @ weight_VD.t()).log_softmax(-1)
+    logprob_T = logprob_TV.gather(1, target_T[: len(hidden_TD), None])[:, 0]
+    return -(logprob_T - logprob_T.detach()).exp().mean()
+
+
+HEAD_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "linear loss": _linear_loss,
+    "loss of whole logits": _loss_of_logits,
+    "torch's log_softmax": _log_softmax,
+}
+
+
+def _tokens(hidden_TD: Tensor) -> dict[str, Any]:
+    ones_T = torch.ones(len(hidden_TD))
+    return {"spec": LossSpec(), "advantage_T": ones_T, "weight_T": ones_T / len(ones_T)}
 
 
 def _sample(vocab_size: int, num_tokens: int, seed: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Sampling:  python -m bench.rollout [--json F]
+"""Sampling:  python -m bench.rollout [--json F] [--model FOLDER]
 
 The torch engine runs against transformers' own `generate`, and, where vLLM is installed, our engine
 on vLLM against its `AsyncLLM` alone. All rivals get the same prompts: distinct ones, and groups of
@@ -7,6 +7,10 @@ sample the same number of tokens.
 
 Two runs of the flow with simulated tools (`bench/simulated_tools.py`) follow: with 256 rollouts in
 flight and with 16 workers.
+
+--model takes the model of a folder, in fp32, and questions of reasoning-gym through its chat
+template, 16 at a time with 16 new tokens each, and leaves the simulated tools out: 3 minutes of one
+core for SmolLM2-135M with --repeats 3.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from bench import simulated_tools
+from bench import model_folder, simulated_tools
 from bench.measure import median_ratio, print_table, time_in_turn, write_json
+from bench.model_folder import ModelFolder, questions
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.torch_engine import TorchEngine
@@ -45,7 +50,10 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="timed runs of each rival (default: 5)"
     )
-    parser.add_argument("--batch", type=int, default=128, help="requests at a time (default: 128)")
+    model_folder.add_option(parser)
+    parser.add_argument(
+        "--batch", type=int, help="requests at a time (default: 128; of --model 16)"
+    )
     parser.add_argument(
         "--new-tokens", type=int, default=16, help="tokens per response (default: 16)"
     )
@@ -58,26 +66,54 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    rows = _of_folder(args) if args.model else _of_random_model(args)
+    if args.json:
+        write_json(args.json, rows)
+
+
+def _of_random_model(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A model of the quickstart's shape, random prompts, and the simulated tools."""
     model, engine, vocab_size = _engine()
     order = random.Random(0)
     distinct = [
         tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90)))
-        for _ in range(args.batch)
+        for _ in range(args.batch or 128)
     ]
+    rows = _torch_rows(model, engine, distinct, args)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny, tokenizer = _model(3)  # vLLM on a CPU wants heads at least 32 wide
+        tiny.config.architectures = [type(tiny).__name__]
+        export(tiny, tokenizer, full_weights(tiny), Path(folder))
+        rows += _vllm_rows(folder, tokenizer, distinct, args)
+    print_table(rows)
+    simulated = simulated_tools.measure(engine, args.rollouts)
+    print_table(simulated)
+    return [*rows, *simulated]
+
+
+def _of_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
+    folder = ModelFolder.load(args.model)
+    number = args.batch or 16
+    distinct = list(dict.fromkeys(folder.prompts(questions(4 * number))))[:number]
+    folder.model.generation_config.eos_token_id = None  # `generate` must not end either
+    engine = folder.engine()
+    rows = _torch_rows(folder.model, engine, distinct, args)
+    rows += _vllm_rows(args.model, folder.tokenizer, distinct, args)
+    print_table(rows)
+    return [{"model": folder.name, **row} for row in rows]
+
+
+def _torch_rows(
+    model: PreTrainedModel, engine: TorchEngine, distinct: Prompts, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     rows = []
     for name, prompts in _kinds(distinct).items():
         rivals = {
             "torch engine": partial(_engine_run, engine, prompts, args.new_tokens),
             "transformers generate": partial(_generate, model, prompts, args.new_tokens),
         }
-        rows += _rows(name, rivals, prompts, args.new_tokens, args.repeats)
-    if importlib.util.find_spec("vllm") is not None:
-        rows += _vllm_rows(distinct, args.new_tokens, args.repeats)
-    print_table(rows)
-    simulated = simulated_tools.measure(engine, args.rollouts)
-    print_table(simulated)
-    if args.json:
-        write_json(args.json, [*rows, *simulated])
+        rows += _rows(name, rivals, prompts, args)
+    return rows
 
 
 def _kinds(distinct: Prompts) -> dict[str, Prompts]:
@@ -105,12 +141,11 @@ def _rows(
     name: str,
     rivals: Mapping[str, Callable[[], object]],
     prompts: Prompts,
-    new_tokens: int,
-    repeats: int,
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Time the rivals; the first one is ours."""
-    seconds = time_in_turn(rivals, repeats)
-    num_tokens = len(prompts) * new_tokens
+    seconds = time_in_turn(rivals, args.repeats, warmup=1 if args.model else 2)
+    num_tokens = len(prompts) * args.new_tokens
     ours = next(iter(seconds.values()))
     return [
         {
@@ -126,28 +161,29 @@ def _rows(
     ]
 
 
-def _vllm_rows(distinct: Prompts, new_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """Time our engine and vLLM itself on one vLLM; on a CPU its heads must be at least 32 wide."""
-    model, tokenizer = _model(3)
-    model.config.architectures = [type(model).__name__]
-    with tempfile.TemporaryDirectory() as folder:
-        export(model, tokenizer, full_weights(model), Path(folder))
-        spec = VllmModel(
-            source=folder,
-            dtype="float32",
-            max_tokens=256,
-            stop_ids=frozenset(),
-            environment=cpu_environment(torch.get_num_threads()),
-        )
-        engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
-        rows = []
-        for name, prompts in _kinds(distinct).items():
-            rivals = {
-                "vllm engine": partial(_engine_run, engine, prompts, new_tokens),
-                "vllm itself": partial(_vllm_run, engine, prompts, new_tokens),
-            }
-            rows += _rows(name, rivals, prompts, new_tokens, repeats)
-        engine.close()
+def _vllm_rows(
+    path: str, tokenizer: PreTrainedTokenizerFast, distinct: Prompts, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Time our engine and vLLM itself on one vLLM, where it is installed."""
+    if importlib.util.find_spec("vllm") is None:
+        print("left out: vLLM: it is not installed")
+        return []
+    spec = VllmModel(
+        source=path,
+        dtype="float32",
+        max_tokens=max(map(len, distinct)) + args.new_tokens,
+        stop_ids=frozenset(),
+        environment=cpu_environment(torch.get_num_threads()),
+    )
+    engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
+    rows = []
+    for name, prompts in _kinds(distinct).items():
+        rivals = {
+            "vllm engine": partial(_engine_run, engine, prompts, args.new_tokens),
+            "vllm itself": partial(_vllm_run, engine, prompts, args.new_tokens),
+        }
+        rows += _rows(name, rivals, prompts, args)
+    engine.close()
     return rows
 
 
@@ -186,7 +222,9 @@ def _vllm_run(engine: VllmEngine, prompts: Prompts, new_tokens: int) -> object:
 
 
 def _samplings(number: int, new_tokens: int) -> list[Sampling]:
-    return [Sampling(new_tokens, ignore_end=True, seed=seed) for seed in range(number)]
+    return [
+        Sampling(new_tokens, ignore_end=True, seed=seed, deadline_s=600.0) for seed in range(number)
+    ]
 
 
 @torch.inference_mode()

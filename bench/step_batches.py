@@ -4,6 +4,7 @@ AgentFlow's shape is a group of 8 rollouts of random tokens: a long prompt that 
 question, a memory that grows with the turns, a response a tenth as long as its prompt. The main
 job's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
 planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
+A model in a folder answers questions of reasoning-gym itself (`bench/model_folder.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from flowkernels import LossSpec
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from bench.model_folder import ModelFolder
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
@@ -51,14 +53,18 @@ class Batch:
 
     name: str
     model: PreTrainedModel
-    """fp32 on the CPU, with the attention of packed rows."""
+    """fp32 on the CPU; each path chooses its attention."""
     samples: list[Sample]
     """In the order in which a loop over padded batches takes them."""
 
 
-def agentflow(num_turns: int, shape: str, scale: float, group_size: int = 8) -> Batch:
+def agentflow(
+    num_turns: int, shape: str, scale: float, group_size: int = 8, device: str = "cpu"
+) -> Batch:
     """Unscaled: 3,000 constant tokens (tools 2,300, template 300, question and analysis 400), 500
     of memory per turn, 20 that close the prompt, and responses of 200 to 400.
+
+    `device`: where the model is; on "meta" it has no weights, which is enough to count.
     """
     rng = random.Random(0)
 
@@ -85,7 +91,9 @@ def agentflow(num_turns: int, shape: str, scale: float, group_size: int = 8) -> 
             )
             memory += ids(500)
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    return Batch(f"AgentFlow shape, {num_turns} turns", _random_model(shape, longest), samples)
+    with torch.device(device):
+        model = _random_model(shape, longest)
+    return Batch(f"AgentFlow shape, {num_turns} turns", model, samples)
 
 
 def main_job(warm: str, num_questions: int = 16) -> Batch:
@@ -120,6 +128,15 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
     components.close()
     world.leave()
     return Batch(f"main job, {'recorded' if warm else 'scripted'}", components.model, samples)
+
+
+def recorded(path: str, num_questions: int, max_new_tokens: int) -> Batch:
+    """8 rollouts of a single turn of each question, by the model in the folder."""
+    folder = ModelFolder.load(path)
+    groups = folder.rollouts(num_questions, max_new_tokens=max_new_tokens)
+    samples = [sample for group in groups for sample in group]
+    random.Random(0).shuffle(samples)
+    return Batch(f"{folder.name}, own rollouts", folder.model, samples)
 
 
 def _policy(components: RunComponents, store: WeightStore) -> Flow:

@@ -40,6 +40,7 @@ SLOW = (
     "node/test_node_process.py",
     "rewards/test_gym_rewards.py",
     "tasks/test_gym_tasks.py",
+    "test_bench_model_folder.py",
     "test_bench_trl.py",
     "test_examples.py",
     "test_exact_resume.py",

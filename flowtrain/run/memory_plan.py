@@ -102,7 +102,7 @@ def plan_memory(
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)
-    head_weights, head_transient = _head(model, size, train.token_budget, on_gpu)
+    head_weights, head_transient = head(model, size, train.token_budget, on_gpu)
     parts = {
         "weights": own,
         "gradients": own,
@@ -164,9 +164,11 @@ def activations(
     return at_head, peak
 
 
-def _head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
-    """(the head's gradient in fp32, held until it is added up; a chunk of logits and the targets'
-    hidden states, there and back)
+def head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
+    """Predict what the linear loss takes on a row of `num_tokens`, whose dtype has `size` bytes.
+
+    Returns the head's gradient in fp32, held until it is added up; and a chunk of logits with the
+    targets' hidden states, there and back.
     """
     config = model.config
     num_targets = round(_TARGET_SHARE * num_tokens)

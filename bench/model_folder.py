@@ -1,0 +1,155 @@
+"""A model in a Hugging Face folder, and its own rollouts on questions of reasoning-gym.
+
+The questions go through the folder's chat template, the torch engine samples single turns, the
+verifiers of reasoning-gym score them, and rewards are normalised over a question's group as GRPO
+does. A question whose rollouts all get the same reward trains nothing and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain.algorithms.advantages import normalise
+from flowtrain.config import GymSet
+from flowtrain.engines.token_chat import encode_chat
+from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.report import ProgressLine
+from flowtrain.rewards import gym
+from flowtrain.tasks.gym import gym_tasks
+from flowtrain.training import attention
+from flowtrain.training.model import load_model, load_tokenizer
+from flowtrain.types import Completion, Sample, Sampling, Task, UserError
+from flowtrain.utils.text import final_answer
+
+FAMILIES = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "leg_counting": {"min_animals": 1, "max_animals": 3, "min_instances": 1, "max_instances": 5},
+}
+"""Data sets of reasoning-gym and their options. A model of 135 M parameters gets partial credit for
+most questions of the first, so most groups have a spread of rewards."""
+_MOST_TRIES = 10
+"""Questions asked for each group that is wanted, at most."""
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="FOLDER",
+        help="measure on this Hugging Face folder, e.g. models/SmolLM2-135M-Instruct, and its own "
+        "rollouts on reasoning-gym",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A causal language model with its tokenizer, in fp32 on the CPU."""
+
+    path: str
+    model: PreTrainedModel
+    """With the attention of packed rows, as the trainer takes it."""
+    tokenizer: PreTrainedTokenizerFast
+
+    @classmethod
+    def load(cls, path: str) -> ModelFolder:
+        tokenizer = load_tokenizer(path, "--model")
+        if tokenizer.chat_template is None:
+            raise UserError(f"--model={path!r} has no chat template")
+        return cls(path, load_model(path, torch.float32, key="--model"), tokenizer)
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    def prompts(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
+        """The ids of each question as a chat, up to where the reply begins."""
+        return [tuple(encode_chat(self.tokenizer, task.question)) for task in tasks]
+
+    def engine(self) -> TorchEngine:
+        """Sample with the model itself, which has torch's SDPA from then on."""
+        self.model.set_attn_implementation("sdpa")
+        return TorchEngine(self.model, self.tokenizer, None)
+
+    def rollouts(
+        self, num_groups: int, group_size: int = 8, max_new_tokens: int = 24
+    ) -> list[list[Sample]]:
+        """Sample at temperature 1 until `num_groups` questions have rewards that differ.
+
+        Every sample has the same weight, as in TRL's loss. Raises UserError when ten questions per
+        group do not suffice.
+        """
+        tasks = questions(_MOST_TRIES * num_groups, ("chain_sum",))
+        engine = self.engine()
+        line = ProgressLine(num_groups, 0, True, unit="group")
+        groups: list[list[Sample]] = []
+        for start in range(0, len(tasks), num_groups):
+            asked = tasks[start : start + num_groups]
+            for task, prompt in zip(asked, self.prompts(asked), strict=True):
+                completions = sample(engine, [prompt] * group_size, max_new_tokens, seed=start)
+                rewards = self._rewards(task, completions)
+                if min(rewards) < max(rewards):
+                    groups.append(_samples(prompt, completions, rewards))
+                    line.show(len(groups), f"rollouts of {self.name}")
+                if len(groups) == num_groups:
+                    line.close()
+                    engine.close()
+                    self.model.set_attn_implementation(attention.NAME)
+                    return groups
+        raise UserError(
+            f"--model={self.path!r}: {len(groups)} of {len(tasks)} questions have rollouts with "
+            f"different rewards, and {num_groups} are needed"
+        )
+
+    def _rewards(self, task: Task, completions: Sequence[Completion]) -> list[float]:
+        texts = [self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
+        return verified(task, [final_answer(text) for text in texts])
+
+
+def questions(number: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Task]:
+    """Draw questions of the families in turn; some may be equal."""
+    each = -(-number // len(families))
+    sets = {name: GymSet(options=FAMILIES[name]) for name in families}
+    train, _ = gym_tasks(sets, each * len(families), 64 * len(families), seed=0)
+    return [task for turn in zip(*train.values(), strict=True) for task in turn][:number]
+
+
+def verified(task: Task, answers: Sequence[str]) -> list[float]:
+    """The rewards that the verifier gives."""
+    return [found.reward for found in gym.verify_all([(task, answer) for answer in answers])]
+
+
+def sample(
+    engine: TorchEngine, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, seed: int = 0
+) -> list[Completion]:
+    """One completion of each prompt, in one batch."""
+
+    async def together() -> list[Completion]:
+        options = [
+            Sampling(max_new_tokens, seed=seed + index, deadline_s=600.0)
+            for index in range(len(prompts))
+        ]
+        return await asyncio.gather(*map(engine.generate, prompts, options))
+
+    return asyncio.run(together())
+
+
+def _samples(
+    prompt: tuple[int, ...], completions: Sequence[Completion], rewards: Sequence[float]
+) -> list[Sample]:
+    return [
+        Sample(
+            prompt,
+            each.ids,
+            each.logprobs,
+            (advantage,) * len(each.ids),
+            (1 / len(each.ids),) * len(each.ids),
+        )
+        for each, advantage in zip(completions, normalise(rewards), strict=True)
+    ]
