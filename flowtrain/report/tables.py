@@ -17,7 +17,7 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
     """The planner before and after training, side by side; "-" where one of them was not measured.
 
     Both hold `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`, `tool_shares`
-    (name -> number each) and `turns_mean`.
+    (name -> number each) and `turns_mean`, and may hold `eval_reward_error`.
     """
     rows = [
         (f"  {name}" if any(cells) else name, *cells)
@@ -70,6 +70,9 @@ def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             for mode, reward in rewards.items()
             if mode in ("sampled", "greedy")
         },
+        "standard error": {"texts, sampled": side["eval_reward_error"]}
+        if "eval_reward_error" in side
+        else {},
         "by turns needed (sampled)": side.get("by_num_turns", {}),
         "by kind (sampled)": side.get("by_kind", {}),
         "tool use": side.get("tool_shares", {}),

@@ -65,6 +65,7 @@ class Evaluator:
         main = sampled[MAIN_SPLIT]
         found = {
             "eval_reward": main.stats.reward_mean,
+            "eval_reward_error": main.stats.reward_error,
             "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
             "by_num_turns": main.by_num_turns,
             "by_kind": main.by_kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
-    *("rollouts", "finished", "reward", "turns", "malformed", "tool_errors", "stragglers"),
+    *("rollouts", "finished", "reward", "squared_reward"),
+    *("turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
     *("out_of_turns", "out_of_time"),
     *gym.FAILURES,
@@ -99,6 +101,8 @@ class RolloutStats:
     """Those that the others did not wait for; out of time, too."""
     reward_mean: float
     """Mean over rollouts that did not fail."""
+    reward_std: float
+    """Their population standard deviation."""
     turns_mean: float
     malformed_share: float
     """Turns whose action could not be read or named no tool."""
@@ -125,6 +129,11 @@ class RolloutStats:
     verifier_failures: dict[str, int] = field(default_factory=dict)
     """Answers over all ranks that the verifier of reasoning-gym could not score, by reason."""
 
+    @property
+    def reward_error(self) -> float:
+        """The standard error of `reward_mean`, for rollouts of different tasks."""
+        return self.reward_std / math.sqrt(max(self.num_rollouts - self.failed_rollouts, 1))
+
     @classmethod
     def of(
         cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
@@ -142,11 +151,15 @@ class RolloutStats:
 
     @classmethod
     def _from(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
+        num_finished = max(total["finished"], 1)
+        mean = total["reward"] / num_finished
         ratios = {name: total[a] / max(total[b], 1) for name, (a, b) in _RATIOS.items()}
         return cls(
             num_rollouts=int(total["rollouts"]),
             failed_rollouts=int(total["rollouts"] - total["finished"]),
             straggler_rollouts=int(total["stragglers"]),
+            # Rounding may take the difference of rewards that are all alike below 0.
+            reward_std=math.sqrt(max(0.0, total["squared_reward"] / num_finished - mean**2)),
             num_sampled_tokens=int(total["sampled_tokens"]),
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
             tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
@@ -177,6 +190,7 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
         counts["rollouts"] += 1
         counts["finished"] += outcome.reward is not None
         counts["reward"] += outcome.reward or 0.0
+        counts["squared_reward"] += (outcome.reward or 0.0) ** 2
         counts["turns"] += len(outcome.passes)
         counts["sampled_tokens"] += outcome.num_sampled_tokens
         counts["sub_goals"] += outcome.sub_goals

@@ -75,6 +75,7 @@ def test_statistics_by_hand() -> None:
         failed_rollouts=0,
         straggler_rollouts=0,
         reward_mean=1.5 / 4,
+        reward_std=pytest.approx((1.25 / 4 - (1.5 / 4) ** 2) ** 0.5),
         turns_mean=6 / 4,
         malformed_share=2 / 6,
         tool_error_share=1 / 6,
@@ -89,6 +90,7 @@ def test_statistics_by_hand() -> None:
         tool_shares={"Search": 3 / 6, "Python_Coder": 1 / 6, "Base_Generator": 0.0},
     )
     assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
+    assert stats.reward_error == pytest.approx(stats.reward_std / 2)
 
 
 def test_an_answer_without_tools_is_not_malformed() -> None:
@@ -146,6 +148,7 @@ def test_metrics_are_flat() -> None:
     assert set(metrics) == {
         *(
             "reward_mean",
+            "reward_std",
             "turns_mean",
             "malformed_share",
             "tool_error_share",
