@@ -21,6 +21,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,6 +158,8 @@ def measure(case: Case | FolderCase) -> dict[str, Any]:
     predicted, measured = sum(parts.values()), peak.num_bytes()
     world.leave()
     row = {"device": world.device.type, **asdict(case)}
+    if isinstance(case, FolderCase):
+        row["model"] = Path(case.model).name
     if case.linear_loss:
         row |= {f"{part}_mb": num_bytes / 1e6 for part, num_bytes in parts.items() if num_bytes}
         row |= {"predicted_mb": predicted / 1e6, "predicted_of_measured": predicted / measured}

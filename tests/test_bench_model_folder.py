@@ -243,6 +243,7 @@ def test_only_the_linear_loss_of_a_folder_is_predicted(
     linear, whole = (
         memory.measure(memory.FolderCase(folder, 32, linear_loss)) for linear_loss in (True, False)
     )
+    assert linear["model"] == "tiny"
     assert linear["predicted_mb"] > linear["head_mb"] > 0 and "predicted_mb" not in whole
     heads = [memory.measure_head(memory.HeadCase(folder, 8, loss)) for loss in memory.HEAD_LOSSES]
     assert ["predicted_mb" in row for row in heads] == [True, False, False]
