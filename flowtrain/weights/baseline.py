@@ -48,15 +48,23 @@ class HostBaseline:
             return blob
         return _delta.compose([blob], self._words, num_threads=self._num_threads)
 
-    def advance(self, shard: TensorShard, blob: Blob) -> None:
-        """Take the shard's present words as published; `blob` is the delta to them."""
+    def compare(self, shard: TensorShard) -> tuple[int, Digest]:
+        """Count the words that changed, and digest the present ones, without encoding a delta."""
+        words = shard.u16()
+        num_changed = int(np.count_nonzero(self._words != words))
+        return num_changed, _delta.digest(words, first=shard.first, num_threads=self._num_threads)
+
+    def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
+        """Take the shard's present words as published; `blob` is the delta to them, where there is
+        one.
+        """
         # Encoding could store the new words in its own pass, but a failed publish would then have
         # to undo that.
-        if len(blob) > _DENSE * self._words.nbytes:
+        if blob is None or len(blob) > _DENSE * self._words.nbytes:
             self._words[:] = shard.u16()
         else:
             _delta.apply([blob], [self._words], num_threads=self._num_threads)
-        self.digest = _delta.info(blob)["target_digest"]
+        self.digest = digest
 
 
 class DeviceBaseline:
@@ -92,9 +100,14 @@ class DeviceBaseline:
     def to_level_1(self, blob: Blob) -> Blob:
         return blob
 
-    def advance(self, shard: TensorShard, blob: Blob) -> None:
+    def compare(self, shard: TensorShard) -> tuple[int, Digest]:
+        words = shard.rows().view(torch.int16)
+        num_changed = int(torch.count_nonzero(self._words != words))
+        return num_changed, to_digest(digest_words(words, shard.first))
+
+    def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
         self._words.copy_(shard.rows().view(torch.int16))
-        self.digest = _delta.info(blob)["target_digest"]
+        self.digest = digest
 
 
 Baseline = HostBaseline | DeviceBaseline

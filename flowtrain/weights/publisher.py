@@ -7,6 +7,7 @@ rank, leaves store and baselines as they were, and the next one starts from the 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -97,7 +98,7 @@ class _Draft:
     reason: str
     """Why there is a full snapshot; empty when there is none."""
     blobs: dict[str, Blob] = field(default_factory=dict)
-    """Deltas of this rank's shards from their baselines, by tensor."""
+    """Deltas of this rank's shards from their baselines, by tensor; of a sample when dense."""
     deltas: dict[int, dict[str, Blob]] = field(default_factory=dict)
     """Deltas to be written, by the version that they start from."""
     skips: SkipTiers = field(default_factory=SkipTiers)
@@ -135,7 +136,8 @@ class Publisher:
 
         # HEAD has moved: now the baselines may.
         for shard in shards if base is not None else []:
-            draft.baselines[shard.name].advance(shard, draft.blobs[shard.name])
+            name = shard.name
+            draft.baselines[name].advance(shard, draft.digests[name], draft.blobs.get(name))
         delta_bytes = 0
         if base is not None:
             delta_bytes = total_bytes(manifest.delta_files.get(base.version, ()))
@@ -191,28 +193,48 @@ class Publisher:
 
     def _draft_next(self, base: _Base, shards: list[TensorShard]) -> _Draft:
         """Draft the version after `base`; collective."""
-        blobs = {shard.name: base.baselines[shard.name].encode(shard) for shard in shards}
-        infos = {name: _delta.info(blob) for name, blob in blobs.items()}
-        own = (sum(map(len, blobs.values())), sum(info["num_changed"] for info in infos.values()))
-        num_bytes, num_changed = map(sum, zip(*gather(self.ranks, own), strict=True))
-        full_bytes = 2 * num_words_of(base.layout)
+        blobs, num_bytes, full_bytes = self._encode(base, shards)
+        changes = {
+            shard.name: _change(blobs[shard.name])
+            if shard.name in blobs
+            else base.baselines[shard.name].compare(shard)
+            for shard in shards
+        }
         deltas: dict[int, dict[str, Blob]] = {}
         skips = SkipTiers()
         if not self.policy.is_dense(num_bytes, full_bytes):
-            changed = {name: blobs[name] for name, info in infos.items() if info["num_changed"]}
+            changed = {name: blobs[name] for name, (num, _) in changes.items() if num}
             # Level 1 composes without the weights that each delta starts from.
             plain = {name: base.baselines[name].to_level_1(blob) for name, blob in changed.items()}
             skips, deltas = self._skips.plus(base.version, plain, self.options.num_threads)
             deltas[base.version] = changed
         return _Draft(
             baselines=base.baselines,
-            digests={name: info["target_digest"] for name, info in infos.items()},
-            num_changed=num_changed,
+            digests={name: digest for name, (_, digest) in changes.items()},
+            num_changed=sum(gather(self.ranks, sum(num for num, _ in changes.values()))),
             reason=self.policy.reason(base.chain, num_bytes, full_bytes),
             blobs=blobs,
             deltas=deltas,
             skips=skips,
         )
+
+    def _encode(self, base: _Base, shards: list[TensorShard]) -> tuple[dict[str, Blob], int, int]:
+        """Encode this rank's deltas from `base`, or only a sample of them when that is dense;
+        collective.
+
+        Returns the deltas by tensor and, over all ranks, their bytes and the full size of what
+        they cover.
+        """
+        blobs: dict[str, Blob] = {}
+        num_bytes = full_bytes = 0
+        for part in _sample_and_rest(shards):
+            # All ranks take the same decision, so none waits for another's sizes in vain.
+            if not self.policy.is_dense(num_bytes, full_bytes):
+                blobs |= {shard.name: base.baselines[shard.name].encode(shard) for shard in part}
+                words = sum(_delta.info(blob)["num_words"] for blob in blobs.values())
+                sizes = gather(self.ranks, (sum(map(len, blobs.values())), 2 * words))
+                num_bytes, full_bytes = map(sum, zip(*sizes, strict=True))
+        return blobs, num_bytes, full_bytes
 
     def _write(
         self, version: int, layout: Layout, shards: list[TensorShard], draft: _Draft
@@ -275,3 +297,23 @@ class Publisher:
 def _add_up(layout: Layout, digests: list[dict[str, Digest]]) -> dict[str, Digest]:
     """Add up the digests of all ranks' shards by tensor."""
     return {name: add(*((d[name][0], d[name][1]) for d in digests if name in d)) for name in layout}
+
+
+def _change(blob: Blob) -> tuple[int, Digest]:
+    """Return the number of words that a delta changes, and the digest that it leads to."""
+    info = _delta.info(blob)
+    return info["num_changed"], info["target_digest"]
+
+
+def _sample_and_rest(shards: list[TensorShard]) -> tuple[list[TensorShard], list[TensorShard]]:
+    """Split off a sample of at least an eighth of the weights.
+
+    A hash of the names picks it, so that it has tensors of all kinds and layers.
+    """
+    rest = sorted(shards, key=lambda shard: zlib.crc32(shard.name.encode()))
+    sample: list[TensorShard] = []
+    missing = sum(shard.source.numel() for shard in shards) / 8
+    while missing > 0:
+        sample.append(rest.pop())
+        missing -= sample[-1].source.numel()
+    return sample, rest

@@ -7,16 +7,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from many_ranks import Meeting, ThreadRank, rows_of
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from weight_samples import chain, empty_like, same_bits, weights
+from weight_samples import Weights, chain, empty_like, same_bits, weights
 
 from flowtrain import _delta
 from flowtrain.weights import (
+    Published,
     Publisher,
     PublishOptions,
     SnapshotPolicy,
@@ -26,8 +31,9 @@ from flowtrain.weights import (
     pull,
 )
 from flowtrain.weights import publisher as module
-from flowtrain.weights.baseline import DeviceBaseline
+from flowtrain.weights.baseline import DeviceBaseline, HostBaseline
 from flowtrain.weights.files import read_delta
+from flowtrain.weights.tensor_shards import TensorShard
 
 
 def test_a_snapshot_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:
@@ -203,6 +209,108 @@ def test_an_older_version_is_refused_and_nothing_moves(store: WeightStore) -> No
     with pytest.raises(StoreError, match="version 5 cannot be published"):
         publisher.publish(chain(6), 5)
     assert publisher.publish(chain(6), 6).reason == "" and same_bits(pull(store, 6), chain(6))
+
+
+# ---- dense deltas
+
+
+def layers() -> Weights:
+    """Sixteen fp32 tensors of the same size."""
+    rng = torch.Generator().manual_seed(0)
+    return {f"layers.{i}": torch.randn(40, 64, generator=rng) for i in range(16)}
+
+
+def moved(found: Weights, version: int, names: Iterable[str], rows: int = 40) -> Weights:
+    """Move the first rows of the named tensors a little, as an optimizer moves fp32 weights."""
+    rng = torch.Generator().manual_seed(version)
+    result = {name: tensor.clone() for name, tensor in found.items()}
+    for name in sorted(names):
+        result[name][:rows] += torch.randn(rows, 64, generator=rng) * 1e-5
+    return result
+
+
+def num_changed(old: Weights, new: Weights) -> int:
+    return sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in old)
+
+
+@pytest.fixture(params=[HostBaseline, DeviceBaseline])
+def encoded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards that are encoded, on the host or by the kernels of a device."""
+    names: list[str] = []
+    encode = request.param.encode
+
+    def record(self: Any, shard: TensorShard) -> Any:
+        names.append(shard.name)
+        return encode(self, shard)
+
+    monkeypatch.setattr(request.param, "encode", record)
+    monkeypatch.setattr(module, "make_baseline", request.param)
+    return names
+
+
+def test_of_a_dense_delta_only_a_sample_is_encoded(store: WeightStore, encoded: list[str]) -> None:
+    publisher = Publisher(store)
+    publisher.publish(v1 := layers(), 1)
+    v2 = moved(v1, 2, v1.keys() - {"layers.3"})
+    published = publisher.publish(v2, 2)
+    sample = set(encoded)
+    assert len(sample) == len(encoded) == 2, "an eighth"
+    assert "of the full size" in published.reason and published.num_changed == num_changed(v1, v2)
+    assert not store.manifest(2).delta_files and same_bits(pull(store, 2), v2)
+    assert Publisher(store).resume(v2, 2), "the digests are those of all words"
+
+    # The sample does not change here, so all is encoded, and the whole delta decides.
+    encoded.clear()
+    v3 = moved(v2, 3, v2.keys() - sample)
+    published = publisher.publish(v3, 3)
+    assert sorted(encoded) == sorted(v3) and published.num_changed == num_changed(v2, v3)
+    assert "of the full size" in published.reason and same_bits(pull(store, 3), v3)
+
+    v4 = moved(v3, 4, v3, rows=1)
+    published = publisher.publish(v4, 4)
+    assert (published.reason, published.num_changed) == ("", num_changed(v3, v4))
+    assert sorted(store.manifest(4).delta_files) == [3] and same_bits(pull(store, 4), v4)
+
+
+@pytest.mark.parametrize("place", ["write_snapshot", "WeightStore.commit"])
+def test_a_failed_dense_publish_changes_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, encoded: list[str], place: str
+) -> None:
+    publisher = Publisher(store)
+    publisher.publish(v1 := layers(), 1)
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="No space left"):
+        owner, _, name = place.rpartition(".")
+        broken.setattr(
+            getattr(module, owner) if owner else module, name, mock.Mock(side_effect=FULL)
+        )
+        publisher.publish(moved(v1, 2, v1), 2)
+    assert len(encoded) == 2, "it was dense"
+    assert sorted(path.name for path in store.root.iterdir()) == ["HEAD", "v00000001"]
+    v3 = moved(v1, 3, v1, rows=1)
+    published = publisher.publish(v3, 3)
+    assert (published.reason, published.num_changed) == ("", num_changed(v1, v3))
+    assert sorted(store.manifest(3).delta_files) == [1] and same_bits(pull(store, 3), v3)
+
+
+@pytest.mark.parametrize(("rows", "is_dense"), [(20, False), (40, True)])
+def test_the_ranks_together_decide_what_is_dense(
+    store: WeightStore, encoded: list[str], rows: int, is_dense: bool
+) -> None:
+    """Rank 0 has the first 20 rows of each tensor: its own delta is dense in both cases."""
+    meeting = Meeting(2)
+    versions = [v1 := layers(), v2 := moved(v1, 2, v1, rows), v3 := moved(v2, 3, v2, rows=1)]
+
+    def run(rank: int) -> list[Published]:
+        publisher = Publisher(store, ranks=ThreadRank(rank, meeting))
+        return [publisher.publish(found, i) for i, found in enumerate(versions, start=1)]
+
+    with mock.patch.object(module, "local_shards", rows_of), ThreadPoolExecutor(2) as pool:
+        published, same = pool.map(run, range(2))
+    assert published == same
+    assert bool(published[1].reason) == is_dense and not published[2].reason
+    assert len(encoded) == 2 * (2 if is_dense else 16) + 2 * 16
+    assert [p.num_changed for p in published[1:]] == [num_changed(v1, v2), num_changed(v2, v3)]
+    assert all(same_bits(pull(store, i), found) for i, found in enumerate(versions, start=1))
 
 
 # ---- a restarted trainer
