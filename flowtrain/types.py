@@ -103,7 +103,7 @@ class Sampling:
     ignore_end: bool = False
     """Go on after an end-of-sequence token, for measurements of a fixed length."""
     seed: int = 0
-    """The seed of this request alone: a completion does not depend on what shared its batch."""
+    """The seed of this request alone: what shares its batch changes no more than roundings."""
     deadline_s: float = 60.0
     """Seconds from the call until the engine must answer."""
 

@@ -38,14 +38,14 @@ IN_A_CHECKPOINT = KILL.format(
 NOISE = """
 import os, random
 import numpy, torch, flowtrain.run.run
-real = flowtrain.run.run.Run.flow_of
+real = flowtrain.run.run.Run.agent_of
 
 def noisy(self, step):
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(int.from_bytes(os.urandom(4), "little"))
     return real(self, step)
 
-flowtrain.run.run.Run.flow_of = noisy
+flowtrain.run.run.Run.agent_of = noisy
 """
 """Every step begins with another state of the process's random generators."""
 

@@ -20,7 +20,7 @@ from flowtrain.types import Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
 
 _log = logging.getLogger(__name__)
-_MOST_OUT_OF_TIME = 0.02
+_MOST_OUT_OF_TIME = 0.1
 """Share of rollouts above which an evaluation warns."""
 
 
