@@ -13,8 +13,8 @@ Given the same rollouts, both end with the same weights (`tests/test_bench_trl.p
 
 Sides take turns, a process each, round after round; a round has a seed of its own. Each side has
 what makes it fastest on a CPU. TRL: transformers' `generate` with a growing cache (`--rivals` names
-the other ways that TRL has without vLLM: a static cache gains nothing, and continuous batching
-samples several times slower on a CPU), the whole batch in one forward pass unless --micro-batch
+the other ways that TRL has without vLLM: a static cache was no faster in short runs, and continuous
+batching several times slower on a CPU), the whole batch in one forward pass unless --micro-batch
 says otherwise, no gradient checkpointing, the fused AdamW, no logs, progress bars or checkpoints.
 "memory kept" is TRL in a process whose C library keeps freed memory, which flowtrain sees to by
 itself and TRL does not. flowtrain: its real trainer with its logs and its weight versions on disk,
