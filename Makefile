@@ -11,6 +11,8 @@ SEED ?= 0
 ENGINE ?= torch
 # The folder that `make smollm2` makes.
 SMOLLM2 ?= models/SmolLM2-135M-Instruct
+# Minutes of `make attack`.
+MINUTES ?= 10
 # Processes that run tests side by side.
 JOBS ?= 2
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
@@ -20,7 +22,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls demo-elastic smollm2 check test test-vllm lint typecheck bench
+.PHONY: setup quickstart controls demo-elastic smollm2 check test test-vllm attack lint typecheck bench
 
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
@@ -63,6 +65,10 @@ check: lint
 
 test: setup
 	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
+
+# The attacks of the tests for longer, each from where it stopped the last time; the time is for all of them together.
+attack: setup
+	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks
 
 # In a process of their own: parts of them run vLLM in it, which does not bear all that the other tests import.
 test-vllm: $(VENV)/.vllm

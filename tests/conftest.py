@@ -24,6 +24,7 @@ for _path in _HERE.rglob("*.py"):
         _dotted = ".".join(_path.relative_to(_HERE.parent).with_suffix("").parts)
         pytest.register_assert_rewrite(_path.stem, _dotted)
 
+from tests.attacks.tally import table  # noqa: E402 - after what it sets
 
 SLOW = (
     "dataflow/test_bench_dataflow.py",
@@ -68,6 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(_HERE) and str(item.path.relative_to(_HERE)) in SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for each in terminalreporter.stats.values() for report in each]
+    if lines := table(reports):
+        terminalreporter.section("attacks")
+        terminalreporter.write_line("\n".join(lines))
 
 
 def pytest_collection_finish() -> None:
