@@ -81,7 +81,7 @@ def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dic
     options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
     with service(database, options) as (url, token), Client(url, token, wait_s=120.0) as client:
         client.join(Join(NODE, NODE))
-        client.register(Register(POLICY, "", "", NUM_GROUPS, max_staleness=10_000))
+        client.register(Register(POLICY, "", "", NUM_GROUPS, 10_000, 1 << 16, 1 << 16))
         alone, num_bytes = _alone(client, num_alone)
         at_once = _at_once(client, num_groups, next_step=num_alone // NUM_GROUPS + 1)
     common = {"database": name, "bytes_per_group": num_bytes}

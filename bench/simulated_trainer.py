@@ -45,7 +45,7 @@ class Trainer:
         self.steps: list[Step] = []
         self.trained: list[tuple[int, Counter[int]]] = []
         """Work item of every group of every batch, and its tokens by staleness in versions."""
-        ledger.register(Register(POLICY, "", "", num_groups, max_staleness))
+        ledger.register(Register(POLICY, "", "", num_groups, max_staleness, 1 << 16, 1 << 16))
         self._next()
         self._live()
 

@@ -115,8 +115,9 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
     with tempfile.TemporaryDirectory() as folder:
         flow = _policy(components, WeightStore(Path(folder))) if warm else _expert(components)
         groups = score(collect(flow, components.tasks.train[:num_questions], group_size=8, seed=0))
+    shape = components.model.config
     batch = filter_samples(
-        flow_grpo(groups, "released"), components.model.config.max_position_embeddings
+        flow_grpo(groups, "released"), shape.max_position_embeddings, shape.vocab_size
     )
     samples = [
         replace(s, loss_weights=(1 / len(s.response_ids),) * len(s.response_ids))

@@ -79,8 +79,12 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
         for trajectory in demonstrations
         if not trajectory.error and (config.rft.keep == "all" or trajectory.reward == 1)
     ]
-    max_positions = int(components.model.config.max_position_embeddings)
-    batch = filter_samples(TrainBatch(_imitated(components, agent, kept)), max_positions)
+    shape = components.model.config
+    batch = filter_samples(
+        TrainBatch(_imitated(components, agent, kept)),
+        shape.max_position_embeddings,
+        shape.vocab_size,
+    )
     counts = _count(components, demonstrations, kept, batch)
     last_step = _imitate(components, batch.samples, run_dir, interrupt)
     facts = {"seconds": time.monotonic() - started, **counts, "num_steps": last_step}

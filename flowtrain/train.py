@@ -56,7 +56,7 @@ def train(config: Config) -> int:
             with timer("collect"):
                 stats = run.measure(step, rollouts.groups)
                 batch = run.algorithm.advantages(rollouts.groups)
-                batch = filter_samples(batch, run.max_positions)
+                batch = filter_samples(batch, run.max_positions, run.vocab_size)
                 samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
                 rows = pack(samples, config.train.num_minibatches, config.train.token_budget)

@@ -294,9 +294,8 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt
-    outgrew the model) or "straggler" (the others of its batch were done and did not wait any
-    longer)."""
+    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (it outgrew the
+    model) or "straggler" (the others of its batch were done and did not wait any longer)."""
     reward: float | None = None
     """Reward of the answer, in [0, 1]; None until `rewards.score` fills it."""
     scored_by: str = ""
@@ -385,7 +384,9 @@ class FilterReason(enum.StrEnum):
     ADVANTAGE = "advantage"
     """An advantage is not finite."""
     LOGPROB = "logprob"
-    """The sampler's log-prob of a trained token is not finite."""
+    """The sampler's log-prob of a trained token is none that sampling gives."""
+    TOKEN = "token"
+    """A token is none of the model's, or outside of its mask; or the prompt is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,6 @@ class TrainBatch:
 
     samples: tuple[Sample, ...]
     num_groups_dropped: int = 0
-    """Groups that carry no signal: those whose rollouts all failed, and in mode "paper" those of
-    one reward only."""
+    """Groups without a signal: all rollouts failed, or in mode "paper" all have one reward."""
     num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
     """Samples that could not be trained."""

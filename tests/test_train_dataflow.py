@@ -141,7 +141,9 @@ class Dataflow:
     def register(self, *policies: str) -> None:
         """So that work items can be leased before the trainers come."""
         for policy in policies:
-            self.ledger.register(Register(policy, "not known yet", "nowhere", NUM_QUESTIONS, 20))
+            self.ledger.register(
+                Register(policy, "not known yet", "nowhere", NUM_QUESTIONS, 20, 512, 256)
+            )
 
     def fill(self, num_steps: int) -> None:
         self.ledger.join(Join("script", "one"))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from flowtrain.types import Task
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages and of the records in a payload; requests of another version are
 refused."""
 
@@ -161,6 +161,10 @@ class Register:
     """Groups in the batch of a step."""
     max_staleness: int
     """Versions that a trained token may be older than the weights that a step trains."""
+    vocab_size: int
+    """Tokens that the model knows: groups with other ids are refused."""
+    max_positions: int
+    """Tokens of a sequence that the model can read; groups with longer ones are refused."""
     step: int = 0
     """Step of the checkpoint from which training resumes. Batches up to it are consumed for good;
     later ones come again unchanged."""

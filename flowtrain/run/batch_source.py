@@ -78,8 +78,8 @@ class BatchSource:
         """Identity of the dataflow's run; checkpoints keep it."""
         return self._run
 
-    def register(self, layout: str, store: str, step: int, trained_from: str) -> None:
-        """Begin, or go on from the checkpoint of `step`, which was trained from the run
+    def register(self, policy: Register, trained_from: str) -> None:
+        """Begin, or go on from the checkpoint of `policy.step`, which was trained from the run
         `trained_from`; collective.
 
         Raises UserError when the dataflow refuses, or is another one; KeyboardInterrupt when the
@@ -92,17 +92,14 @@ class BatchSource:
                     f"this is run {run!r}, but the checkpoint was trained from {trained_from!r}: "
                     "start the service with its database"
                 )
-            o = self._options
-            return self._dataflow.register(
-                Register(self._policy, layout, store, self._num_groups, o.max_staleness, step)
-            )
+            return self._dataflow.register(policy)
 
         registered = self._answer(ask, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
         self._run = registered.run
         if self._world.is_main:
-            self._heartbeat.start(Progress(self._policy, step, step))
+            self._heartbeat.start(Progress(self._policy, policy.step, policy.step))
 
     def next_batch(self, step: int) -> Rollouts | None:
         """Wait for the batch of `step` and return this rank's groups, numbered by their index in

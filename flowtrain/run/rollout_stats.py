@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flowtrain.agents.planner import NO_TOOL
 from flowtrain.rewards import gym
 from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
@@ -205,7 +204,7 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
             counts["response_tokens"] += num_response_tokens
             if tool_name is None:
                 counts["malformed"] += is_error
-            elif tool_name.startswith(NO_TOOL):
+            elif tool_name not in tool_names:
                 counts["malformed"] += 1
             else:
                 counts["tool_errors"] += is_error

@@ -19,6 +19,7 @@ from flowtrain.agents.base import Agent
 from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
+from flowtrain.dataflow.contract import Register
 from flowtrain.engines.protocol import Engine, EngineError
 from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, connect
@@ -80,6 +81,11 @@ class Run:
     def max_positions(self) -> int:
         """Tokens of a sample that the model has positions for."""
         return int(self.components.model.config.max_position_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.components.model.config.vocab_size)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
@@ -334,8 +340,17 @@ def _open_batch_source(
     with ExitStack() as cleanup:
         cleanup.callback(source.close)
         dtype = getattr(torch, config.model.dtype)
-        layout = layout_digest(components.model, components.tokenizer, dtype)
-        store = config.dataflow.store or str((Path(config.run.dir) / "weights").resolve())
-        source.register(layout, store, state["step"], state["dataflow"])
+        shape = components.model.config
+        policy = Register(
+            policy=config.train.policy,
+            layout=layout_digest(components.model, components.tokenizer, dtype),
+            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
+            num_groups=config.rollout.num_questions,
+            max_staleness=config.dataflow.max_staleness,
+            vocab_size=shape.vocab_size,
+            max_positions=shape.max_position_embeddings,
+            step=state["step"],
+        )
+        source.register(policy, state["dataflow"])
         cleanup.pop_all()
     return source

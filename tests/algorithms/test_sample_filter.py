@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from flowtrain.types import (
     FinishReason,
     Group,
     Sample,
+    SamplingMask,
     Task,
     ToolResult,
     TrainBatch,
@@ -34,7 +36,15 @@ from flowtrain.types import (
     Verdict,
 )
 
+VOCAB_SIZE = 280
+NONE_LEFT_OUT = dict.fromkeys(("empty", "too_long", "advantage", "logprob", "token"), 0)
 GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
+
+
+def masked(*sets: tuple[int, ...]) -> Sample:
+    return replace(GOOD, sampling_mask=SamplingMask.of(sets))
+
+
 BAD = {
     "a NaN log-prob": (replace(GOOD, logprobs=(-1.0, math.nan)), "logprob"),
     "a log-prob of +inf": (replace(GOOD, logprobs=(math.inf, -1.0)), "logprob"),
@@ -42,12 +52,27 @@ BAD = {
     "a NaN advantage": (replace(GOOD, advantages=(0.5, math.nan)), "advantage"),
     "an infinite advantage": (replace(GOOD, advantages=(-math.inf, 0.5)), "advantage"),
     "one token too many": (replace(GOOD, prompt_ids=(1,) * 9), "too_long"),
+    "a log-prob no token is drawn with": (replace(GOOD, logprobs=(-1.0, -51.0)), "logprob"),
+    "a log-prob above 0": (replace(GOOD, logprobs=(-1.0, 0.01)), "logprob"),
+    "a negative token": (replace(GOOD, response_ids=(4, -1)), "token"),
+    "a token beyond the vocabulary": (replace(GOOD, response_ids=(VOCAB_SIZE, 4)), "token"),
+    "a prompt beyond the vocabulary": (replace(GOOD, prompt_ids=(1, 2**31)), "token"),
+    "an empty prompt": (replace(GOOD, prompt_ids=()), "token"),
+    "a mask that names a token twice": (masked((4, 4), (5,)), "token"),
+    "a mask without its token": (masked((4, 6), (7, 8)), "token"),
+    "a mask of too few tokens": (masked((4, 5)), "token"),
+    "a mask with nothing for a token": (masked((4,), ()), "token"),
+    "a mask beyond the vocabulary": (masked((4, VOCAB_SIZE), (5,)), "token"),
+    "a mask whose counts do not add up": (
+        replace(GOOD, sampling_mask=SamplingMask(array("i", (4, 5, 6)), array("i", (1, 1)))),
+        "token",
+    ),
     "an empty response": (replace(GOOD, response_ids=(), logprobs=(), loss_weights=()), "empty"),
 }
 
 
 def screened(*samples: Sample, max_positions: int = 9) -> TrainBatch:
-    return filter_samples(TrainBatch(samples, 0), max_positions)
+    return filter_samples(TrainBatch(samples, 0), max_positions, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -55,7 +80,7 @@ def test_what_cannot_be_trained_is_left_out_and_counted(name: str) -> None:
     bad, reason = BAD[name]
     out = screened(GOOD, bad, GOOD, bad)
     assert out.samples == (GOOD, GOOD)
-    assert out.num_filtered == {"empty": 0, "too_long": 0, "advantage": 0, "logprob": 0, reason: 2}
+    assert out.num_filtered == NONE_LEFT_OUT | {reason: 2}
 
 
 def test_what_fits_exactly_stays() -> None:
@@ -69,14 +94,25 @@ def test_a_token_of_weight_0_may_carry_anything() -> None:
     assert screened(sample).samples == (sample,)
 
 
-def test_what_is_too_long_is_told_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_is_told_with_its_first_example(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        screened(GOOD, max_positions=4)
+        screened(GOOD, BAD["an empty response"][0], max_positions=4)
         assert not caplog.records
-        screened(replace(GOOD, prompt_ids=(1,) * 30), BAD["one token too many"][0])
+        too_long, beyond = BAD["one token too many"][0], BAD["a token beyond the vocabulary"][0]
+        screened(
+            replace(GOOD, prompt_ids=(1,) * 30), beyond, too_long, BAD["a log-prob above 0"][0]
+        )
     assert [record.getMessage() for record in caplog.records] == [
-        "2 samples of up to 31 tokens are left out: the model has 9 positions"
+        "samples left out: 2, the first because it has 31 tokens, the model 9 positions",
+        "samples left out: 1, the first because 280 is none of the model's 280 tokens",
+        "samples left out: 1, the first because a sampled token has the log-prob 0.01, outside "
+        "of -50 to 0.001",
     ]
+
+
+def test_what_fits_its_mask_stays() -> None:
+    sample = masked((4, 6), (7, 5))
+    assert screened(sample).samples == (sample,)
 
 
 def turn(num_tokens: int) -> Turn:
@@ -104,9 +140,9 @@ def test_empty_turns_are_counted_and_a_reward_that_is_no_number_spoils_its_group
         group(0, (1.0, [2, 0]), (0.0, [0, 3, 0])),
         group(1, (math.nan, [1]), (1.0, [2, 0]), (0.0, [1])),
     )
-    out = filter_samples(flow_grpo([good, spoiled], mode, num_groups=2), 100)
+    out = filter_samples(flow_grpo([good, spoiled], mode, num_groups=2), 100, VOCAB_SIZE)
     assert out.samples == flow_grpo([good], mode, num_groups=2).samples and len(out.samples) == 2
-    assert out.num_filtered == {"empty": 4, "too_long": 0, "advantage": 3, "logprob": 0}
+    assert out.num_filtered == NONE_LEFT_OUT | {"empty": 4, "advantage": 3}
 
 
 @pytest.fixture
@@ -116,9 +152,9 @@ def trained(tiny_path: str) -> Callable[[TrainBatch], dict[str, Tensor]]:
     def of(batch: TrainBatch) -> dict[str, Tensor]:
         model = models.load_model(tiny_path, torch.float32)
         trainer = Trainer(model, World(0, 1, torch.device("cpu")), LossSpec(), OptimSpec(lr=1e-2))
-        stats = trainer.step(
-            [pack_rows(filter_samples(batch, model.config.max_position_embeddings).samples, 100)]
-        )
+        shape = model.config
+        kept = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
+        stats = trainer.step([pack_rows(kept.samples, 100)])
         assert all(map(math.isfinite, stats.values()))
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -34,6 +34,7 @@ TASKS = [
     for number in range(12)
 ]
 LAYOUT = "layout-1"
+VOCAB_SIZE, MAX_POSITIONS = 1 << 16, 1 << 16
 
 
 class Clock:
@@ -81,6 +82,7 @@ def group(
             0.1,
             seed,
             reward=reward,
+            sub_goals=0.0,
             error="" if reward is not None else "generator: down",
         )
         for seed, reward in zip(range(num), rewards * num, strict=False)
@@ -114,7 +116,16 @@ def ledger(
 def planner(
     num_groups: int = 4, max_staleness: int = 1, step: int = 0, policy: str = "planner"
 ) -> Register:
-    return Register(policy, LAYOUT, "weights", num_groups, max_staleness, step)
+    return Register(
+        policy,
+        LAYOUT,
+        "weights",
+        num_groups,
+        max_staleness,
+        vocab_size=VOCAB_SIZE,
+        max_positions=MAX_POSITIONS,
+        step=step,
+    )
 
 
 def joined(flow: Any, node: str = "n1", life: str = "a") -> None:

@@ -41,7 +41,7 @@ REQUESTS: dict[str, Any] = {
     "renew": Renewal("n1", "a", ((1, 1), (2, 1))),
     "push": Push("n1", 1, 1, b"\x00\xff" * 9),
     "release": Release("n1", ((1, 1),), "bye"),
-    "register": Register("planner", "L", "store", 4, 2, 7),
+    "register": Register("planner", "L", "store", 4, 2, 512, 256, 7),
     "batch": BatchRequest("planner", 8),
     "progress": Progress("planner", 8, 7, 1.0, 2.0, True),
     "status": None,

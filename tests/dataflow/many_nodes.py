@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fake_groups import LAYOUT, group
+from fake_groups import group, planner
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack_group, unpack_group
@@ -28,7 +28,6 @@ from flowtrain.dataflow.contract import (
     LeaseRequest,
     Progress,
     Push,
-    Register,
     Release,
     Renewal,
 )
@@ -163,9 +162,7 @@ def run_trainer(
     its notes.
     """
     while True:
-        flow.register(
-            Register("planner", LAYOUT, "weights", NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
-        )
+        flow.register(planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint))
         for step in range(notes.checkpoint + 1, num_steps + 1):
             notes.served(step, _batch(flow, step))
             if rng.random() < 0.5 or step == num_steps:

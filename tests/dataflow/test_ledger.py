@@ -257,10 +257,10 @@ def _of_two_tasks(task: Task) -> Group:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda task: group(next(each for each in TASKS if each != task)), "is of task"),
+        (lambda task: group(next(each for each in TASKS if each != task)), "the group of another"),
         (lambda task: group(task, num=3), "has 3 rollouts, this run's have 2"),
-        (lambda task: group(task, rewards=(float("nan"), 1.0)), "reward nan"),
-        (_unscored, "must be scored"),
+        (lambda task: group(task, rewards=(float("nan"), 1.0)), "reward is nan"),
+        (_unscored, "reward is None, it must be from 0 to 1"),
         (lambda task: group(task, version=1), "version 1 of planner has not been made"),
         (
             lambda task: _with_turn(task, spans=(VersionSpan(0, 2, 0), VersionSpan(3, 4, 0))),
@@ -268,8 +268,8 @@ def _of_two_tasks(task: Task) -> Group:
         ),
         (lambda task: _with_turn(task, spans=(VersionSpan(0, 3, 0),)), "spans must cover"),
         (lambda task: _with_turn(task, spans=(VersionSpan(0, 4, -1),)), "spans must cover"),
-        (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "finite log-probs"),
-        (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "finite log-probs"),
+        (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "needs as many log-probs"),
+        (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "log-prob -inf"),
         (_of_two_tasks, "rollouts of one group"),
         (_without_planner, "a turn has no call of the planner"),
     ],
@@ -561,6 +561,11 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
         (replace(planner(), num_groups=0), "num_groups"),
         (replace(planner(), max_staleness=-1), "max_staleness"),
         (replace(planner(), step=-1), "step"),
+        (replace(planner(), num_groups=2**40), "num_groups"),
+        (replace(planner(), step=2**62), "step"),
+        (replace(planner(), vocab_size=0), "vocab_size"),
+        (replace(planner(), max_positions=2**62), "max_positions"),
+        (replace(planner(), store="s" * 5000), "store has 5000 characters"),
     ],
 )
 def test_a_trainer_that_makes_no_sense_is_refused(
@@ -568,6 +573,12 @@ def test_a_trainer_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=why):
         flow.register(request_)
+
+
+@pytest.mark.parametrize("version", [-1, 2**41, 2**63 - 1])
+def test_a_node_cannot_have_a_version_that_makes_no_sense(flow: Ledger, version: int) -> None:
+    with pytest.raises(Refused, match="of 'planner' is none"):
+        lease(flow, versions={"planner": version})
 
 
 @pytest.mark.parametrize(("version", "checkpoint"), [(1, 0), (0, 1), (-1, -1)])

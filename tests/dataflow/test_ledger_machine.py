@@ -147,7 +147,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.pushed(node, lease, versions, data.draw(st.sampled_from([0, 3, 300])))
 
     def pushed(self, node: str, lease: Lease, versions: dict[str, int], num_tokens: int) -> None:
-        reward = float(next(self.rewards))
+        reward = next(self.rewards) / 2**20
         mine = group(
             lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"]
         )

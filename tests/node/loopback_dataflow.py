@@ -74,7 +74,13 @@ class Trainer:
     def register(self, num_groups: int = 2, max_staleness: int = 8) -> Register:
         self.publish(0)
         request = Register(
-            self.policy, self.layout, str(self.store.root), num_groups, max_staleness
+            self.policy,
+            self.layout,
+            str(self.store.root),
+            num_groups,
+            max_staleness,
+            vocab_size=self._model.config.vocab_size,
+            max_positions=self._model.config.max_position_embeddings,
         )
         self._ledger.register(request)
         return request

@@ -101,7 +101,9 @@ def trajectory(task: Task, seed: int, version: int = 0) -> Trajectory:
         verdict=Verdict.STOP,
         seconds=0.1,
     )
-    return Trajectory(task, (turn,), "x", 0.1, seed, reward=float(seed % 2), scored_by="exact")
+    return Trajectory(
+        task, (turn,), "x", 0.1, seed, reward=float(seed % 2), scored_by="exact", sub_goals=0.0
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
         dataflow={"lease_s": 0.3, "max_attempts": 3},
     )
     ledger = Ledger(tmp_path / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
-    ledger.register(Register("planner", "layout", "store", 4, 8))
+    ledger.register(Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16))
     yield ledger
     audit = ledger.audit()
     assert not audit.problems
@@ -590,7 +592,7 @@ def test_syncer_raises_when_a_frozen_policy_is_trained() -> None:
 
 def test_a_node_with_stale_weights_leases_nothing(ledger: Ledger, nodes: Nodes) -> None:
     """The store has version 0 alone; a token of it is of no use to a trainer that is at 20."""
-    ledger.register(Register("planner", "layout", "store", 4, 8, step=20))
+    ledger.register(Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16, step=20))
     node, asked, lease = nodes.make(soon), [], ledger.lease
     ledger.lease = lambda request: (asked.append(request), lease(request))[1]  # type: ignore[method-assign]
 

@@ -19,7 +19,14 @@ from http_servers import running
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import AssignedGroup, Batch, Progress, Refused, Unavailable
+from flowtrain.dataflow.contract import (
+    AssignedGroup,
+    Batch,
+    Progress,
+    Refused,
+    Register,
+    Unavailable,
+)
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.run import batch_source as feeds
@@ -27,7 +34,7 @@ from flowtrain.run.batch_source import BatchSource, connect, versions
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
-from tests.dataflow.fake_groups import LAYOUT, TASKS, group, joined, lease, ledger, push, turn
+from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -78,7 +85,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     assert batch_source.run == place.ledger.run
     place.fill(5)
     rollouts = batch_source.next_batch(1)
@@ -100,7 +107,7 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
 def test_a_rank_gets_its_share(place: Place) -> None:
     feeds = [place.batch_source() for _ in range(2)]
     for rank, batch_source in enumerate(feeds):
-        batch_source.register(LAYOUT, "weights", 0, "")
+        batch_source.register(planner(), "")
         batch_source._world = replace(ALONE, rank=rank, size=2)
     place.fill(4)
     assert [
@@ -110,7 +117,7 @@ def test_a_rank_gets_its_share(place: Place) -> None:
 
 def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "/weights", 0, "")
+    batch_source.register(planner(), "")
     place.fill(4)
     batch_source.next_batch(1)
     batch_source.report_progress(1, 0)
@@ -123,7 +130,7 @@ def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
 def test_staleness_is_counted_in_tokens(place: Place) -> None:
     """Two groups of 8 tokens of version 0, two of version 1, for step 2."""
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     place.fill(4)
     batch_source.next_batch(1)
     batch_source.report_progress(1, 0)
@@ -143,30 +150,30 @@ def test_staleness_is_counted_in_tokens(place: Place) -> None:
 @pytest.mark.parametrize(
     ("register", "token", "words"),
     [
-        ((LAYOUT, "weights", 3, ""), "secret", "a checkpoint of step 3 is of another run"),
+        (planner(step=3), "secret", "a checkpoint of step 3 is of another run"),
         (
-            ("other", "weights", 0, ""),
+            replace(planner(), layout="other"),
             "secret",
             "has layout other, this run has trained one of layout-1",
         ),
-        ((LAYOUT, "weights", 0, ""), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN"),
+        (planner(), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN"),
     ],
 )
 def test_who_does_not_fit_is_told_why(
-    place: Place, register: tuple[Any, ...], token: str, words: str, monkeypatch: pytest.MonkeyPatch
+    place: Place, register: Register, token: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = place.batch_source()
-    first.register(LAYOUT, "weights", 0, "")
+    first.register(planner(), "")
     place.fill(4)
     first.next_batch(1)
     monkeypatch.setenv("FLOWTRAIN_TOKEN", token)
     with pytest.raises(UserError, match=f"^dataflow.url='{place.url}': .*{words}"):
-        place.batch_source().register(*register)
+        place.batch_source().register(register, "")
 
 
 def test_a_batch_that_was_not_announced_is_refused(place: Place) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     with pytest.raises(UserError, match="step 7 of planner"):
         batch_source.next_batch(7)
 
@@ -175,16 +182,16 @@ def test_a_checkpoint_of_another_database_is_refused_before_anything_is_changed_
     place: Place,
 ) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     other = place.new_ledger("two")
     with pytest.raises(
         UserError,
         match=f"this is run '{other.run}', but the checkpoint was trained from "
         f"'{batch_source.run}'",
     ):
-        place.batch_source(place.serve(other)).register(LAYOUT, "weights", 0, batch_source.run)
+        place.batch_source(place.serve(other)).register(planner(), batch_source.run)
     assert other.status()["policies"] == {}
-    place.batch_source().register(LAYOUT, "weights", 0, batch_source.run)
+    place.batch_source().register(planner(), batch_source.run)
 
 
 # ---- waiting
@@ -192,7 +199,7 @@ def test_a_checkpoint_of_another_database_is_refused_before_anything_is_changed_
 
 def test_waiting_ends_with_what_is_missing(place: Place) -> None:
     batch_source = place.batch_source(wait_s=0.6)
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     place.fill(3)
     with pytest.raises(
         UserError,
@@ -206,7 +213,7 @@ def test_who_watches_learns_what_is_missing(place: Place, monkeypatch: pytest.Mo
     monkeypatch.setattr(feeds, "_TICK_S", 0.02)
     monkeypatch.setattr(feeds, "_ASK_S", 0.02)
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     told = threading.Event()
     batch_source._note = lambda text: (place.notes.append(text), "lacks" in text and told.set())  # type: ignore[func-returns-value,assignment]
     thread = threading.Thread(target=lambda: told.wait(30) and place.fill(4))
@@ -220,7 +227,7 @@ def test_who_watches_learns_what_is_missing(place: Place, monkeypatch: pytest.Mo
 
 def test_a_run_that_is_asked_to_end_waits_no_longer(place: Place) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     place.interrupt.requested = True
     assert batch_source.next_batch(1) is None
     batch_source.close()
@@ -232,12 +239,12 @@ def test_a_run_that_is_asked_to_end_waits_no_longer(place: Place) -> None:
 def test_one_that_waits_for_a_service_that_never_came_can_be_ended(place: Place) -> None:
     place.interrupt.requested = True
     with pytest.raises(KeyboardInterrupt):
-        place.batch_source("http://127.0.0.1:9").register(LAYOUT, "weights", 0, "")
+        place.batch_source("http://127.0.0.1:9").register(planner(), "")
 
 
 def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> None:
     batch_source = place.batch_source()
-    batch_source.register(LAYOUT, "weights", 0, "")
+    batch_source.register(planner(), "")
     place.fill(4)
     batch_source._answer(lambda: batch_source._full(1), batch_source._missing)
     place.interrupt.requested = True

@@ -18,6 +18,7 @@ from flowtrain.dataflow.rules import Candidate, Selector, replays
 from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
 
+_MAX_RANKS = 1 << 16
 _POLL_S = 0.1
 """Seconds between two looks for groups that were pushed meanwhile."""
 
@@ -30,9 +31,10 @@ class Batches:
     selector: Selector
 
     def batch(self, request: BatchRequest) -> Batch:
-        if not 0 <= request.rank < request.num_ranks:
+        if not 0 <= request.rank < request.num_ranks <= _MAX_RANKS:
             raise Refused(
-                f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}"
+                f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}, "
+                f"which is at most {_MAX_RANKS}"
             )
         end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:

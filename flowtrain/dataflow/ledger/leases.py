@@ -32,6 +32,7 @@ from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_ro
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
+MAX_VERSION = 1 << 40
 MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 _RETRY_S = {"": 0.0, "full": 0.5, "filtered": 0.5, "no trainer": 1.0, "done": 5.0}
@@ -51,6 +52,9 @@ class LeaseBook:
             raise Refused(
                 f"the key of a request has at most 100 characters, this one {len(request.key)}"
             )
+        for name, version in request.versions.items():
+            if not 0 <= version <= MAX_VERSION:
+                raise Refused(f"version {version} of {name[:100]!r} is none")
         now = self.clock()
         with self.prompts.alone(), locked(self.database) as (transaction, meta):
             node = self._heard_node(transaction, request, now)

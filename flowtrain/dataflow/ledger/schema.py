@@ -17,7 +17,7 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 2
+VERSION = 3
 
 TABLES = """
 CREATE TABLE meta (
@@ -64,7 +64,8 @@ CREATE INDEX shares_of_step ON shares (policy, step);
 
 CREATE TABLE policies (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, layout TEXT NOT NULL, store TEXT NOT NULL,
-    num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, version BIGINT NOT NULL,
+    num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, vocab_size BIGINT NOT NULL,
+    max_positions BIGINT NOT NULL, version BIGINT NOT NULL,
     top_version BIGINT NOT NULL, newest BIGINT NOT NULL, checkpoint BIGINT NOT NULL,
     is_done BIGINT NOT NULL, seen_s DOUBLE PRECISION NOT NULL,
     busy_s DOUBLE PRECISION NOT NULL, waited_s DOUBLE PRECISION NOT NULL);

@@ -12,6 +12,17 @@ from flowtrain.dataflow.ledger.prompts import number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 
+_BOUNDS = (
+    ("num_groups", 1, 1 << 20),
+    ("max_staleness", 0, 1 << 30),
+    ("vocab_size", 1, 1 << 31),
+    ("max_positions", 1, 1 << 31),
+    ("step", 0, 1 << 40),
+)
+"""The numbers of a registration, from the least to the greatest that make sense."""
+MAX_TEXT = 4096
+"""Characters of a text in a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trainers:
@@ -33,10 +44,12 @@ class Trainers:
                 f"policy {request.policy!r}: this run's flow has "
                 f"{' and '.join(self.config.policy_names)}"
             )
-        if request.num_groups < 1 or request.max_staleness < 0 or request.step < 0:
-            raise Refused(
-                f"{request}: num_groups is at least 1, max_staleness and step are at least 0"
-            )
+        for name, low, high in _BOUNDS:
+            if not low <= (value := getattr(request, name)) <= high:
+                raise Refused(f"{name}={value} must be from {low} to {high}")
+        for name in ("layout", "store", "life"):
+            if len(value := getattr(request, name)) > MAX_TEXT:
+                raise Refused(f"{name} has {len(value)} characters, at most {MAX_TEXT} are allowed")
         max_waiting = self.config.dataflow.max_waiting
         if 0 < max_waiting < request.num_groups:
             raise Refused(
@@ -57,7 +70,10 @@ class Trainers:
 
     def _begin(self, transaction: Transaction, request: Register) -> None:
         old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
-        described = (request.layout, request.store, request.num_groups, request.max_staleness)
+        described = (
+            *(request.layout, request.store, request.num_groups, request.max_staleness),
+            *(request.vocab_size, request.max_positions),
+        )
         step = request.step
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
@@ -69,7 +85,8 @@ class Trainers:
             _check_resumed(transaction, request, old)
         transaction.run(
             "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?,"
-            " version = ?, newest = ?, checkpoint = ?, is_done = 0, seen_s = ? WHERE name = ?",
+            " vocab_size = ?, max_positions = ?, version = ?, newest = ?, checkpoint = ?,"
+            " is_done = 0, seen_s = ? WHERE name = ?",
             *described,
             step,
             max(old.newest, step),

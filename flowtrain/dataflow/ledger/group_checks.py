@@ -1,0 +1,164 @@
+"""Checks on a pushed group: a batch is chosen once and served again to a trainer that resumes, so
+what training cannot digest must not get in.
+
+The ledger computes versions, rewards and lengths itself and trusts no node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
+from flowtrain.config import Config
+from flowtrain.dataflow.contract import Refused
+from flowtrain.types import Call, Group, PolicyName, Task, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Tokens of one policy in a group."""
+
+    num_tokens: int
+    min_version: int
+    max_version: int
+
+    def __add__(self, other: TrainedTokens) -> TrainedTokens:
+        return TrainedTokens(
+            self.num_tokens + other.num_tokens,
+            min(self.min_version, other.min_version),
+            max(self.max_version, other.max_version),
+        )
+
+
+NO_TOKENS = TrainedTokens(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the ledger keeps about a group that passed."""
+
+    task: Task
+    rewards: tuple[float, ...]
+    """Rewards of the rollouts that finished."""
+    num_tokens: int
+    """Number of sampled tokens."""
+    trained: dict[PolicyName, TrainedTokens]
+    """By policy; without the policies that have no token to train."""
+    checked: frozenset[str]
+    """The policies whose models can read their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The bounds of what this run can train."""
+
+    config: Config
+    models: Mapping[str, tuple[int, int]]
+    """By registered policy, the size of its vocabulary and its number of positions."""
+
+    def check(self, group: Group) -> Summary:
+        """Raises Refused unless this is a group of one task, its rollouts scored or failed, that
+        can be trained.
+        """
+        group_size = self.config.rollout.group_size
+        if len(group.trajectories) != group_size:
+            raise Refused(
+                f"the group has {len(group.trajectories)} rollouts, this run's have {group_size}"
+            )
+        task = group.trajectories[0].task
+        for number, trajectory in enumerate(group.trajectories):
+            if trajectory.task != task:
+                raise Refused(
+                    f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}"
+                )
+            if problem := self._problem(number, trajectory):
+                raise Refused(f"rollout {number}: {problem}")
+        trained: dict[PolicyName, TrainedTokens] = {}
+        for trajectory in group.trajectories:
+            for policy, found in self._sampled(trajectory):
+                if not trajectory.error:
+                    trained[policy] = trained[policy] + found if policy in trained else found
+        return Summary(
+            task=task,
+            rewards=tuple(float(trajectory.reward or 0) for trajectory in group.finished),
+            num_tokens=sum(trajectory.num_sampled_tokens for trajectory in group.trajectories),
+            trained=trained,
+            checked=frozenset(self.models),
+        )
+
+    def _problem(self, number: int, trajectory: Trajectory) -> str:
+        """Say what is wrong with the rollout `number` of its group, tokens apart; "" if nothing."""
+        turns = trajectory.turns
+        if len(turns) > self.config.agent.max_turns:
+            return f"{len(turns)} turns, agent.max_turns={self.config.agent.max_turns}"
+        if any("planner" not in turn.calls for turn in turns):
+            return "a turn has no call of the planner"
+        if not trajectory.error:  # a failed rollout has no reward
+            if not _is_share(trajectory.reward):
+                return f"the reward is {trajectory.reward}, it must be from 0 to 1"
+            sub_goals = trajectory.sub_goals
+            is_missing = sub_goals is None and self.config.algorithm.name == "infoflow"
+            if is_missing or not _is_share(sub_goals or 0.0):
+                return f"sub_goals is {sub_goals}, it must be from 0 to 1"
+        durations = [trajectory.seconds, *(s for turn in turns for s in _seconds(turn))]
+        if not all(isfinite(s) and s >= 0 for s in durations):
+            return "a duration is negative or not finite"
+        branch = trajectory.branch
+        if branch is not None and not (
+            0 <= branch.parent < number
+            and 0 <= branch.turn < len(turns)
+            and 0 <= branch.token <= len(turns[branch.turn].calls["planner"].response_ids)
+            and isfinite(branch.score)
+        ):
+            return f"it cannot have left another at {branch}"
+        return ""
+
+    def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[PolicyName, TrainedTokens]]:
+        """Yield the tokens of each turn and policy that sampled in it."""
+        for turn in trajectory.turns:
+            for policy, call in turn.calls.items():
+                if problem := self._call_problem(policy, call):
+                    raise Refused(f"a call of {policy} cannot be trained: {problem}")
+                if call.response_ids:
+                    versions = [span.version for span in call.spans]
+                    yield (
+                        policy,
+                        TrainedTokens(len(call.response_ids), min(versions), max(versions)),
+                    )
+
+    def _call_problem(self, policy: str, call: Call) -> str:
+        """Say why the call cannot be trained; "" when it can. Of a policy without a trainer only
+        the form is known.
+        """
+        num_tokens = len(call.response_ids)
+        if not call.prompt_ids and not num_tokens:
+            return ""
+        if policy not in self.config.policy_names:
+            return "it has tokens, but is no policy of this run"
+        vocab_size, max_positions = self.models.get(policy, (1 << 31, 1 << 31))
+        if len(call.logprobs) != num_tokens or len(call.entropies) not in (0, num_tokens):
+            return f"it has {num_tokens} tokens and needs as many log-probs (and entropies, if any)"
+        if call.entropies and not all(map(isfinite, call.entropies)):
+            return "an entropy is not finite"
+        end = 0
+        for span in call.spans:
+            if span.start != end or span.end <= span.start or span.version < 0:
+                break
+            end = span.end
+        if end != num_tokens:
+            return f"it has {num_tokens} tokens, its version spans must cover each of them once"
+        return (
+            length_problem(call, max_positions)
+            or token_problem(call, vocab_size)
+            or logprob_problem(call.logprobs)
+        )
+
+
+def _is_share(value: float | None) -> bool:
+    return value is not None and 0 <= value <= 1
+
+
+def _seconds(turn: Turn) -> tuple[float, float, float]:
+    return turn.seconds, turn.plan_s, turn.result.seconds
