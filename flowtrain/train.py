@@ -18,6 +18,7 @@ One step, top to bottom, is the system:
     evaluate    run/evaluation.py          reward on held-out questions
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
+    watch       run/learning_signal.py     a warning where there is nothing to learn from
 
 With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
 
@@ -54,7 +55,7 @@ def train(config: Config) -> int:
                 run.checkpoint(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                stats = run.measure(step, rollouts.groups)
+                stats = run.measure(rollouts.groups)
                 batch = run.algorithm.advantages(rollouts.groups)
                 batch = filter_samples(batch, run.max_positions, run.vocab_size)
                 samples = attach_logprobs(batch.samples, rollouts.logprobs)
@@ -83,6 +84,7 @@ def train(config: Config) -> int:
                 with timer("checkpoint"):
                     run.checkpoint(step)
                 saved_step = step
+            run.signal.watch(step, rollouts.groups, batch)
             if run.is_interrupted():
                 run.checkpoint(step)
                 return INTERRUPTED

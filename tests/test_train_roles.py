@@ -83,6 +83,8 @@ def test_a_run_whose_frozen_roles_are_elsewhere(
     assert all(
         record["error"].startswith("generator: engines.local: HTTP 400: ") for record in failed
     )
+    text = (run / "config.toml").read_text()
+    assert "[engines.local]" in text and json.dumps("local") in text
     _, *steps = read(run / "metrics.jsonl")
     assert [step["failed_rollouts"] for step in steps] == [
         sum(r["step"] == n for r in failed) for n in (1, 2)
@@ -111,16 +113,14 @@ def test_a_run_does_not_go_on_when_every_rollout_fails(
 ) -> None:
     with chat_server(lambda body: JSONResponse({"error": "not today"}, 400)) as chat:
         code, lines, _ = server.run(
-            "train", *options(place, words, chat.base_url), "--run.dir", place / "failing"
+            "train",
+            *options(place, words, chat.base_url),
+            *("--train.num_steps", 5, "--run.dir", place / "failing"),
         )
-    assert code == 1
-    assert (
-        "all 32 rollouts of step 1 failed" in lines[-1]
-        and "analyst: engines.local: HTTP 400" in lines[-1]
-    )
-    assert not (place / "failing" / "checkpoints").exists() or not list(
-        (place / "failing" / "checkpoints").iterdir()
-    )
+    assert code == 2
+    assert sum("nothing to learn from" in line for line in lines) == 3
+    assert "(3 steps in a row): all 32 rollouts failed" in lines[-1]
+    assert "analyst: engines.local: HTTP 400" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,3 @@ def test_a_role_that_cannot_be_filled_is_named_before_the_run(
     code, lines, _ = server.run("train", *words, *argv, "--run.dir", place / "never")
     assert code == 2 and len(lines) == 1 and line in lines[0]
     assert not (place / "never").exists()
-
-
-def test_the_config_that_is_left_names_the_engines(place: Path) -> None:
-    text = (place / "roles" / "config.toml").read_text()
-    assert "[engines.local]" in text and json.dumps("local") in text

@@ -16,6 +16,9 @@ class Train(Section):
     it"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
+    max_idle_steps: int = Field(100, ge=0)
+    """end a run after so many steps in a row that had nothing to learn from, as when all rewards
+    are equal; 0: never"""
     lr: PositiveFloat = 1e-6
     """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -44,8 +44,8 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
 
     A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
     a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
-    stands. A failed rollout gets no reward. Raises UserError when a task names an unknown scorer,
-    or one that cannot use its answers.
+    stands. A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
+    Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
     """
     scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
     verified = [number for number, t in enumerate(scored) if _needs_verifier(t)]
@@ -57,7 +57,7 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
         cases = [(scored[n].task, final_answer(scored[n].answer)) for n in disputed]
         for number, is_right in zip(disputed, judge.judge_all(cases), strict=True):
             scored[number] = _with_judge_reward(scored[number], is_right)
-    rest = iter(scored)
+    rest = map(_checked, scored)
     return [
         replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
         for group in groups
@@ -69,10 +69,20 @@ async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Traje
     scored = _with_rule_reward(trajectory)
     if _needs_verifier(scored):
         verdict = await gym.verify(scored.task, final_answer(scored.answer))
-        return _with_verified_reward(scored, verdict)
-    if judge is None or not _may_be_right(scored):
-        return scored
-    return _with_judge_reward(scored, await judge.judge(scored.task, final_answer(scored.answer)))
+        scored = _with_verified_reward(scored, verdict)
+    elif judge is not None and _may_be_right(scored):
+        is_right = await judge.judge(scored.task, final_answer(scored.answer))
+        scored = _with_judge_reward(scored, is_right)
+    return _checked(scored)
+
+
+def _checked(trajectory: Trajectory) -> Trajectory:
+    """Let a rollout fail whose scorer gave no reward from 0 to 1, NaN for example."""
+    reward = trajectory.reward
+    if trajectory.error or (reward is not None and 0 <= reward <= 1):
+        return trajectory
+    error = f"scorer {trajectory.scored_by}: its reward is {reward}, not from 0 to 1"
+    return replace(trajectory, reward=None, error=error)
 
 
 def _with_rule_reward(trajectory: Trajectory) -> Trajectory:

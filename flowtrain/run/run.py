@@ -20,11 +20,12 @@ from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.dataflow.contract import Register
-from flowtrain.engines.protocol import Engine, EngineError
+from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, connect
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Evaluation, Evaluator
+from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
@@ -65,6 +66,7 @@ class Run:
     batch_source: BatchSource | None
     """The source of rollouts with `dataflow.url`; None where this run makes them."""
     cursor: TaskCursor | MixedCursor
+    signal: LearningSignal
     evaluator: Evaluator
     logger: RunLogger
     run_dir: report.RunDir
@@ -106,18 +108,10 @@ class Run:
         """Return the agent of a training step, with its hints. Not collective."""
         return self.agent.with_hints(self.algorithm.hints(step))
 
-    def measure(self, step: int, groups: Sequence[Group]) -> RolloutStats:
-        """Compute the statistics of a step's rollouts. Raises EngineError when all have failed."""
+    def measure(self, groups: Sequence[Group]) -> RolloutStats:
+        """Compute the statistics of a step's rollouts."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        tools = self.config.agent.tools
-        stats = RolloutStats.of(trajectories, tools, self.placement.world)
-        if stats.failed_rollouts == stats.num_rollouts:
-            reason = next((trajectory.error for trajectory in trajectories), "")
-            raise EngineError(
-                f"all {stats.num_rollouts} rollouts of step {step} failed, so there is nothing to "
-                f"go on with: {reason}"
-            )
-        return stats
+        return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
@@ -276,6 +270,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         policy_trainer=policy_trainer,
         batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
+        signal=LearningSignal(config, world),
         evaluator=Evaluator(
             components=components, engines=engines, judge=judge, samplers=placement.samplers
         ),

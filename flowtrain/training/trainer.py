@@ -220,7 +220,7 @@ class Trainer:
             )
         if self._world.is_main:
             _log.warning(
-                "step %d: an optimizer step is skipped: its gradient norm is %s and its loss %s",
+                "an optimizer step of step %d is skipped: its gradient norm is %s and its loss %s",
                 number,
                 norm,
                 loss,
