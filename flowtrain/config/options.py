@@ -36,6 +36,7 @@ FIRST = (
     *("train.num_steps", "train.lr", "train.num_minibatches", "train.token_budget", "eval.every"),
 )
 """Options that people set first, which `--help` shows."""
+_SHOWN_CHARS = 100
 _SHORT = {"resume": "run.resume"}
 _SECTIONS = ", ".join(Config.model_fields)
 
@@ -127,11 +128,13 @@ def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     found: dict[str, str] = {}
     for word in words:
         if not word.startswith("--"):
-            raise UserError(f"{word!r} is not an option; write --section.key value (see --help)")
+            raise UserError(
+                f"{_shown(repr(word))} is not an option; write --section.key value (see --help)"
+            )
         key, separator, text = word[2:].partition("=")
         value = text if separator else next(words, None)
         if value is None:
-            raise UserError(f"--{key} needs a value")
+            raise UserError(f"--{_shown(key)} needs a value")
         found[_SHORT.get(key, key)] = value
     return found.pop("config", ""), found
 
@@ -158,7 +161,8 @@ def _tables(text: str, origin: str) -> dict[str, dict[str, Any]]:
             tables = {f"{section}.{name}": named for name, named in table.items()}
         for heading, options in tables.items():
             if not isinstance(options, dict):
-                raise UserError(f"{origin}: {heading} must be a table of its own, [{heading}]")
+                name = _shown(heading)
+                raise UserError(f"{origin}: {name} must be a table of its own, [{name}]")
             for key in options:
                 _path(f"{heading}.{key}")
     return values
@@ -191,7 +195,7 @@ def _path(key: str) -> tuple[str, ...]:
         hint = f"[{section}] knows {', '.join(siblings)}"
     else:
         hint = f"sections: {_SECTIONS}"
-    raise UserError(f"unknown key {key}: {hint}")
+    raise UserError(f"unknown key {_shown(key)}: {hint}")
 
 
 def _general(key: str) -> str:
@@ -216,7 +220,13 @@ def _explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    return f"{key}={first['input']!r}: {message}" if key else message
+    return f"{_shown(key)}={_shown(repr(first['input']))}: {message}" if key else message
+
+
+def _shown(text: str) -> str:
+    """Any text, for a line that a person reads."""
+    start = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN_CHARS])
+    return start if len(text) <= _SHOWN_CHARS else f"{start}... ({len(text):,} characters)"
 
 
 @cache

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+_MAX_CHARS = 1 << 16
+_MAX_INT = 1 << 53
+"""Greater integers are no counts, and JSON does not carry them everywhere."""
+_CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Section(BaseModel):
@@ -15,3 +24,29 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_sense(cls, value: Any) -> Any:
+        """Refuse what no option means, before it reaches a path, a tensor or a terminal."""
+        for leaf in _leaves(value):
+            if isinstance(leaf, str):
+                if len(leaf) > _MAX_CHARS:
+                    raise ValueError(f"a text may have {_MAX_CHARS} characters, not {len(leaf)}")
+                if found := _CONTROL.search(leaf):
+                    raise ValueError(f"the character {found[0]!r} has no place in an option")
+            elif isinstance(leaf, int) and abs(leaf) > _MAX_INT:
+                raise ValueError(f"a number may be {_MAX_INT} at most")
+        return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
