@@ -184,6 +184,10 @@ class ToolResult:
     output: str = ""
     error: str | None = None
     seconds: float = 0.0
+    wall_s: float = 0.0
+    """Of code that the tool ran, without the wait for a process; 0 where it ran none."""
+    cpu_s: float = 0.0
+    """CPU time of that code."""
 
     @property
     def text(self) -> str:
@@ -216,8 +220,8 @@ class Call:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """The ids the engine sampled; these very ids are trained. () for a module that is no policy,
-    and when the deadline struck before the first token."""
+    """Sampled, and trained just so; () for a module that is no policy, and at a deadline before the
+    first token."""
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
     spans: tuple[VersionSpan, ...]
@@ -228,7 +232,7 @@ class Call:
     sampling_mask: SamplingMask | None = None
     """The engine's, as for `Completion`."""
     entropies: tuple[float, ...] = ()
-    """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
+    """The engine's; a branch has none of the turn that it leaves."""
     prompt_text: str = ""
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     training: TurnTraining | None = None
@@ -294,9 +298,8 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (the prompt
-    outgrew the model) or "straggler" (the others of its batch were done and did not wait any
-    longer)."""
+    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (it outgrew the
+    model) or "straggler" (the others of its batch were done and waited no longer)."""
     reward: float | None = None
     """Reward of the answer, in [0, 1]; None until `rewards.score` fills it."""
     scored_by: str = ""
@@ -304,8 +307,7 @@ class Trajectory:
     analysis: str = ""
     """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
-    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing
-    about the planner, gets no reward and is not trained."""
+    """Why a frozen module failed ("generator: ..."): such a rollout has no reward and no samples."""
     output: str = ""
     """All that the generator wrote, the answer among it; "" where a rule answered."""
     branch: BranchPoint | None = None
@@ -394,7 +396,6 @@ class TrainBatch:
 
     samples: tuple[Sample, ...]
     num_groups_dropped: int = 0
-    """Groups that carry no signal: those whose rollouts all failed, and in mode "paper" those of
-    one reward only."""
+    """Groups without signal: all rollouts failed or, in mode "paper", have the same reward."""
     num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
     """Samples that could not be trained."""
