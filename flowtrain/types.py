@@ -94,8 +94,7 @@ class Sampling:
     temperature: float = 1.0
     """0 means greedy; the log-probabilities are then those at temperature 1."""
     top_k: int = 0
-    """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from
-    all. Greedy knows no such bound."""
+    """Sample from so many most likely tokens, log-probs among them; 0, and greedy: from all."""
     top_p: float = 1.0
     """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
     stop_strings: tuple[str, ...] = ()
@@ -307,7 +306,7 @@ class Trajectory:
     analysis: str = ""
     """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
-    """Why a frozen module failed ("generator: ..."): such a rollout has no reward and no samples."""
+    """Why a frozen module failed ("generator: ..."): it gets no reward and is not trained."""
     output: str = ""
     """All that the generator wrote, the answer among it; "" where a rule answered."""
     branch: BranchPoint | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text, writing
-from flowtrain.types import Call, Group, Trajectory, Turn, UserError
+from flowtrain.types import Call, Group, ToolResult, Trajectory, Turn, UserError
 
 
 class MetricsLog:
