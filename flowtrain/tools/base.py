@@ -120,9 +120,7 @@ def shorten(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n... {left_out} characters left out ...\n{text[head + left_out :]}"
 
 
-async def _call_within(
-    tool: Tool, arguments: Mapping[str, object], timeout_s: float
-) -> ToolResult:
+async def _call_within(tool: Tool, arguments: Mapping[str, object], timeout_s: float) -> ToolResult:
     """Return the tool's result, or the error that its time is up."""
     if wrong := tool.card.check(arguments):
         return ToolResult(error=wrong)

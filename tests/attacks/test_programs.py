@@ -27,9 +27,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_fails_and_next_run_works(
-    sandbox: ProcessSandbox, name: str, tally: Tally
-) -> None:
+def test_attack_fails_and_next_run_works(sandbox: ProcessSandbox, name: str, tally: Tally) -> None:
     kind = sandbox.backend.name
     program = ATTACKS[name]
     expected = getattr(program, kind)

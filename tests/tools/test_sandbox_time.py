@@ -64,6 +64,13 @@ def test_a_wait_for_a_core_does_not_count(kind: str) -> None:
     assert ran.wall_s > 1.2 and ran.cpu_s < 0.4
 
 
+def test_waits_between_naps_do_not_count() -> None:
+    with starved("seccomp", timeout_s=0.3) as box:
+        ran = run(box, "import time\nfor _ in range(100): time.sleep(0.0005)\nprint(1)")
+    assert (ran.output, ran.error) == ("1\n", None)
+    assert ran.wall_s > 0.3
+
+
 def test_the_same_program_with_a_core_exceeds_the_limit() -> None:
     box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.1)
     ran = run(box, UNTIL.format(100))
@@ -221,9 +228,7 @@ def test_the_tool_s_deadline_leaves_the_sandbox_alone_but_the_rollout_s_does_not
     action = Action("", "", "import time\ntime.sleep(0.2)\nprint(1)", "Python_Coder")
 
     async def main(num: int, left_s: float) -> list[str]:
-        done = await asyncio.gather(
-            *(executor.execute("?", action, 0, left_s) for _ in range(num))
-        )
+        done = await asyncio.gather(*(executor.execute("?", action, 0, left_s) for _ in range(num)))
         return [result.text for _, result in done]
 
     assert asyncio.run(main(10, 60.0)) == ["1"] * 10
