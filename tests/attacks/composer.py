@@ -46,7 +46,7 @@ DENIED = (
     "os.pidfd_open(os.getppid())",
     "os.open('/proc/{process}/mem', os.O_RDWR)",
     "os.open('/proc/{process}/environ', os.O_RDONLY)",
-    "os.listdir('/proc/{process}/fd')",
+    "os.listdir('/proc/{other}/fd')",
     "os.open('/dev/kmsg', os.O_RDWR)",
     "os.open('/etc/shadow', os.O_RDONLY)",
     "os.open('/usr/lib/{mark}', os.O_RDWR | os.O_CREAT)",
@@ -65,6 +65,7 @@ DENIED = (
 """Expressions of which none may have a value."""
 ALLOWED = ("_posixsubprocess", "mmap(-1")
 """What stands in an expression that may have one where there are packages and files."""
+PARENT = "' + str(os.getppid()) + '"
 NUISANCES = (
     "sys.stdout.write('x' * 10 ** {small})",
     "os.write(1, bytes(range(256)) * {small})",
@@ -137,7 +138,8 @@ def _step(rng: random.Random, denied_calls: list[int], has_files: bool) -> str:
         "signal": rng.choice([0, 9, 15, 17, 19, 29]),
         "small": rng.randint(0, 9),
         "mark": MARK,
-        "process": rng.choice(["1", "self", "thread-self", "' + str(os.getppid()) + '"]),
+        "process": rng.choice(["1", "self", "thread-self", PARENT]),
+        "other": rng.choice(["1", PARENT]),
     }
     if kind < 0.4:
         call = rng.choice(DENIED).format(**names)

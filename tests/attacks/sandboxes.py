@@ -32,7 +32,7 @@ def backend(kind: str) -> Backend:
 
 
 def make(kind: str) -> ProcessSandbox:
-    """Make a sandbox of one worker, so that a run meets the very server that the run before used."""
+    """Make a sandbox of one worker, so that a run meets the server that the run before used."""
     box = ProcessSandbox(
         backend(kind), num_workers=1, timeout_s=TIMEOUT_S, memory_mb=128, max_output_chars=2000
     )

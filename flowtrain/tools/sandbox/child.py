@@ -268,7 +268,7 @@ def become_child(code: str, setup: Setup, limits: Limits, output_fd: int, server
 
 
 def watch(pid: int, output_fd: int, max_bytes: int) -> tuple[bytes, str]:
-    """Read the child's output until it ends; return it and why the host stopped the child, or ""."""
+    """Read the child's output until it ends; return it and why the host stopped it, or ""."""
     ended_fd = os.pidfd_open(pid)
     poll = select.poll()
     for fd in (0, output_fd, ended_fd):

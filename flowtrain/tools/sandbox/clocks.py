@@ -1,4 +1,4 @@
-"""The clocks of a run, and its limits of time, which strike alike on an idle and on a loaded machine.
+"""The clocks of a run, and its limits of time, which strike alike on idle and loaded machines.
 
 A process computes, sleeps, or waits for a core. Only the third depends on what else the machine
 does, so the first two count. Linux tells them apart: a CPU clock per process, and in /proc its
