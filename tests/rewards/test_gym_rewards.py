@@ -186,9 +186,9 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = []
 
     class Counts:
-        async def run(self, code: str) -> str:
+        async def run(self, code: str) -> Ran:
             seen.append(code)
-            return '{"reward": 0.5}'
+            return Ran('{"reward": 0.5}')
 
     monkeypatch.setattr(gym, "_sandbox", Counts)
     found = gym.verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])

@@ -17,7 +17,7 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.config import Config
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder
-from flowtrain.tools.sandbox import clocks
+from flowtrain.tools.sandbox import clocks, server
 from flowtrain.tools.sandbox.clocks import Clock, TimeLimit
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
 from flowtrain.types import Action
@@ -42,9 +42,9 @@ def starved(kind: str, timeout_s: float) -> Iterator[ProcessSandbox]:
     core = min(os.sched_getaffinity(0))
     box = ProcessSandbox(backend(kind), num_workers=1, timeout_s=timeout_s)
     run(box, "1")
-    (server,) = box._workers.servers.idle[-1:]
-    os.sched_setaffinity(server._pid, {core})
-    os.sched_setscheduler(server._pid, os.SCHED_IDLE, os.sched_param(0))
+    pid = box._workers.servers.idle[-1]._pid
+    os.sched_setaffinity(pid, {core})
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     pin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{LOOP}"
     hog = subprocess.Popen([sys.executable, "-c", pin], stdout=subprocess.PIPE)
     try:
@@ -76,6 +76,16 @@ def test_the_same_program_with_a_core_exceeds_the_limit() -> None:
     ran = run(box, UNTIL.format(100))
     box.close()
     assert ran.error == "CPU time limit of 0.1 s exceeded" and 0.1 <= ran.cpu_s < 5.0
+
+
+@pytest.mark.parametrize("code", [UNTIL.format(0.5), f"print('x', flush=True)\n{LOOP}"])
+def test_what_it_computed_counts_to_the_end(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Also where the host has no core for a look, and the code ends or meets its cap in between."""
+    monkeypatch.setattr(server, "LOOK_S", 60.0)
+    box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.05)
+    ran = run(box, code)
+    box.close()
+    assert (ran.output, ran.error) == ("", "CPU time limit of 0.05 s exceeded")
 
 
 @pytest.mark.parametrize("code", [SLEEP, DOZE])
