@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -19,9 +20,10 @@ from pathlib import Path
 import pytest
 
 from flowtrain.tools import ToolError
-from flowtrain.tools.sandbox import clocks, seccomp
+from flowtrain.tools.sandbox import clocks, host, seccomp
 from flowtrain.tools.sandbox import server as fork_server
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.server import Backend
 from tests.attacks.sandboxes import children_of, outcome, server_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
@@ -171,20 +173,17 @@ def test_the_next_run_uses_the_reserve() -> None:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, str], None]:
     """Lets the first servers do something else than to start."""
+    child = tmp_path / "child.py"
 
     def install(num: int, deed: str) -> None:
-        child, count = tmp_path / "child.py", tmp_path / "started"
-        source = fork_server.CHILD.read_text().replace("from __future__ import annotations\n", "")
-        child.write_text(f"""
-import time
-with open({str(count)!r}, "a+") as started:
-    started.write("x")
-    started.flush()
-    started.seek(0)
-    if len(started.read()) <= {num}:
-        {deed}
-{source}""")
-        monkeypatch.setattr(fork_server, "CHILD", child)
+        child.write_text(deed)
+        whole, numbers = fork_server.CHILD, itertools.count()
+
+        def start(backend: Backend) -> fork_server.Server:
+            monkeypatch.setattr(fork_server, "CHILD", child if next(numbers) < num else whole)
+            return fork_server.Server(backend)
+
+        monkeypatch.setattr(host, "Server", start)
 
     return install
 
@@ -196,13 +195,20 @@ def test_a_server_that_does_not_start_is_not_noticed(broken: Callable[[int, str]
     box.close()
 
 
+@pytest.mark.parametrize(
+    ("deed", "error"),
+    [
+        ("import time\ntime.sleep(1000)", "the sandbox's process did not start within 0.3 s"),
+        ("", "the sandbox's process did not start: the fork server has closed its end"),
+    ],
+)
 def test_servers_that_never_start_are_an_error_of_their_own(
-    broken: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch
+    broken: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch, deed: str, error: str
 ) -> None:
-    broken(99, "time.sleep(1000)")
-    monkeypatch.setattr(fork_server, "START_S", 0.3)
+    broken(99, deed)
+    monkeypatch.setattr(fork_server, "START_S", 0.3 if deed else 30.0)
     box = Sandbox(num_workers=1)
-    assert outcome(box, "1") == "the sandbox's process did not start within 0.3 s"
+    assert outcome(box, "1") == error
     box.close()
 
 
@@ -258,13 +264,13 @@ async def main():
 box = Sandbox(num_workers=1, timeout_s={timeout_s})
 asyncio.run(main())
 """
-    host = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         timeout=DEADLINE_S,
         check=False,
     )
-    pids = [int(pid) for pid in host.stdout.split()]
+    pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) >= 2
     asyncio.run(until(lambda: all(map(is_gone, pids))))

@@ -136,7 +136,7 @@ class _Servers:
         self._all: set[Server] = set()
         self.idle: list[Server] = []
         """Those to take from the end: first those that are ready."""
-        self.is_closed = False
+        self.is_closed = self._is_refilling = False
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
         self.lock = threading.RLock()
         # Of its own, because servers end with the thread that started them.
@@ -156,9 +156,12 @@ class _Servers:
                 if not server.is_usable():
                     self.drop(server)
                     server = None
-            if not self.idle:
+        server = server or self._start()
+        with self.lock:
+            if not (self.idle or self._is_refilling or self.is_closed):
+                self._is_refilling = True
                 self._upkeep.submit(self._refill)
-        return server or self._start()
+        return server
 
     def give_back(self, server: Server) -> None:
         """Keep the server for the next run."""
@@ -191,13 +194,13 @@ class _Servers:
         return server
 
     def _refill(self) -> None:
-        """Start the reserve."""
-        with self.lock:
-            if self.idle or self.is_closed:
-                return
-        server = self._start()
-        with self.lock:
-            self.idle.insert(0, server)
+        """Start the reserve; where that fails, the next run tries again."""
+        try:
+            server = self._start()
+            with self.lock:
+                self.idle.insert(0, server)
+        finally:
+            self._is_refilling = False
 
     def _end(self, server: Server) -> None:
         server.kill()
