@@ -62,7 +62,7 @@ def busy(num_loops: int) -> Iterator[None]:
 
 
 def verdicts(num_rounds: int) -> list[Ran]:
-    box = ProcessSandbox(seccomp.backend(), num_workers=8, timeout_s=TIMEOUT_S, memory_mb=128)
+    box = ProcessSandbox(seccomp.backend(), num_workers=4, timeout_s=TIMEOUT_S, memory_mb=128)
 
     async def all_of_them() -> list[Ran]:
         return await asyncio.gather(*map(box.run, PROGRAMS * num_rounds))

@@ -37,7 +37,7 @@ def run(box: ProcessSandbox, code: str) -> Ran:
 
 
 @contextmanager
-def starved(kind: str, timeout_s: float) -> Iterator[ProcessSandbox]:
+def starved(kind: str, timeout_s: float, wall_s: float = 240.0) -> Iterator[ProcessSandbox]:
     """A sandbox whose runs get no core while another process wants it, and one does."""
     core = min(os.sched_getaffinity(0))
     box = ProcessSandbox(backend(kind), num_workers=1, timeout_s=timeout_s)
@@ -49,14 +49,16 @@ def starved(kind: str, timeout_s: float) -> Iterator[ProcessSandbox]:
     hog = subprocess.Popen([sys.executable, "-c", pin], stdout=subprocess.PIPE)
     try:
         assert hog.stdout is not None and hog.stdout.readline()
-        yield box
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TimeLimit, "wall_s", wall_s)
+            yield box
     finally:
         hog.kill()
         hog.communicate()
         box.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_wait_for_a_core_does_not_count(kind: str) -> None:
     with starved(kind, timeout_s=0.4) as box:
         ran = run(box, UNTIL.format(1.2))
@@ -64,11 +66,12 @@ def test_a_wait_for_a_core_does_not_count(kind: str) -> None:
     assert ran.wall_s > 1.2 and ran.cpu_s < 0.4
 
 
-def test_waits_between_naps_do_not_count() -> None:
-    with starved("seccomp", timeout_s=0.3) as box:
-        ran = run(box, "import time\nfor _ in range(100): time.sleep(0.0005)\nprint(1)")
+def test_waits_between_naps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.005)  # so that many looks find it asleep
+    with starved("seccomp", timeout_s=0.7) as box:
+        ran = run(box, "import time\nfor _ in range(40): time.sleep(0.01)\nprint(1)")
     assert (ran.output, ran.error) == ("1\n", None)
-    assert ran.wall_s > 0.3
+    assert ran.wall_s > 0.7
 
 
 def test_the_same_program_with_a_core_exceeds_the_limit() -> None:
@@ -88,15 +91,14 @@ def test_what_it_computed_counts_to_the_end(monkeypatch: pytest.MonkeyPatch, cod
     assert (ran.output, ran.error) == ("", "CPU time limit of 0.05 s exceeded")
 
 
-@pytest.mark.parametrize("code", [SLEEP, DOZE])
-def test_a_sleeper_is_not_mistaken_for_a_waiter(code: str) -> None:
+def test_a_sleeper_is_not_mistaken_for_a_waiter() -> None:
     with starved("seccomp", timeout_s=0.2) as box:
-        assert run(box, code).error == "time limit of 0.2 s exceeded, asleep"
+        ran = run(box, "import time\nwhile True: time.sleep(0.02)")
+    assert ran.error == "time limit of 0.2 s exceeded, asleep"
 
 
-def test_the_wall_limit_ends_what_gets_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TimeLimit, "wall_s", 0.5)
-    with starved("seccomp", timeout_s=0.4) as box:
+def test_the_wall_limit_ends_what_gets_no_core() -> None:
+    with starved("seccomp", timeout_s=0.4, wall_s=0.5) as box:
         ran = run(box, LOOP)
     assert ran.error == "wall time limit of 0.5 s exceeded" and ran.cpu_s < 0.4 < ran.wall_s
 
@@ -111,22 +113,25 @@ def test_an_idle_program_does_not_hold_its_worker(kind: str, code: str) -> None:
     assert ran.wall_s >= 0.2 > ran.cpu_s
 
 
-@pytest.mark.parametrize("hidden", ["schedstat", "stat"])
-def test_a_kernel_that_tells_less_still_ends_sleepers(
-    monkeypatch: pytest.MonkeyPatch, hidden: str
-) -> None:
-    monkeypatch.setattr(TimeLimit, "wall_s", 1.0)
-    if hidden == "stat":
-        monkeypatch.setattr(clocks, "state", lambda pid: "")
-    else:
-        monkeypatch.setattr(Clock, "waited_s", lambda clock: 0.0)
+def test_a_kernel_without_schedstat_still_ends_sleepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "waited_s", lambda clock: 0.0)
     box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.2)
-    errors = [run(box, code).error for code in (SLEEP, LOOP, "1")]
+    errors = [run(box, code).error for code in (SLEEP, LOOP)]
     box.close()
-    asleep = {"stat": "wall time limit of 1 s exceeded"}.get(
-        hidden, "time limit of 0.2 s exceeded, asleep"
-    )
-    assert errors == [asleep, "CPU time limit of 0.2 s exceeded", None]
+    assert errors == ["time limit of 0.2 s exceeded, asleep", "CPU time limit of 0.2 s exceeded"]
+
+
+def test_where_proc_is_hidden_the_wall_limit_ends_sleepers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clocks, "state", lambda pid: "")
+    box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.2)
+    looping = run(box, LOOP)
+    monkeypatch.setattr(TimeLimit, "wall_s", 1.0)
+    sleeping = run(box, SLEEP)
+    box.close()
+    assert looping.error == "CPU time limit of 0.2 s exceeded"
+    assert sleeping.error == "wall time limit of 1 s exceeded"
 
 
 class Fixed(Clock):
