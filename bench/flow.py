@@ -38,7 +38,8 @@ from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
-from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
+from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import (
     Action,
     Call,

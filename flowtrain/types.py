@@ -94,8 +94,7 @@ class Sampling:
     temperature: float = 1.0
     """0 means greedy; the log-probabilities are then those at temperature 1."""
     top_k: int = 0
-    """Sample from so many most likely tokens; the log-probabilities are those among them. 0: from
-    all. Greedy knows no such bound."""
+    """Sample from so many most likely tokens, log-probs among them; 0, and greedy: from all."""
     top_p: float = 1.0
     """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
     stop_strings: tuple[str, ...] = ()
@@ -184,6 +183,10 @@ class ToolResult:
     output: str = ""
     error: str | None = None
     seconds: float = 0.0
+    wall_s: float = 0.0
+    """Of code that the tool ran, without the wait for a process; 0 where it ran none."""
+    cpu_s: float = 0.0
+    """CPU time of that code."""
 
     @property
     def text(self) -> str:
@@ -216,8 +219,8 @@ class Call:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """The ids the engine sampled; these very ids are trained. () for a module that is no policy,
-    and when the deadline struck before the first token."""
+    """Sampled, and trained just so; () for a module that is no policy, and at a deadline before the
+    first token."""
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
     spans: tuple[VersionSpan, ...]
@@ -228,7 +231,7 @@ class Call:
     sampling_mask: SamplingMask | None = None
     """The engine's, as for `Completion`."""
     entropies: tuple[float, ...] = ()
-    """The engine's, as for `Completion`; a branch has none of the turn that it leaves."""
+    """The engine's; a branch has none of the turn that it leaves."""
     prompt_text: str = ""
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     training: TurnTraining | None = None
@@ -303,8 +306,7 @@ class Trajectory:
     analysis: str = ""
     """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
-    """Why a frozen module could not do its part ("generator: ..."): such a rollout says nothing
-    about the planner, gets no reward and is not trained."""
+    """Why a frozen module failed ("generator: ..."): it gets no reward and is not trained."""
     output: str = ""
     """All that the generator wrote, the answer among it; "" where a rule answered."""
     branch: BranchPoint | None = None

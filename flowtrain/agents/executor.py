@@ -37,7 +37,7 @@ class RuleExecutor:
 
     tools: Mapping[str, Tool]
     timeout_s: float
-    """Seconds per command."""
+    """Seconds per command of a tool that does not keep its own time."""
     max_chars: int
     """Characters of a result that are kept, and of a reply that holds no command."""
 
@@ -48,9 +48,12 @@ class RuleExecutor:
         if tool is None:
             return _not_found(action)
         arguments = {"query": action.sub_goal}
-        timeout_s = min(self.timeout_s, deadline_s)
-        result = await run_tool(tool, arguments, timeout_s, self.max_chars)
-        return write_command(arguments), result
+        return write_command(arguments), await self._run(tool, arguments, deadline_s)
+
+    async def _run(self, tool: Tool, arguments: Mapping[str, object], left_s: float) -> ToolResult:
+        """Run a command in the time that the rollout has left."""
+        timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
+        return await run_tool(tool, arguments, timeout_s, self.max_chars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,7 @@ class LLMExecutor(RuleExecutor):
             command = f"No command found in: {shorten(reply, self.max_chars)}"
             return command, ToolResult(error="the executor wrote no command")
         note = f"  # the first of {count} commands" if count > 1 else ""
-        timeout_s = min(self.timeout_s, deadline.left_s())
-        result = await run_tool(tool, arguments, timeout_s, self.max_chars)
+        result = await self._run(tool, arguments, deadline.left_s())
         return write_command(arguments) + note, result
 
 

@@ -47,7 +47,8 @@ class Agent(Section):
     num_passages: PositiveInt = 1
     """passages that the tool Search returns; more than one make sense with a refiner"""
     tool_timeout_s: PositiveFloat = 2.0
-    """seconds per tool command"""
+    """seconds per tool command; of Python_Coder it bounds the model's reply and code_timeout_s, not
+    the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
     """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for
     python_packages bubblewrap, or limits where that is missing"""
@@ -55,7 +56,8 @@ class Agent(Section):
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
-    """seconds that the code may run, within tool_timeout_s (AgentFlow: 10)"""
+    """CPU seconds of the code, tool_timeout_s at most; time asleep counts too, a wait for a core
+    does not (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
     max_result_chars: PositiveInt = 400

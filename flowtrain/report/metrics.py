@@ -13,7 +13,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text, writing
-from flowtrain.types import Call, Group, Trajectory, Turn, UserError
+from flowtrain.types import Call, Group, ToolResult, Trajectory, Turn, UserError
 
 
 class MetricsLog:
@@ -168,8 +168,16 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         "tool_s": round(turn.result.seconds, 3),
+        **_code_seconds(turn.result),
         **({} if verifier is None else {"verifier": _call_record(verifier)}),
     }
+
+
+def _code_seconds(result: ToolResult) -> dict[str, float]:
+    """Return the times of the code that the tool ran, if any."""
+    if not result.wall_s:
+        return {}
+    return {"code_wall_s": round(result.wall_s, 3), "code_cpu_s": round(result.cpu_s, 3)}
 
 
 def _call_record(call: Call) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowtrain.config import Agent
-from flowtrain.tools.base import ToolError
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task, UserError
@@ -26,7 +25,7 @@ NAME = "reasoning-gym"
 MAX_CHARS = 8000
 """Characters of an answer; a longer one is not verified."""
 TIME_LIMIT_S = 5.0
-"""Wall time for one answer."""
+"""CPU time for one answer; time asleep counts too."""
 MEMORY_MB = 2048
 """Address space for one answer; numpy and sympy alone take some hundred MiB of it."""
 FAILURES = ("too long", "time limit", "memory limit", "verifier raised", "process died")
@@ -86,12 +85,11 @@ async def _verify(entry: str, answer: str) -> Verified:
         return Verified(0.0)
     if len(answer) > MAX_CHARS:
         return Verified(0.0, "too long")
+    ran = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
+    if ran.error is not None:
+        return Verified(0.0, _failure(ran.error))
     try:
-        output = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
-    except ToolError as error:
-        return Verified(0.0, _failure(str(error)))
-    try:
-        found = json.loads(output.rstrip().rpartition("\n")[2])
+        found = json.loads(ran.output.rstrip().rpartition("\n")[2])
         reward = float(found["reward"])
     except (ValueError, KeyError, TypeError):  # {"error": ...}, or nothing of ours
         return Verified(0.0, "verifier raised")
@@ -102,7 +100,7 @@ async def _verify(entry: str, answer: str) -> Verified:
 
 def _failure(problem: str) -> str:
     """Name the failure that the sandbox describes."""
-    if "time limit" in problem or "SIGXCPU" in problem:
+    if "time limit" in problem:
         return "time limit"
     if "memory limit" in problem or "MemoryError" in problem:
         return "memory limit"

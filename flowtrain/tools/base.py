@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from flowtrain.types import ToolResult
@@ -48,6 +48,9 @@ class ToolCard:
     is_stateful: bool = False
     """A call may change the results of later calls: such a tool cannot be rewound, so rollouts that
     use it cannot branch."""
+    keeps_time: bool = False
+    """It ends each call in bounded time by limits of its own, which do not depend on what else the
+    machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
@@ -71,8 +74,10 @@ class Tool(Protocol):
     def card(self) -> ToolCard: ...
 
     @property
-    def execute(self) -> Callable[..., Coroutine[Any, Any, str]]:
+    def execute(self) -> Callable[..., Coroutine[Any, Any, str | ToolResult]]:
         """A coroutine function of the card's parameters, by name; returns text, raises ToolError.
+
+        A tool that runs code returns a `ToolResult` with the code's times, whatever became of it.
 
         It must not block the event loop, which hundreds of rollouts share; a blocking library needs
         a `BlockingPool`.
@@ -94,12 +99,16 @@ async def run_tool(
     through.
     """
     start = time.perf_counter()
-    output, error = await _call_within(tool, arguments, timeout_s)
+    result = await _call_within(tool, arguments, timeout_s)
+    output, error = result.output, result.error
     if error is None and not output.strip():
         output, error = "", "no output"
-    if error is not None:
-        error = shorten(encodable(error), max_chars)
-    return ToolResult(shorten(encodable(output), max_chars), error, time.perf_counter() - start)
+    return replace(
+        result,
+        output=shorten(encodable(output), max_chars),
+        error=None if error is None else shorten(encodable(error), max_chars),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def shorten(text: str, max_chars: int) -> str:
@@ -111,34 +120,37 @@ def shorten(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n... {left_out} characters left out ...\n{text[head + left_out :]}"
 
 
-async def _call_within(
-    tool: Tool, arguments: Mapping[str, object], timeout_s: float
-) -> tuple[str, str | None]:
-    """Return the tool's (output, error), or the error that its time is up."""
+async def _call_within(tool: Tool, arguments: Mapping[str, object], timeout_s: float) -> ToolResult:
+    """Return the tool's result, or the error that its time is up."""
     if wrong := tool.card.check(arguments):
-        return "", wrong
+        return ToolResult(error=wrong)
     # In a task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its
     # cancellation.
     task = asyncio.ensure_future(_call(tool, arguments))
     try:
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
-            return "", f"timed out after {timeout_s:g} s"
-        return ("", f"{tool.card.name} was cancelled") if task.cancelled() else task.result()
+            return ToolResult(error=f"timed out after {timeout_s:g} s")
+        if task.cancelled():
+            return ToolResult(error=f"{tool.card.name} was cancelled")
+        return task.result()
     finally:
         task.cancel()
 
 
-async def _call(tool: Tool, arguments: Mapping[str, object]) -> tuple[str, str | None]:
-    """Return the tool's (output, error)."""
+async def _call(tool: Tool, arguments: Mapping[str, object]) -> ToolResult:
+    """Return the tool's result."""
     try:
         output: object = await tool.execute(**arguments)
     except ToolError as error:
-        return "", str(error) or "the tool failed and did not say why"
+        return ToolResult(error=str(error) or "the tool failed and did not say why")
     # A tool is foreign code whose crash must cost one turn, not the rollout; some libraries even
     # exit when a key is missing.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        return "", f"{type(error).__name__}: {error}"
+        return ToolResult(error=f"{type(error).__name__}: {error}")
+    if isinstance(output, ToolResult):
+        return output
     if not isinstance(output, str):
-        return "", f"{tool.card.name} returned {type(output).__name__}, not a string"
-    return output, None
+        kind = type(output).__name__
+        return ToolResult(error=f"{tool.card.name} returned {kind}, not a string")
+    return ToolResult(output)

@@ -12,6 +12,7 @@ from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.types import ToolResult
 
 FENCE = re.compile(
     r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
@@ -36,18 +37,21 @@ class PythonCoder:
     sandbox: ProcessSandbox
 
     card = ToolCard(
-        "Python_Coder", "Runs Python code or evaluates an expression; prints the result."
+        "Python_Coder",
+        "Runs Python code or evaluates an expression; prints the result.",
+        keeps_time=True,
     )
 
-    async def execute(self, query: str) -> str:
-        """Return what the code prints, without trailing space; raises ToolError when it fails."""
+    async def execute(self, query: str) -> ToolResult:
+        """Return what the code prints, without trailing space, or its error, and its times."""
         code = strip_fence(query)
         if not code.strip():
             raise ToolError("no code given")
-        output = (await self.sandbox.run(code)).rstrip()
-        if not output:
-            raise ToolError("the code ran and printed nothing")
-        return output
+        ran = await self.sandbox.run(code)
+        output, error = ran.output.rstrip(), ran.error
+        if error is None and not output:
+            error = "the code ran and printed nothing"
+        return ToolResult(output, error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
 
     def close(self) -> None:
         """End the processes of the sandbox."""
@@ -61,7 +65,7 @@ class ModelCoder:
     coder: PythonCoder
     chat: ChatEngine
     timeout_s: float
-    """Time limit of the model and the program together."""
+    """Time limit of the model; the sandbox has the program's."""
     code_timeout_s: float
 
     card = ToolCard(
@@ -74,10 +78,11 @@ class ModelCoder:
         advice="Put all numbers into the query and ask for one thing; for facts, use a search tool "
         "first.",
         examples=({"query": "Print the sum of the prime numbers below 100."},),
+        keeps_time=True,
     )
 
-    async def execute(self, query: str) -> str:
-        """Return what the program prints; raises ToolError when it is missing or fails."""
+    async def execute(self, query: str) -> ToolResult:
+        """Return what the program prints, or its error; raises ToolError when there is none."""
         if not query.strip():
             raise ToolError("empty query")
         prompt = PROMPT.format(

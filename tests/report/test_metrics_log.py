@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.report import MetricsLog, TrajectoryLog, trajectory_record
 from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.types import (
     Call,
@@ -302,6 +302,13 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         True,
         "Error: malformed",
     )
+
+
+def test_a_turn_that_ran_code_has_its_times(trajectory: Trajectory) -> None:
+    result = ToolResult("42", seconds=3.0, wall_s=1.23456, cpu_s=0.5)
+    turn = dataclasses.replace(trajectory.turns[1], result=result)
+    (line,) = trajectory_record(dataclasses.replace(trajectory, turns=(turn,)), 0)["turns"]
+    assert (line["tool_s"], line["code_wall_s"], line["code_cpu_s"]) == (3.0, 1.235, 0.5)
 
 
 def with_call(turn: Turn, **changes: Any) -> Turn:

@@ -16,6 +16,7 @@ from flowtrain.rewards import gym, score, score_one
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox.host import Ran
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory, UserError
 
@@ -138,8 +139,8 @@ def test_rewards_stay_between_0_and_1(
     output: str, expected: gym.Verified, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Says:
-        async def run(self, code: str) -> str:
-            return output
+        async def run(self, code: str) -> Ran:
+            return Ran(output)
 
     monkeypatch.setattr(gym, "_sandbox", Says)
     assert gym.verify_all([(LEGS, "12")]) == [expected]
@@ -185,9 +186,9 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = []
 
     class Counts:
-        async def run(self, code: str) -> str:
+        async def run(self, code: str) -> Ran:
             seen.append(code)
-            return '{"reward": 0.5}'
+            return Ran('{"reward": 0.5}')
 
     monkeypatch.setattr(gym, "_sandbox", Counts)
     found = gym.verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])

@@ -177,7 +177,7 @@ def test_what_goes_wrong_with_a_written_program_is_said(
 def test_make_passes_model_and_shorter_timeout() -> None:
     tool = python_coder.make(ToolContext(CONFIG, chat=Script("```python\nwhile True: pass\n```")))
     assert isinstance(tool, ModelCoder)
-    assert run(tool, "loop").error == "time limit of 3 s exceeded"
+    assert run(tool, "loop").error == "CPU time limit of 3 s exceeded"
     tool.close()
     tool.close()
     with pytest.raises(ToolError, match="the sandbox is closed"):

@@ -1,65 +1,34 @@
-"""The sandbox against hostile code: every run ends in time, reaches nothing, and leaves the next
-run unharmed.
-"""
+"""What the sandbox grants to code and what it denies; tests/attacks has the hostile programs."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import re
 import struct
 import sys
-import time
-import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, NATIVE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.tools import ToolError
-from flowtrain.tools.sandbox import bubblewrap, host, limits, seccomp
 from flowtrain.tools.sandbox import child as sandbox_child
-from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
+from flowtrain.tools.sandbox import seccomp, server
+from flowtrain.tools.sandbox.host import ProcessSandbox
+from tests.attacks import sandboxes
+from tests.attacks.programs import NATIVE
+from tests.attacks.sandboxes import KINDS, outcome
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 
-TIMEOUT_S = 0.5
 COLUMN = int(os.uname().machine == "aarch64")
-WHY_NO_BUBBLEWRAP = bubblewrap.why_not(bubblewrap.backend(()))
-needs_bubblewrap = pytest.mark.skipif(
-    bool(WHY_NO_BUBBLEWRAP), reason=f"{WHY_NO_BUBBLEWRAP}; apt-get install bubblewrap"
-)
-KINDS = ["seccomp", pytest.param("bubblewrap", marks=needs_bubblewrap), "limits"]
-
-
-def backend(kind: str) -> Backend:
-    with warnings.catch_warnings(action="ignore"):
-        return {
-            "seccomp": seccomp.backend,
-            "bubblewrap": partial(bubblewrap.backend, ()),
-            "limits": partial(limits.backend, ()),
-        }[kind]()
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
-    """One worker, so that a run meets the very server that the hostile run before it used."""
-    box = ProcessSandbox(
-        backend(request.param),
-        num_workers=1,
-        timeout_s=TIMEOUT_S,
-        memory_mb=128,
-        max_output_chars=2000,
-    )
-    # Nothing hostile may start with a filter that is not there: some of it would kill every process
-    # of the machine.
-    assert outcome(box, "import os; os.kill(0, 0)").startswith("PermissionError")
-    assert outcome(box, "import os; os.fork()").startswith("PermissionError")
+    box = sandboxes.make(request.param)
     yield box
     box.close()
 
@@ -69,36 +38,6 @@ def computing(sandbox: ProcessSandbox) -> ProcessSandbox:
     if sandbox.backend.name != "seccomp":
         pytest.skip("about the sandbox without files")
     return sandbox
-
-
-def outcome(box: ProcessSandbox, code: str) -> str:
-    """Return the output of one run, or its error."""
-    try:
-        return asyncio.run(box.run(code))
-    except ToolError as error:
-        return str(error)
-
-
-def server_pid(box: ProcessSandbox) -> int:
-    """The process of a sandbox of one worker."""
-    (server,) = box._workers._servers.values()
-    return server._process.pid
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_attack_fails_in_time_and_next_run_works(sandbox: ProcessSandbox, name: str) -> None:
-    program = ATTACKS[name]
-    expected = getattr(program, sandbox.backend.name)
-    if not expected:
-        pytest.skip("not stopped by limits alone, as docs/tools.md says")
-    outcome(sandbox, "1")
-    server, start = server_pid(sandbox), time.monotonic()
-    result = outcome(sandbox, program.code).strip()
-    assert re.search(expected, result), result
-    assert time.monotonic() - start < TIMEOUT_S + host.GRACE_S
-    assert outcome(sandbox, "6 * 7") == "42\n"
-    if not sandbox.backend.scratch:  # else it may end because of a file
-        assert server_pid(sandbox) == server, "the code reached its server"
 
 
 def test_the_table_holds_no_call_that_reaches_further() -> None:
@@ -335,11 +274,11 @@ REFUSALS = {
 def test_without_seccomp_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    source = host.CHILD.read_text()
+    source = server.CHILD.read_text()
     old, new = REFUSALS[name]
     assert source.count(old) == 1
     (tmp_path / "child.py").write_text(source.replace(old, new))
-    monkeypatch.setattr(host, "CHILD", tmp_path / "child.py")
+    monkeypatch.setattr(server, "CHILD", tmp_path / "child.py")
     box, trace = ProcessSandbox(seccomp.backend(), num_workers=1), tmp_path / "trace"
     error = outcome(box, f"open({str(trace)!r}, 'w')\nprint('ran')")
     box.close()

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_sandbox import needs_bubblewrap, outcome
 from test_sandbox_processes import until
 
 from flowtrain.config import Agent
-from flowtrain.tools import ToolError
-from flowtrain.tools.sandbox import bubblewrap, host, limits, make_sandbox, seccomp
-from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
+from flowtrain.tools.sandbox import bubblewrap, limits, make_sandbox, seccomp, server
+from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import UserError
+from tests.attacks.sandboxes import needs_bubblewrap, outcome, server_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 IS_ROOT = os.geteuid() == 0
@@ -90,20 +90,19 @@ def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:
 def test_run_that_writes_files_replaces_its_server(
     numpy_box: ProcessSandbox,
 ) -> None:
-    def server() -> object:
-        return next(iter(numpy_box._workers._servers.values()))
-
     outcome(numpy_box, "1")
-    first = server()
-    assert outcome(numpy_box, "2 + 2") == "4\n" and server() is first
+    first = server_pid(numpy_box)
+    assert outcome(numpy_box, "2 + 2") == "4\n" and server_pid(numpy_box) == first
     for trace in (
         "open('x', 'w')",
         "import os\nopen('x', 'w')\nos.unlink('x')",
         "import os\nos.mkdir('x')\nos.chmod('x', 0)",
     ):
-        first = server()
+        outcome(numpy_box, "1")
+        first = server_pid(numpy_box)
         outcome(numpy_box, trace)
-        assert server() is not first, trace
+        outcome(numpy_box, "1")
+        assert server_pid(numpy_box) != first, trace
 
 
 def test_limits_leave_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,14 +249,14 @@ def unfiltered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     """Sandboxes on a kernel that knows no seccomp filter."""
 
     def make(kind: str, *edits: tuple[str, str]) -> ProcessSandbox:
-        source = host.CHILD.read_text()
+        source = server.CHILD.read_text()
         for old, new in (("SECCOMP_MODE_FILTER = 2", "SECCOMP_MODE_FILTER = 99"), *edits):
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         child = tmp_path / "child.py"
         child.write_text(source)
         tmp_path.chmod(0o755)
-        monkeypatch.setattr(host, "CHILD", child)
+        monkeypatch.setattr(server, "CHILD", child)
         monkeypatch.setattr(bubblewrap, "CHILD", child)
         return ProcessSandbox(
             replace(backend(kind), must_filter=False), num_workers=1, timeout_s=1.0, memory_mb=256
@@ -305,7 +304,7 @@ def test_bubblewrap_still_has_no_network(unfiltered: Callable[..., ProcessSandbo
 def test_bubblewrap_ends_what_a_run_has_left_behind(
     unfiltered: Callable[..., ProcessSandbox], tmp_path: Path
 ) -> None:
-    box = unfiltered("bubblewrap", ('        "NPROC": 0,\n', ""))
+    box = unfiltered("bubblewrap", (', "NPROC": 0', ""))
     daemon = """
 import os, time
 if not os.fork():
@@ -332,7 +331,8 @@ os.wait()"""
             )
         return found
 
-    assert outcome(box, daemon) == "" and len(processes()) == 2
+    assert outcome(box, daemon) == ""
+    asyncio.run(until(lambda: len(processes()) == 3))  # two servers, one in reserve, and the daemon
     box.close()
     asyncio.run(until(lambda: not processes()))
 
@@ -342,7 +342,7 @@ def test_bubblewrap_keeps_a_massacre_in_the_house(
     unfiltered: Callable[..., ProcessSandbox],
 ) -> None:
     box = unfiltered("bubblewrap")
-    with pytest.raises(ToolError, match=r"died|killed by SIGKILL"):
-        asyncio.run(box.run("import os\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)"))
+    error = outcome(box, "import os\nos.kill(-1, 9)\nos.kill(os.getpid(), 9)")
+    assert re.search("died|killed by SIGKILL", error)
     assert outcome(box, "6 * 7") == "42\n"
     box.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -19,8 +20,11 @@ from pathlib import Path
 import pytest
 
 from flowtrain.tools import ToolError
-from flowtrain.tools.sandbox import host, seccomp
-from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.tools.sandbox import clocks, host, seccomp
+from flowtrain.tools.sandbox import server as fork_server
+from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.server import Backend
+from tests.attacks.sandboxes import children_of, outcome, server_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 
@@ -29,23 +33,6 @@ DEADLINE_S = 10.0
 
 
 Sandbox = partial(ProcessSandbox, seccomp.backend())
-
-
-def run(box: ProcessSandbox, code: str) -> str:
-    return asyncio.run(box.run(code))
-
-
-def children_of(parent: int) -> list[int]:
-    """Pids of the living children of a process."""
-    pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(ppid) == parent and state != "Z":
-            pids.append(int(stat.parent.name))
-    return pids
 
 
 def servers() -> set[int]:
@@ -75,12 +62,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_process_of_a_run_is_under_all_locks() -> None:
-    others = servers()
     box = Sandbox(num_workers=1, timeout_s=TIMEOUT_S, memory_mb=256)
 
     async def main() -> tuple[str, str]:
         await box.run("1")
-        (server,) = servers() - others
+        server = server_pid(box)
         task = asyncio.create_task(box.run("print(1, flush=True)\nwhile True: pass"))
         await until(
             lambda: any(
@@ -90,8 +76,7 @@ def test_the_process_of_a_run_is_under_all_locks() -> None:
         )
         process = Path(f"/proc/{children_of(server)[0]}")
         found = (process / "status").read_text(), (process / "limits").read_text()
-        with pytest.raises(ToolError, match="time limit"):
-            await task
+        assert (await task).error == "CPU time limit of 0.4 s exceeded"
         return found
 
     status, limits = asyncio.run(main())
@@ -114,12 +99,13 @@ def test_the_process_of_a_run_is_under_all_locks() -> None:
 def test_a_run_that_hangs_does_not_stop_the_others() -> None:
     box = Sandbox(num_workers=2, timeout_s=TIMEOUT_S)
 
-    async def main() -> list[str | BaseException]:
+    async def main() -> list[Ran]:
         codes = ["while True: pass", *(f"{i} * {i}" for i in range(19))]
-        return await asyncio.gather(*map(box.run, codes), return_exceptions=True)
+        return await asyncio.gather(*map(box.run, codes))
 
     hung, *others = asyncio.run(main())
-    assert isinstance(hung, ToolError) and others == [f"{i * i}\n" for i in range(19)]
+    assert hung.error == "CPU time limit of 0.4 s exceeded"
+    assert [ran.output for ran in others] == [f"{i * i}\n" for i in range(19)]
     box.close()
 
 
@@ -133,44 +119,96 @@ def test_a_cancelled_run_gives_its_worker_back() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        return await box.run("6 * 7")
+        return (await box.run("6 * 7")).output
 
     assert asyncio.run(main()) == "42\n"
     box.close()
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_server_fails_its_run_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, killer: signal.Signals
-) -> None:
-    others = servers()
-    monkeypatch.setattr(host, "GRACE_S", 0.2)
-    box = Sandbox(num_workers=1, timeout_s=TIMEOUT_S)
+def test_a_lost_server_fails_its_run_and_is_replaced(killer: signal.Signals) -> None:
+    others, box = servers(), Sandbox(num_workers=1, timeout_s=60.0)
 
     async def main() -> str:
         await box.run("1")
-        (server,) = servers() - others
+        server = server_pid(box)
         task = asyncio.create_task(box.run("while True: pass"))
         await until(lambda: bool(children_of(server)))
         (child,) = children_of(server)
         os.kill(server, killer)
-        with pytest.raises(ToolError, match="died" if killer == signal.SIGKILL else "time limit"):
-            await asyncio.wait_for(task, TIMEOUT_S + 2.0)
+        assert (await task).error == "the process that ran the code died"
         await until(lambda: is_gone(server) and is_gone(child))
-        return await box.run("6 * 7")
+        return (await box.run("6 * 7")).output
 
     assert asyncio.run(main()) == "42\n"
     box.close()
     assert servers() == others
 
 
-def test_a_server_that_dies_between_runs_is_not_noticed() -> None:
+@pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_lost_between_runs_is_not_noticed(killer: signal.Signals) -> None:
+    box = Sandbox(num_workers=1)
+    assert outcome(box, "1") == "1\n"
+    server = server_pid(box)
+    os.kill(server, killer)
+    asyncio.run(until(lambda: clocks.state(server) in "TZ"))
+    assert outcome(box, "6 * 7") == "42\n"
+    asyncio.run(until(lambda: is_gone(server)))
+    box.close()
+
+
+def test_the_next_run_uses_the_reserve() -> None:
     others, box = servers(), Sandbox(num_workers=1)
-    assert run(box, "1") == "1\n"
-    (server,) = servers() - others
+    assert outcome(box, "1") == "1\n"
+    asyncio.run(until(lambda: len(servers() - others) == 2))
+    server = server_pid(box)
+    (reserve,) = servers() - others - {server}
     os.kill(server, signal.SIGKILL)
     asyncio.run(until(lambda: is_gone(server)))
-    assert run(box, "6 * 7") == "42\n"
+    assert outcome(box, "6 * 7") == "42\n" and server_pid(box) == reserve
+    asyncio.run(until(lambda: len(servers() - others) == 2))  # there is a new one
+    box.close()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, str], None]:
+    """Lets the first servers do something else than to start."""
+    child = tmp_path / "child.py"
+
+    def install(num: int, deed: str) -> None:
+        child.write_text(deed)
+        whole, numbers = fork_server.CHILD, itertools.count()
+
+        def start(backend: Backend) -> fork_server.Server:
+            monkeypatch.setattr(fork_server, "CHILD", child if next(numbers) < num else whole)
+            return fork_server.Server(backend)
+
+        monkeypatch.setattr(host, "Server", start)
+
+    return install
+
+
+def test_a_server_that_does_not_start_is_not_noticed(broken: Callable[[int, str], None]) -> None:
+    broken(1, "raise SystemExit")
+    box = Sandbox(num_workers=1)
+    assert outcome(box, "6 * 7") == "42\n"
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("deed", "error"),
+    [
+        ("import time\ntime.sleep(1000)", "the sandbox's process did not start within 0.3 s"),
+        ("", "the sandbox's process did not start: the fork server has closed its end"),
+    ],
+)
+def test_servers_that_never_start_are_an_error_of_their_own(
+    broken: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch, deed: str, error: str
+) -> None:
+    broken(99, deed)
+    monkeypatch.setattr(fork_server, "START_S", 0.3 if deed else 30.0)
+    box = Sandbox(num_workers=1)
+    assert outcome(box, "1") == error
     box.close()
 
 
@@ -183,6 +221,7 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
             asyncio.create_task(box.run("while True: pass")) for _ in range(3)
         ]  # two under way, one queued
         await until(lambda: sum(len(children_of(pid)) for pid in servers() - others) == 2)
+        await until(lambda: len(servers() - others) == 3)  # one in reserve
         mine = servers() - others
         pids = {*mine, *(child for pid in mine for child in children_of(pid))}
         box.close()
@@ -191,7 +230,7 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
         return pids, results
 
     pids, results = asyncio.run(main())
-    assert len(pids) == 4
+    assert len(pids) == 5
     asyncio.run(until(lambda: threading.active_count() == num_threads))
     assert [str(result) for result in results] == ["the sandbox is closed"] * 3
     box.close()
@@ -201,11 +240,11 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
 
 def test_a_forgotten_sandbox_leaves_no_process() -> None:
     others, box = servers(), Sandbox(num_workers=1)
-    assert run(box, "1") == "1\n"
-    (server,) = servers() - others
+    assert outcome(box, "1") == "1\n"
+    asyncio.run(until(lambda: len(servers() - others) == 2))
     del box
     gc.collect()
-    assert not Path(f"/proc/{server}").exists()
+    assert servers() == others
 
 
 @pytest.mark.parametrize(
@@ -215,23 +254,23 @@ def test_no_process_survives_its_host(ending: str) -> None:
     timeout_s = 60.0 if "os." in ending else 0.6  # an orderly end waits for the run
     program = f"""
 import asyncio, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from test_sandbox_processes import Sandbox, children_of, servers, until
 async def main():
     task = asyncio.ensure_future(box.run("while True: pass"))
     await until(lambda: [child for pid in servers() for child in children_of(pid)])
-    (server,) = servers()
-    print(server, *children_of(server), flush=True)
+    print(*servers(), *(child for pid in servers() for child in children_of(pid)), flush=True)
     {ending}
 box = Sandbox(num_workers=1, timeout_s={timeout_s})
 asyncio.run(main())
 """
-    host = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         timeout=DEADLINE_S,
         check=False,
     )
-    server, child = map(int, host.stdout.split())
-    asyncio.run(until(lambda: is_gone(server) and is_gone(child)))
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) >= 2
+    asyncio.run(until(lambda: all(map(is_gone, pids))))

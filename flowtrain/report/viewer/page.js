@@ -346,6 +346,7 @@ function drawTurn(rollout, turn, index) {
   const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), fields,
     row("Command", visible(turn.command), "mono"),
     row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
+    row("Code", turn.code_wall_s != null && `${seconds(turn.code_wall_s)}, ${seconds(turn.code_cpu_s)} of them on a core`),
     row("Verdict", turn.verdict && [turn.verdict, turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
   return h("article", { class: "card turn" },
     h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, turnName(turn))),

@@ -6,7 +6,8 @@ import os
 
 from flowtrain.config import Agent
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
-from flowtrain.tools.sandbox.host import Backend, ProcessSandbox
+from flowtrain.tools.sandbox.host import ProcessSandbox
+from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import UserError
 
 

@@ -16,9 +16,9 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain.tools.sandbox.host import CHILD, PYTHON, Backend
 from flowtrain.tools.sandbox.packages import folders, probe
 from flowtrain.tools.sandbox.seccomp import is_offered
+from flowtrain.tools.sandbox.server import CHILD, PYTHON, Backend
 
 SCRATCH_BYTES = 64 << 20
 NOBODY = 65534

@@ -2,10 +2,13 @@
 
 It is a script for an interpreter with an environment and open files of its own. Its argument is a
 `Setup` as JSON. Requests come in on stdin and answers go out on stdout, each a 4-byte big-endian
-length and a JSON object (the first answer is empty and says that the server is ready):
+length and a JSON object:
 
+    <-  {}                        the server is ready
     ->  {"code": str, "timeout_s": float, "memory_mb": int, "max_chars": int}
-    <-  {"output": str, "error": str | null, "is_clean": bool}
+    <-  {}                        from the process of the run itself, before the code begins
+    ->  {"stop": str}             only where the host finds that a limit of time has struck: which
+    <-  {"output": str, "error": str | null, "is_clean": bool, "wall_s": float, "cpu_s": float}
 
 The kernel confines the code, not Python: before its first line runs, the process has no file open
 but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
@@ -15,7 +18,8 @@ allocate and to write to that pipe; with one, those for files too. It never has 
 threads, sockets, signals or executing a file. The host decides which files there are.
 
 The server alone decides the status of a run; the code can only choose its output, its exit status
-and the wording of its own exception.
+and the wording of its own exception. The host watches the clocks, because in here nothing says
+whether a process sleeps or waits for a core.
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ import math
 import os
 import random
 import resource
+import select
 import signal
 import struct
 import sys
+import time
 import types
 from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
 
 def _table(text: str) -> dict[str, tuple[int, int]]:
@@ -88,6 +94,7 @@ EXIT_RAISED, EXIT_MEMORY, EXIT_UNLOCKED = 101, 102, 103
 MAX_ERROR_CHARS = 1000
 MAX_FILE_BYTES = 64 << 20
 SOURCE = "<code>"
+CPU_ERROR = "CPU time limit of {:g} s exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class Limits:
     """The limits of one run."""
 
     timeout_s: float
-    """Wall time."""
+    """CPU time."""
     memory_mb: int
     """Address space in MiB, the interpreter's own 30 or so included."""
     max_chars: int
@@ -125,12 +132,8 @@ def filter_program(machine: str, has_files: bool = False) -> bytes:
     arch, column = MACHINES[machine]
     calls = SYSCALLS | FILE_SYSCALLS if has_files else SYSCALLS
     allowed = [numbers[column] for numbers in calls.values() if numbers[column] >= 0]
-    code = [
-        (LOAD, 0, 0, ARCH_OFFSET),
-        (JUMP_EQ, 1, 0, arch),
-        (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, NR_OFFSET),
-    ]
+    code = [(LOAD, 0, 0, ARCH_OFFSET), (JUMP_EQ, 1, 0, arch), (RETURN, 0, 0, KILL_PROCESS)]
+    code.append((LOAD, 0, 0, NR_OFFSET))
     for number in allowed:
         code += [(JUMP_EQ, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     prot_exec = 0 if has_files else PROT_EXEC  # compiled packages are loaded into executable memory
@@ -167,14 +170,9 @@ def prctl(option: int, argument: int = 0, address: int = 0) -> bool:
 
 def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
     """Give up, for good, all that the setup does not grant; False when that is impossible here."""
-    files = {"FSIZE": MAX_FILE_BYTES, "NOFILE": 64} if setup.scratch else {"FSIZE": 0, "NOFILE": 3}
-    caps = {
-        "CPU": math.ceil(limits.timeout_s) + 1,
-        "AS": limits.memory_mb << 20,
-        "CORE": 0,
-        "NPROC": 0,
-        **files,
-    }
+    caps = {"CPU": math.ceil(limits.timeout_s) + 1, "AS": limits.memory_mb << 20}
+    caps |= {"CORE": 0, "NPROC": 0}
+    caps |= {"FSIZE": MAX_FILE_BYTES, "NOFILE": 64} if setup.scratch else {"FSIZE": 0, "NOFILE": 3}
     for name, cap in caps.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -189,11 +187,8 @@ def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
     if os.getppid() != server_pid:  # the server died before the line above took effect
         return False
     filter_address = ctypes.addressof(filter_argument(bool(setup.scratch)))
-    is_locked = (
-        prctl(PR_SET_DUMPABLE, 0)
-        and prctl(PR_SET_NO_NEW_PRIVS, 1)
-        and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_address)
-    )
+    is_safe = prctl(PR_SET_DUMPABLE, 0) and prctl(PR_SET_NO_NEW_PRIVS, 1)
+    is_locked = is_safe and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_address)
     return is_locked or not setup.must_filter
 
 
@@ -245,8 +240,7 @@ def execute(code: str) -> int:
 def location(error: BaseException, code: str) -> str:
     """Return the innermost line of the program in the traceback; "" for a program of one line."""
     lines = code.splitlines()
-    number = 0
-    trace = error.__traceback__
+    number, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == SOURCE:
             number = trace.tb_lineno
@@ -258,38 +252,45 @@ def location(error: BaseException, code: str) -> str:
 
 def become_child(code: str, setup: Setup, limits: Limits, output_fd: int, server_pid: int) -> int:
     """Run the code in the forked process; return its exit status."""
+    send({})
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.closerange(3, 1 << 20)
     if not lock_down(setup, limits, server_pid):
         return EXIT_UNLOCKED
+    if not setup.scratch:
+        for name in ("ctypes", "_ctypes", "resource", "select"):
+            del sys.modules[name]
     gc.enable()
     random.seed(0)
     return execute(code)
 
 
-def watch(pid: int, output_fd: int, timeout_s: float, max_bytes: int) -> tuple[bytes, int, bool]:
-    """Read the child's output and wait for its end; return (output, wait status, is expired)."""
-    expired = False
-
-    def on_alarm(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal expired
-        expired = True
-        os.kill(pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    output = b""
-    while len(output) <= max_bytes and (chunk := os.read(output_fd, 1 << 16)):
-        output += chunk
-    if len(output) > max_bytes:
-        os.kill(pid, signal.SIGKILL)
-    # The pipe may end before the process. The alarm is off before the process is reaped, so
-    # that it can never kill another process with the same number.
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return output, os.waitpid(pid, 0)[1], expired
+def watch(pid: int, output_fd: int, max_bytes: int) -> tuple[bytes, str]:
+    """Read the child's output until it ends; return it and why the host stopped it, or ""."""
+    ended_fd = os.pidfd_open(pid)
+    poll = select.poll()
+    for fd in (0, output_fd, ended_fd):
+        poll.register(fd, select.POLLIN)
+    output, reason = b"", ""
+    while ready := {fd for fd, _ in poll.poll()}:
+        if output_fd in ready:
+            chunk = os.read(output_fd, 1 << 16)
+            output += chunk
+            if len(output) > max_bytes:
+                os.kill(pid, signal.SIGKILL)
+                chunk = b""
+            if not chunk:
+                poll.unregister(output_fd)
+        elif ended_fd in ready:  # it may have closed the pipe before, or left it to another
+            break
+        else:
+            reason = (receive() or {}).get("stop", "")
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            poll.unregister(0)
+    os.close(ended_fd)
+    return output, reason
 
 
 def explain(status: int, last_line: str, limits: Limits) -> str | None:
@@ -312,6 +313,7 @@ def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
     server_pid = os.getpid()
     changed = change_time(setup.scratch)
     reader, writer = os.pipe()
+    started = time.monotonic()
     pid = os.fork()
     if pid == 0:
         try:
@@ -320,20 +322,20 @@ def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
             os._exit(EXIT_RAISED)
     os.close(writer)
     max_bytes = 4 * (limits.max_chars + MAX_ERROR_CHARS)
-    raw, status, expired = watch(pid, reader, limits.timeout_s, max_bytes)
+    raw, reason = watch(pid, reader, max_bytes)
+    _, status, usage = os.wait4(pid, 0)
+    wall_s, cpu_s = time.monotonic() - started, usage.ru_utime + usage.ru_stime
     os.close(reader)
     output = raw.decode("utf-8", "replace")
-    if expired:
-        error: str | None = f"time limit of {limits.timeout_s:g} s exceeded"
-    elif len(raw) > max_bytes or (status == 0 and len(output) > limits.max_chars):
-        error = f"output limit of {limits.max_chars} characters exceeded"
+    if len(raw) > max_bytes or (status == 0 and len(output) > limits.max_chars):
+        error: str | None = f"output limit of {limits.max_chars} characters exceeded"
+    elif reason or cpu_s >= limits.timeout_s:
+        error = reason or CPU_ERROR.format(limits.timeout_s)
     else:
         error = explain(status, output.rpartition("\n")[2], limits)
-    return {
-        "output": output if error is None else "",
-        "error": error,
-        "is_clean": change_time(setup.scratch) == changed,
-    }
+    is_clean = change_time(setup.scratch) == changed
+    answered = {"output": output if error is None else "", "error": error, "is_clean": is_clean}
+    return answered | {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
 def change_time(scratch: str) -> int:
@@ -342,6 +344,12 @@ def change_time(scratch: str) -> int:
         return os.stat(scratch).st_ctime_ns if scratch else 0  # noqa: PTH116
     except OSError:  # it was removed
         return -1
+
+
+def receive() -> Any:
+    """Read one message from stdin; None at its end."""
+    body = read_exactly(int.from_bytes(read_exactly(4), "big"))
+    return json.loads(body) if body else None
 
 
 def read_exactly(num_bytes: int) -> bytes:
@@ -353,7 +361,7 @@ def read_exactly(num_bytes: int) -> bytes:
 
 
 def send(message: dict[str, object]) -> None:
-    """Write one answer to stdout."""
+    """Write one message to stdout."""
     body = json.dumps(message).encode()
     data = len(body).to_bytes(4, "big") + body
     while data:
@@ -372,8 +380,6 @@ def prepare(setup: Setup) -> None:
     os.environ.clear()
     if not setup.scratch:
         sys.path.clear()
-        for name in ("ctypes", "_ctypes", "resource"):
-            del sys.modules[name]
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     gc.disable()
     gc.collect()
@@ -385,9 +391,9 @@ def main() -> None:
     setup = Setup(**json.loads(sys.argv[1]))
     prepare(setup)
     send({})
-    while len(header := read_exactly(4)) == 4:
-        request = json.loads(read_exactly(int.from_bytes(header, "big")))
-        send(answer(request.pop("code"), setup, Limits(**request)))
+    while (request := receive()) is not None:
+        if "code" in request:  # else it stops a run that has just ended
+            send(answer(request.pop("code"), setup, Limits(**request)))
 
 
 if __name__ == "__main__":

@@ -1,57 +1,34 @@
-"""The host side of a sandbox: threads that send code to fork servers (`child.py`), in time."""
+"""The host side of a sandbox: threads that send code to fork servers, and the servers' upkeep."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
 
 from flowtrain.tools.base import ToolError
+from flowtrain.tools.sandbox.clocks import TimeLimit
+from flowtrain.tools.sandbox.server import Backend, NotStarted, Server
 
-PYTHON = os.path.realpath(sys.executable)
-CHILD = Path(__file__).with_name("child.py")
-GRACE_S = 1.0
-"""Seconds beyond the code's own time limit after which a fork server is killed."""
-START_S = 30.0
-"""Seconds that a fork server may take to start; 0.1 s is usual, a cold disk takes longer."""
+ATTEMPTS = 2
+"""Fork servers that are asked for a run until it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to start fork servers, which decides what separates the code from the host."""
+class Ran:
+    """The outcome of one run."""
 
-    name: str
-    argv: tuple[str, ...] = ()
-    """Words of the command before the interpreter and its arguments."""
-    preload: tuple[str, ...] = ()
-    """Modules that are imported before the code runs."""
-    path: tuple[str, ...] = ()
-    """Folders of installed packages."""
-    scratch: Literal["", "/scratch", "temporary"] = ""
-    """The folder that the code may write: none, one that `argv` provides, or one that is made here.
-
-    A run that changes something there ends its server, and the folder with it; the next server is
-    started at once.
-    """
-    uids: Iterator[int] = field(default_factory=lambda: itertools.repeat(0))
-    """The user that the code of each server becomes; 0: no change."""
-    must_filter: bool = True
-    """Refuse to run without a seccomp filter."""
-    offers: str = ""
-    """The modules that the code can import, in words."""
+    output: str = ""
+    """What the code printed, or the value of the expression; "" with an error."""
+    error: str | None = None
+    """Why it failed."""
+    wall_s: float = 0.0
+    """Wall time, from the start of its process to its end."""
+    cpu_s: float = 0.0
+    """CPU time of its process."""
 
 
 class ProcessSandbox:
@@ -72,7 +49,7 @@ class ProcessSandbox:
         """Allow `num_workers` runs at once; the processes start with the first run.
 
         Args:
-            timeout_s: wall time of a run.
+            timeout_s: CPU time of a run; the time that it sleeps counts too, see `TimeLimit`.
             memory_mb: MiB of address space of a run.
             max_output_chars: a run that prints more is an error.
         """
@@ -81,9 +58,10 @@ class ProcessSandbox:
         self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
 
-    async def run(self, code: str) -> str:
-        """Return what the code prints, or an expression's value; raises ToolError when it fails.
+    async def run(self, code: str) -> Ran:
+        """Run the code; raises ToolError only when the sandbox is closed.
 
+        It takes at most 2 * START_S, the limit's wall time and STOP_S, from when a worker is free.
         A run whose awaiting task is cancelled holds one worker until its time limit.
         """
         return await asyncio.wrap_future(self._workers.submit(code))
@@ -97,150 +75,134 @@ class ProcessSandbox:
 
 
 class _Workers:
-    """The threads of a sandbox, each with one fork server that it starts, restarts and talks to."""
+    """The threads of a sandbox, each with one run at a time."""
 
     def __init__(self, backend: Backend, num_workers: int, limits: dict[str, float]) -> None:
-        self._backend = backend
         self._limits = limits
-        self._timeout_s = limits["timeout_s"]
+        self._time_limit = TimeLimit(limits["timeout_s"])
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
-        # Reentrant: the garbage collector may call `close` in a thread that holds it.
-        self._lock = threading.RLock()
-        self._servers: dict[int, _Server] = {}
-        self._closed = False
+        self.servers = _Servers(backend)
         self._owner_pid = os.getpid()
 
-    def submit(self, code: str) -> Future[str]:
+    def submit(self, code: str) -> Future[Ran]:
         """Queue the code for the next free thread."""
-        with self._lock:
-            self._check_open()
+        with self.servers.lock:
+            self.servers.check_open()
             return self._executor.submit(self._run, code)
 
     def close(self) -> None:
         """Kill the servers and let the threads end, but not in a forked copy of the process."""
         if os.getpid() != self._owner_pid:
             return
-        with self._lock:
-            self._closed = True
+        with self.servers.lock:
+            self.servers.is_closed = True
             # Not waited for, because this may be one of the threads, and not cancelled: runs that
             # wait fail at once with a ToolError.
             self._executor.shutdown(wait=False)
-            servers = list(self._servers.values())
+        self.servers.close()
+
+    def _run(self, code: str) -> Ran:
+        request = {"code": code, **self._limits}
+        error = ""
+        for _ in range(ATTEMPTS):
+            server = self.servers.take()
+            try:
+                clock = server.begin(request)
+                answer = server.finish(clock, self._time_limit)
+            except NotStarted as problem:
+                self.servers.drop(server)
+                error = str(problem)
+                continue
+            except ConnectionError:
+                self.servers.drop(server)
+                self.servers.check_open()
+                return Ran(error="the process that ran the code died", wall_s=clock.wall_s())
+            if answer.pop("is_clean"):
+                self.servers.give_back(server)
+            else:
+                self.servers.drop(server)
+            return Ran(**answer)
+        return Ran(error=error)
+
+
+class _Servers:
+    """The fork servers: one for each run under way, and one in reserve.
+
+    So a run that loses its server, or has to leave it because of a file, makes no other run wait.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._all: set[Server] = set()
+        self.idle: list[Server] = []
+        """Those to take from the end: first those that are ready."""
+        self.is_closed = self._is_refilling = False
+        # Reentrant: the garbage collector may call `close` in a thread that holds it.
+        self.lock = threading.RLock()
+        # Of its own, because servers end with the thread that started them.
+        self._upkeep = ThreadPoolExecutor(1, thread_name_prefix="sandbox-upkeep")
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ToolError("the sandbox is closed")
+
+    def take(self) -> Server:
+        """Return an idle server, or else a new one."""
+        server = None
+        with self.lock:
+            self.check_open()
+            while self.idle and server is None:
+                server = self.idle.pop()
+                if not server.is_usable():
+                    self.drop(server)
+                    server = None
+        server = server or self._start()
+        with self.lock:
+            if not (self.idle or self._is_refilling or self.is_closed):
+                self._is_refilling = True
+                self._upkeep.submit(self._refill)
+        return server
+
+    def give_back(self, server: Server) -> None:
+        """Keep the server for the next run."""
+        with self.lock:
+            self.idle.append(server)
+
+    def drop(self, server: Server) -> None:
+        """Kill the server in the background."""
+        with self.lock:
+            if not self.is_closed:
+                self._upkeep.submit(self._end, server)
+
+    def close(self) -> None:
+        """Kill all servers."""
+        with self.lock:
+            self.is_closed = True
+            self._upkeep.shutdown(wait=False)
+            servers = list(self._all)
         for server in servers:
             server.kill()
 
-    def _run(self, code: str) -> str:
-        message = json.dumps({"code": code, **self._limits}).encode()
-        server = self._server()
-        try:
-            reply = json.loads(server.exchange(message, self._timeout_s + GRACE_S))
-        except TimeoutError as error:
-            self._replace(server)
-            raise ToolError(f"time limit of {self._timeout_s:g} s exceeded") from error
-        except ConnectionError as error:
-            self._replace(server)
-            self._check_open()
-            raise ToolError("the process that ran the code died") from error
-        if not reply["is_clean"]:
-            self._replace(server)
-        if reply["error"] is not None:
-            raise ToolError(reply["error"])
-        return str(reply["output"])
-
-    def _server(self) -> _Server:
-        """Return the fork server of this thread, a new one when it has died."""
-        thread = threading.get_ident()
-        with self._lock:
-            self._check_open()
-            server = self._servers.get(thread)
-            if server is None or not server.is_alive():
-                server = self._servers[thread] = _Server(self._backend)
+    def _start(self) -> Server:
+        server = Server(self._backend)
+        with self.lock:
+            self._all.add(server)
+            is_closed = self.is_closed
+        if is_closed:
+            server.kill()
+        self.check_open()
         return server
 
-    def _replace(self, server: _Server) -> None:
-        """Kill the server of this thread and start the next one before it is needed."""
+    def _refill(self) -> None:
+        """Start the reserve; where that fails, the next run tries again."""
+        try:
+            server = self._start()
+            with self.lock:
+                self.idle.insert(0, server)
+        finally:
+            self._is_refilling = False
+
+    def _end(self, server: Server) -> None:
         server.kill()
-        with self._lock:
-            if not self._closed:
-                self._servers[threading.get_ident()] = _Server(self._backend)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ToolError("the sandbox is closed")
-
-
-class _Server:
-    """One fork server process and the socket to it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._socket, theirs = socket.socketpair()
-        # Keeps the descriptor open until this object is gone, so that `kill` in one thread cannot
-        # pull it from under a read in another.
-        self._reader = self._socket.makefile("rb")
-        self._is_ready = False
-        self._kill_lock = threading.RLock()
-        uid = next(backend.uids)
-        scratch = str(backend.scratch)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if backend.scratch == "temporary":
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="flowtrain-", ignore_cleanup_errors=True
-            )
-            scratch = self._folder.name
-            if uid:
-                os.chown(scratch, uid, uid)
-        setup = {
-            "preload": backend.preload,
-            "path": backend.path,
-            "scratch": scratch,
-            "uid": uid,
-            "must_filter": backend.must_filter,
-        }
-        command = [PYTHON, "-P", "-s", "-S", "-B", "-X", "utf8", "-W", "ignore"]
-        # The filter allows no threads.
-        environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
-            self._process = subprocess.Popen(
-                # Nothing of the host's environment, folder and site-packages gets in. Not -I, which
-                # would ignore the hash seed too.
-                [*backend.argv, *command, str(CHILD), json.dumps(setup)],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=environment,
-                start_new_session=True,
-            )
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def exchange(self, message: bytes, timeout_s: float) -> bytes:
-        """Send a request and return its answer.
-
-        Raises TimeoutError or, when the process has ended, ConnectionError.
-        """
-        if not self._is_ready:
-            self._socket.settimeout(START_S)
-            self._receive()
-            self._is_ready = True
-        self._socket.settimeout(timeout_s)
-        self._socket.sendall(len(message).to_bytes(4, "big") + message)
-        return self._receive()
-
-    def kill(self) -> None:
-        """Kill the process and all processes that it started."""
-        with self._kill_lock:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._socket.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    def _receive(self) -> bytes:
-        num_bytes = int.from_bytes(self._reader.read(4), "big")
-        body = self._reader.read(num_bytes)
-        if not body or len(body) < num_bytes:
-            raise ConnectionResetError("the fork server has closed its end")
-        return body
+        with self.lock:
+            self._all.discard(server)

@@ -7,9 +7,9 @@ import os
 import warnings
 from collections.abc import Sequence
 
-from flowtrain.tools.sandbox.host import Backend
 from flowtrain.tools.sandbox.packages import folders, probe
 from flowtrain.tools.sandbox.seccomp import MODULES, is_offered
+from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import UserError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from flowtrain.tools.sandbox.host import PYTHON, START_S, Backend
+from flowtrain.tools.sandbox.server import PYTHON, START_S, Backend
 from flowtrain.types import UserError
 
 

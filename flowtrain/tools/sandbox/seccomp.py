@@ -8,7 +8,7 @@ import os
 import sys
 
 from flowtrain.tools.sandbox.child import MACHINES, PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-from flowtrain.tools.sandbox.host import Backend
+from flowtrain.tools.sandbox.server import Backend
 
 MODULES = """
 array bisect calendar cmath collections collections.abc contextlib copy datetime decimal enum

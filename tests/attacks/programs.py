@@ -37,13 +37,14 @@ def call(*arguments):
     return result, native["get_errno"]()
 """
 
-TIME = "time limit of 0.5 s exceeded"
+TIME = "^CPU time limit of 0.5 s exceeded$"
+ASLEEP = "^time limit of 0.5 s exceeded, asleep$"
 
 ATTACKS = {
     "infinite loop": program("while True: pass", TIME),
-    "sleep": program("import time; time.sleep(1000)", TIME),
+    "sleep": program("import time; time.sleep(1000)", ASLEEP),
     "dead lock": program(
-        "import _thread\nk = _thread.allocate_lock()\nk.acquire()\nk.acquire()", TIME
+        "import _thread\nk = _thread.allocate_lock()\nk.acquire()\nk.acquire()", ASLEEP
     ),
     "closed pipe, then loop": program("import os\nos.closerange(0, 9)\nwhile True: pass", TIME),
     "loop in except": program(
