@@ -319,10 +319,8 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """Planner tokens that were sampled for this rollout, without those of its parent."""
-        num_tokens = [len(turn.calls["planner"].response_ids) for turn in self.turns]
-        if self.branch is None:
-            return sum(num_tokens)
-        return sum(num_tokens[self.branch.turn :]) - self.branch.token
+        first, skipped = (0, 0) if self.branch is None else (self.branch.turn, self.branch.token)
+        return sum(len(turn.calls["planner"].response_ids) for turn in self.turns[first:]) - skipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,5 +160,6 @@ def _is_share(value: float | None) -> bool:
     return value is not None and 0 <= value <= 1
 
 
-def _seconds(turn: Turn) -> tuple[float, float, float]:
-    return turn.seconds, turn.plan_s, turn.result.seconds
+def _seconds(turn: Turn) -> tuple[float, ...]:
+    result = turn.result
+    return turn.seconds, turn.plan_s, result.seconds, result.wall_s, result.cpu_s
