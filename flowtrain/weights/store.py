@@ -12,12 +12,15 @@ and renamed, then HEAD is replaced: a reader sees a whole version or none.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Protocol
 
 from flowtrain.weights.files import check
 from flowtrain.weights.manifest import File, Manifest, StoreError
+
+_VERSION = re.compile("[0-9]{1,18}")
 
 
 class Source(Protocol):
@@ -50,7 +53,7 @@ class WeightStore:
         if not path.exists():
             return None
         text = path.read_text(errors="replace").strip()
-        if not text.isdecimal():
+        if not _VERSION.fullmatch(text):
             raise StoreError(
                 f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
                 "v… into it"
@@ -61,7 +64,7 @@ class WeightStore:
         """List the versions up to HEAD, in order; a folder beyond HEAD was never published."""
         head = self.head()
         names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
-        versions = [int(name) for name in names if name.isdecimal()]
+        versions = [int(name) for name in names if _VERSION.fullmatch(name)]
         return sorted(version for version in versions if head is not None and version <= head)
 
     def manifest(self, version: int) -> Manifest:
