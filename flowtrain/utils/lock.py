@@ -191,6 +191,7 @@ class _Held:
                 text = os.pread(descriptor, 1 << 12, 0)
                 os.close(descriptor)
                 if error.errno in _NO_LOCKS:
+                    path.unlink(missing_ok=True)
                     return cls._take_by_name(path.with_name(f"{path.name}.held"), end)
                 if error.errno not in _TAKEN:
                     raise

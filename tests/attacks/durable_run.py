@@ -23,6 +23,7 @@ from flowtrain.weights import Publisher, WeightStore
 from flowtrain.weights.files import writing_tensors
 
 CONFIG = "a = 1\n"
+MANIFEST = {"seed": 0}
 LINES_PER_STEP = 60
 """Enough to make several blocks of a disk."""
 
@@ -56,7 +57,7 @@ class DurableRun:
         self._parts = parts
         self.lock = RunDir.lock(folder, "--run.dir")
         if not (folder / "manifest.json").exists():
-            RunDir.create(folder, CONFIG, {"seed": 0})
+            RunDir.create(folder, CONFIG, MANIFEST)
             mark("begun")
         self.dir = RunDir.open(folder)
         self.store = WeightStore(self.dir.weights)

@@ -20,6 +20,8 @@ import pytest
 
 Tree = dict[str, bytes | None]
 """Contents by path below the root; None for a folder."""
+Choose = Callable[[list[str], bool], str]
+"""Picks what became of an unsynced operation. The bool: it is the newest on its file or folder."""
 _BLOCK = 4096
 
 
@@ -192,20 +194,20 @@ class Disk:
             case "sync":
                 found = folder.live[name] if name else folder
                 if isinstance(found, _File):
-                    found.synced, found.pending = _written(found, lambda _: "all"), []
+                    found.synced, found.pending = _written(found, all_of_it), []
                 else:
                     found.synced, found.pending = dict(found.live), []
             case _:
                 raise ValueError(op.kind)
 
-    def after_cut(self, choose: Callable[[list[str]], str]) -> Tree:
-        """Return what is on the disk. `choose` picks what became of an unsynced operation."""
+    def after_cut(self, choose: Choose) -> Tree:
+        """Return what is on the disk."""
         tree: Tree = {}
 
         def walk(folder: _Folder, path: str) -> None:
             names = dict(folder.synced)
             for change in folder.pending:
-                if choose(["none", "all"]) == "all":
+                if choose(["none", "all"], change is folder.pending[-1]) == "all":
                     names.update(change)
             for name, found in names.items():
                 if isinstance(found, _File):
@@ -237,13 +239,13 @@ class Disk:
                 folder.live[name] = found
 
 
-def _written(file: _File, choose: Callable[[list[str]], str]) -> bytes:
+def _written(file: _File, choose: Choose) -> bytes:
     """The content of a file with its unsynced writes as `choose` has them."""
     if not file.pending:
         return file.synced
     data = bytearray(file.synced)
     for op in file.pending:
-        what = choose(["none", "all", "zeros", "torn", "last"])
+        what = choose(["none", "all", "zeros", "torn", "last"], op is file.pending[-1])
         if what == "none":
             continue
         if op.kind == "truncate":
@@ -262,30 +264,38 @@ def _written(file: _File, choose: Callable[[list[str]], str]) -> bytes:
     return bytes(data)
 
 
-def none(_: list[str]) -> str:
+def none(_: list[str], _newest: bool) -> str:
     """Nothing that was not synced is there."""
     return "none"
 
 
-def all_of_it(_: list[str]) -> str:
+def all_of_it(_: list[str], _newest: bool) -> str:
     """Everything is there."""
     return "all"
 
 
-def names_alone(choices: list[str]) -> str:
+def names_alone(choices: list[str], _newest: bool) -> str:
     """All names are there, and of the unsynced data nothing, as with a journal of names."""
     return "all" if len(choices) == 2 else "none"
 
 
-def data_alone(choices: list[str]) -> str:
+def data_alone(choices: list[str], _newest: bool) -> str:
     """All data is there, and no name that was not synced."""
     return "all" if len(choices) > 2 else "none"
 
 
-def by_chance(rng: random.Random) -> Callable[[list[str]], str]:
+def newest_alone(_: list[str], newest: bool) -> str:
+    """What came last to each file and folder is there, and nothing before it."""
+    return "all" if newest else "none"
+
+
+EXTREMES = (none, all_of_it, names_alone, data_alone, newest_alone)
+
+
+def by_chance(rng: random.Random) -> Choose:
     """Each operation by itself, in a share of cases that is drawn too."""
     share = rng.random()
-    return lambda choices: "all" if rng.random() < share else rng.choice(choices)
+    return lambda choices, _: "all" if rng.random() < share else rng.choice(choices)
 
 
 def lay_out(tree: Tree, folder: Path, before: Tree) -> None:
