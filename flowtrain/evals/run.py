@@ -124,9 +124,7 @@ def _begin(config: Config, out: Path, pins: Mapping[str, Any]) -> None:
     )
 
 
-def _begun(
-    config: Config, request: Request, pins: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _begun(config: Config, request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read the pins that the evaluation in the folder began with; None where there is none. Raises
     UserError when it may not be resumed.
     """

@@ -61,7 +61,7 @@ def save(
         target = place(root, step)
         scratch = target.with_suffix(_SCRATCH)
         remove(scratch)
-        make_folder(scratch)
+        make_folder(root)
         try:
             models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")

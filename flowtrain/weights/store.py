@@ -102,8 +102,9 @@ class WeightStore:
         published = {self.folder(each) for each in self.versions()}
         for left_over in set(self.root.glob("v[0-9]*")) - published:
             remove(left_over)
+        make_folder(self.root)
         scratch = self.scratch(version)
-        make_folder(scratch)
+        scratch.mkdir()
         return scratch
 
     def commit(self, manifest: Manifest) -> None:

@@ -19,6 +19,7 @@ from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.world import World
+from flowtrain.utils.files import writing
 from flowtrain.weights import Publisher, WeightStore
 from flowtrain.weights.files import writing_tensors
 
@@ -62,18 +63,23 @@ class DurableRun:
         self.dir = RunDir.open(folder)
         self.store = WeightStore(self.dir.weights)
         self.publisher = Publisher(self.store)
-        found = checkpoint.settle(self.dir.checkpoints)
+        with writing(self.dir.checkpoints):
+            found = checkpoint.settle(self.dir.checkpoints)
         self.step = checkpoint.load_state(found)["step"] if found else 0
         mark(f"rolled back {self.step}")
-        self.store.rollback(self.step)
+        self.roll_back(self.step)
         if not self.publisher.resume(weights(self.step), self.step):
-            self.store.rollback(self.step - 1)
+            self.roll_back(self.step - 1)
             self.publish()
         cut_lines(self.log, self.step or -1)
 
     @property
     def log(self) -> Path:
         return self.dir.path / "metrics.jsonl"
+
+    def roll_back(self, step: int) -> None:
+        with writing_tensors(self.store.root):
+            self.store.rollback(step)
 
     def publish(self) -> None:
         with writing_tensors(self.store.root):
@@ -86,6 +92,7 @@ class DurableRun:
         self.publish()
         lines = [{"step": self.step, "text": "x" * 200} for _ in range(LINES_PER_STEP)]
         append_lines(self.log, lines)
+        mark(f"logged {self.step}")
 
     def save(self) -> None:
         world = World(0, 1, torch.device("cpu"))

@@ -1,9 +1,8 @@
 """File operations as the kernel sees them (strace), and what a power cut may leave of them.
 
-The disk is as bad as POSIX lets it be. Data that was not synced is there, is missing, is zeros or is
-torn, each write by itself. Names that were made, moved or deleted in a folder since that folder was
-synced are as before or as after, each operation by itself and whatever other folders hold. Only
-what is done to one file or one folder and synced is certain.
+The disk is as bad as POSIX lets it be. Data that was not synced is there, is missing, is zeros or
+is torn, each write by itself. Names that were made, moved or deleted in a folder since that folder
+was synced are as before or as after, each operation by itself and whatever other folders hold.
 """
 
 from __future__ import annotations
@@ -115,13 +114,13 @@ def _parse(lines: Iterable[str], root: Path, marks: Path) -> Iterator[Op]:
 
 
 def _paths(call: str, arguments: Sequence[str]) -> list[str]:
-    """The paths that a call is about: of its descriptor, or of names and the folders they are in."""
+    """The paths that a call is about: its descriptor's, or of names and the folders they are in."""
     if call in _ON_DESCRIPTORS:
         return [_folder(arguments[0])]
     folder, found = "/", []
     for argument in arguments:
         if argument.startswith('"'):
-            found.append(os.path.join(folder, os.fsdecode(_text(argument))))
+            found.append(str(Path(folder, os.fsdecode(_text(argument)))))
         elif "<" in argument:
             folder = _folder(argument)
     return found

@@ -149,9 +149,7 @@ def test_the_message_says_who_where_and_since_when(
 
 
 @with_and_without_locks
-def test_a_stopped_process_still_holds_it(
-    racers: list[Racer], tmp_path: Path, before: str
-) -> None:
+def test_a_stopped_process_still_holds_it(racers: list[Racer], tmp_path: Path, before: str) -> None:
     holder, other = start(racers, before), start(racers, before)
     assert holder.take(tmp_path) == "held"
     os.kill(holder.pid, signal.SIGSTOP)
@@ -204,9 +202,7 @@ def test_children_that_outlive_their_parent_do_not_keep_its_lock(
             os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_child_neither_holds_nor_releases_it(
-    racers: list[Racer], tmp_path: Path
-) -> None:
+def test_a_forked_child_neither_holds_nor_releases_it(racers: list[Racer], tmp_path: Path) -> None:
     other = start(racers)
     lock = Lock.of_folder(tmp_path, "end it")
     if (pid := os.fork()) == 0:

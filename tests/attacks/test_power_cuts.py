@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from durable_run import CONFIG, LINES_PER_STEP, MANIFEST, DurableRun, tiny, weights
-from file_ops import (
+
+from flowtrain.report.jsonl import cut_lines, read_lines
+from flowtrain.training import checkpoint
+from flowtrain.types import UserError
+from flowtrain.weights import WeightStore, pull
+from tests.attacks.durable_run import CONFIG, LINES_PER_STEP, MANIFEST, DurableRun, tiny, weights
+from tests.attacks.file_ops import (
     EXTREMES,
     Disk,
     Op,
@@ -24,18 +30,13 @@ from file_ops import (
     tree_of,
     watch,
 )
-
-from flowtrain.report import RunDir
-from flowtrain.report.jsonl import cut_lines, read_lines
-from flowtrain.training import checkpoint
-from flowtrain.types import UserError
-from flowtrain.weights import WeightStore, pull
 from tests.attacks.tally import Tally
 from tests.weights.weight_samples import same_bits
 
+LOG = "run/metrics.jsonl"
 NUM_RANDOM = 1
 """States drawn at each operation, beside the extremes."""
-RESUMED = 0.03
+RESUMED = 0.01
 """Share of the states from which a run goes on."""
 
 
@@ -58,6 +59,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return Played(root, watch(command, root, place, env))
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of these tests is made up, so what is resumed there need not wait for the real
+    one.
+    """
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @dataclass
 class Promised:
     """What has been promised by some operation."""
@@ -65,6 +74,7 @@ class Promised:
     begun: bool = False
     saved: int = -1
     published: int = -1
+    logged: int = 0
 
     def note(self, mark: str) -> None:
         *words, number = mark.split() if " " in mark else (mark, "0")
@@ -75,8 +85,11 @@ class Promised:
                 self.saved = int(number)
             case "published":
                 self.published = int(number)
+            case "logged":
+                self.logged = int(number)
             case "rolled back":
                 self.published = min(self.published, int(number) - 1)
+                self.logged = min(self.logged, int(number))
             case _:
                 raise ValueError(mark)
 
@@ -101,10 +114,11 @@ def problem_of(run: Path, promised: Promised) -> str:
     if head is not None and not same_bits(pull(store, head), weights(head)):
         return f"version {head} holds other weights"
     log = run / "metrics.jsonl"
-    cut_lines(log, step)
-    lines = [record["step"] for record in read_lines(log)] if log.exists() else []
-    if step > 0 and lines != [each for each in range(1, step + 1) for _ in range(LINES_PER_STEP)]:
-        return f"checkpoint {step} has lines of {sorted(set(lines))}"
+    for last in (max(step, promised.logged), step):
+        cut_lines(log, last or -1)
+        lines = [record["step"] for record in read_lines(log)] if log.exists() else []
+        if lines != [each for each in range(1, last + 1) for _ in range(LINES_PER_STEP)]:
+            return f"of {last} steps there are lines of {sorted(set(lines))}"
     return ""
 
 
@@ -160,24 +174,52 @@ def test_the_log_is_complete(played: Played) -> None:
     assert sum(op.kind == "sync" for op in played.ops) > 50
 
 
-@pytest.mark.timeout(900)
+def problems_in(
+    ops: list[Op], root: Path, folder: Path, seed: int, *, resumed: float, start: int = 0
+) -> Iterator[str]:
+    """Yield what is wrong in each state that a cut after operation `start` may leave, "" mostly; a
+    share is resumed too.
+    """
+    parts, rng, before, run = tiny(), random.Random(seed), Tree(), folder / "run"
+    folder.mkdir()
+    for number, tree, promised in states(ops, root, seed):
+        if number <= start:
+            continue
+        lay_out(tree, folder, before)
+        where = f"seed {seed}, after operation {number}, {ops[number - 1]}"
+        found = check(where, lambda promised=promised: problem_of(run, promised))
+        before = tree | {path: (folder / path).read_bytes() for path in (LOG,) if path in tree}
+        if not found and rng.random() < resumed:
+            found = check(f"{where}, resumed", lambda: goes_on(run, parts))
+            before = tree_of(folder)
+        yield found
+    shutil.rmtree(folder)
+
+
 def test_what_was_promised_survives_a_power_cut(
     played: Played, campaign: Iterator[int], tally: Tally, tmp_path: Path
 ) -> None:
-    parts, problems = tiny(), []
     for seed in campaign:
-        rng, num_states, folder, before = random.Random(seed), 0, tmp_path / "cut", {}
-        folder.mkdir(exist_ok=True)
-        for number, tree, promised in states(played.ops, played.root, seed):
-            lay_out(tree, folder, before)
-            before = tree
-            num_states += 1
-            where = f"seed {seed}, after operation {number}, {played.ops[number - 1]}"
-            found = check(where, lambda promised=promised: problem_of(folder / "run", promised))
-            if not found and rng.random() < RESUMED:
-                found = check(f"{where}, resumed", lambda: goes_on(folder / "run", parts))
-            problems += [found] if found else []
-            before = tree_of(folder)
-        shutil.rmtree(folder)
-        tally.add("power cuts", num_states, len(problems))
-        assert not problems, f"{len(problems)} of {num_states}: " + "\n".join(problems[:5])
+        found = [*problems_in(played.ops, played.root, tmp_path / "cut", seed, resumed=RESUMED)]
+        problems = [each for each in found if each]
+        tally.add("power cuts", len(found), len(problems))
+        assert not problems, f"{len(problems)} of {len(found)}: " + "\n".join(problems[:5])
+
+
+def test_without_one_of_the_syncs_it_would_not(played: Played, tmp_path: Path) -> None:
+    """Leaving out those of one kind of file or folder loses something, so the disk of these tests
+    is bad enough, and no sync is in vain.
+    """
+
+    def kind(op: Op) -> str:
+        path = op.path.removeprefix(str(played.root))
+        return re.sub(r"\.[0-9a-f]{8}$", "", re.sub(r"\d{8}", "N", path))
+
+    kinds = dict.fromkeys(kind(op) for op in played.ops if op.kind == "sync")
+    assert len(kinds) > 15
+    for number, left_out in enumerate(kinds):
+        is_out = [op.kind == "sync" and kind(op) == left_out for op in played.ops]
+        ops = [op for op, out in zip(played.ops, is_out, strict=True) if not out]
+        folder, first = tmp_path / f"cut{number}", is_out.index(True)
+        found = problems_in(ops, played.root, folder, 0, resumed=0.0, start=first)
+        assert any(found), f"nothing is lost without the sync of {left_out}"
