@@ -127,7 +127,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     commands = Commands(_COMMAND, __doc__)
-    database = "--database runs/a/flow.sqlite"
+    database = "--database runs/flow.sqlite"
     run_options = "--config configs/quickstart.toml " + database
     given = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
 

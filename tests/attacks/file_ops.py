@@ -184,8 +184,12 @@ class Disk:
                 self._rename(folder, {name: None})
             case "rename":
                 there, new = self._find(op.data.decode())
-                assert there is folder, "a rename between folders"
-                self._rename(folder, {name: None, new: folder.live[name]})
+                found = folder.live[name]
+                if there is folder:
+                    self._rename(folder, {name: None, new: found})
+                else:
+                    self._rename(folder, {name: None})
+                    self._rename(there, {new: found})
             case "write" | "truncate":
                 file = folder.live[name]
                 assert isinstance(file, _File)

@@ -223,3 +223,47 @@ def test_without_one_of_the_syncs_it_would_not(played: Played, tmp_path: Path) -
         folder, first = tmp_path / f"cut{number}", is_out.index(True)
         found = problems_in(ops, played.root, folder, 0, resumed=0.0, start=first)
         assert any(found), f"nothing is lost without the sync of {left_out}"
+
+
+INDEX = """
+import json, sys
+from pathlib import Path
+from flowtrain.config.search import Corpus
+from flowtrain.tools.retrieval.index import ensure_index
+
+corpus = Path(sys.argv[1], "corpus.jsonl")
+for number in range(2):
+    corpus.write_text("".join(json.dumps({"text": f"a {number} {n}"}) + "\\n" for n in range(3)))
+    folder, _ = ensure_index(Corpus(path=str(corpus)), None)
+    Path(sys.argv[2], f"{number}").write_bytes((folder / "stamp.json").read_bytes())
+"""
+"""Builds the index of a corpus, and again when that has changed."""
+
+
+def test_an_index_is_whole_or_absent(tally: Tally, tmp_path: Path) -> None:
+    """An index whose stamp can be read is one that was built, and no folder is without a stamp."""
+    root, stamps = tmp_path / "root", tmp_path / "stamps"
+    root.mkdir(), stamps.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ops = watch([sys.executable, "-c", INDEX, str(root), str(stamps)], root, tmp_path, env)
+    disk, name, built, num_states, torn = Disk(root), "corpus.jsonl.index", [], 0, []
+    for op in ops:  # what was built, seen before anything went wrong
+        disk.apply(op)
+        if op.kind == "rename" and op.data.decode() == str(root / name):
+            built.append(index_of(disk.after_cut(all_of_it), name))
+    assert [tree["stamp.json"] for tree in built] == [
+        (stamps / str(number)).read_bytes() for number in range(2)
+    ]
+    for number, tree, _ in states(ops, root, 0):
+        num_states += 1
+        if name in tree and index_of(tree, name) not in built:
+            torn.append(f"after operation {number}, {ops[number - 1]}: {sorted(tree)}")
+    tally.add("power cuts", num_states, len(torn))
+    assert not torn, torn[:3]
+
+
+def index_of(tree: Tree, name: str) -> Tree:
+    """What a folder holds."""
+    return {
+        path.removeprefix(f"{name}/"): each for path, each in tree.items() if f"{name}/" in path
+    }

@@ -162,6 +162,16 @@ def test_rollback_moves_head_before_it_deletes(
     assert store.head() == 1 and store.versions() == [1], "a folder beyond HEAD is not a version"
 
 
+def test_what_lies_beyond_head_goes_before_a_version_is_written(store: WeightStore) -> None:
+    """A rollback that was cut short leaves parts of versions, which HEAD would pass later."""
+    publish(store, 1, 2, 3)
+    (store.root / "HEAD").write_text("1\n")
+    (store.root / "v00000002" / "manifest.json").unlink()
+    (store.root / "v00000007.writing").mkdir()
+    publish(store, 4)
+    assert store.versions() == [1, 4] and names(store) == ["HEAD", "v00000001", "v00000004"]
+
+
 # ---- garbage and leases
 
 
