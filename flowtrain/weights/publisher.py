@@ -304,7 +304,7 @@ class Publisher:
         try:
             return together(self.ranks, action, other_failed=OSError)
         except Exception:
-            if self.ranks.rank == 0:
+            if self._lock is not None:
                 self.store.abort(version)
             self.ranks.gather_text("")  # no rank raises before the store is clean
             raise

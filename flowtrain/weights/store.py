@@ -99,9 +99,10 @@ class WeightStore:
                 f"version {version} cannot be published in {self.root}: it is at {head}, and "
                 "versions never change"
             )
-        published = {self.folder(each) for each in self.versions()}
-        for left_over in set(self.root.glob("v[0-9]*")) - published:
-            remove(left_over)
+        for path in self.root.glob("v[0-9]*"):
+            number = path.name[1:].removesuffix(".writing")
+            if number.isdecimal() and (head is None or int(number) > head):
+                remove(path)  # of a publish or a rollback that was cut short
         make_folder(self.root)
         scratch = self.scratch(version)
         scratch.mkdir()

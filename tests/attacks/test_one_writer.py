@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowtrain.types import UserError
 from flowtrain.utils import lock as locks
 from flowtrain.utils.lock import Holder, Lock
+from flowtrain.weights import Publisher, WeightStore
 from tests.attacks.tally import Tally
 
 NUM_RACES = 50
@@ -242,12 +244,45 @@ def test_a_deleted_file_is_noticed_by_the_one_who_had_it(
     assert json.loads((tmp_path / "lock").read_text())["pid"] == other.pid, "it is the other's"
 
 
+def test_the_lock_of_a_file_that_its_holder_has_just_deleted_is_worth_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was opened before and is locked after; the next one would lock another file."""
+    real, path = fcntl.lockf, tmp_path / "lock"
+
+    def lockf(*words: int) -> None:
+        monkeypatch.setattr(fcntl, "lockf", real)
+        path.unlink()
+        real(*words)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with Lock.of_folder(tmp_path, "end it") as lock:
+        lock.check()
+
+
 def test_a_copied_folder_is_not_locked(tmp_path: Path) -> None:
     with Lock.of_folder(tmp_path / "a", "end it"):
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         with Lock.of_folder(tmp_path / "b", "end it"):
             assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     assert [path.name for path in tmp_path.iterdir()] == ["b"], "what it made is gone"
+
+
+def test_a_publisher_that_is_refused_leaves_the_other_ones_files(
+    racers: list[Racer], tmp_path: Path
+) -> None:
+    other, store = start(racers), WeightStore(tmp_path)
+    first, tensors = Publisher(store), {"a": torch.zeros(4)}
+    first.publish(tensors, 1)
+    first.close()
+    assert other.take(tmp_path) == "held"
+    scratch = store.begin(2)
+    with pytest.raises(UserError, match=f"is in use by .*process {other.pid}"):
+        Publisher(store).publish(tensors, 2)
+    for refused in (lambda: store.rollback(0), lambda: store.collect_garbage(1)):
+        with pytest.raises(UserError, match="is in use by"):
+            refused()
+    assert scratch.is_dir() and store.head() == 1
 
 
 # ---- a file system without locks
