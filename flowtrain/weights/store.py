@@ -100,8 +100,9 @@ class WeightStore:
                 "versions never change"
             )
         for path in self.root.glob("v[0-9]*"):
-            number = path.name[1:].removesuffix(".writing")
-            if number.isdecimal() and (head is None or int(number) > head):
+            number, dot, suffix = path.name[1:].partition(".")
+            is_ahead = number.isdecimal() and (head is None or int(number) > head)
+            if suffix == "writing" or (is_ahead and not dot):
                 remove(path)  # of a publish or a rollback that was cut short
         make_folder(self.root)
         scratch = self.scratch(version)
