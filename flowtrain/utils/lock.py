@@ -181,6 +181,7 @@ class _Held:
     @classmethod
     def take(cls, path: Path) -> _Held:
         end = time.monotonic() + _PATIENCE_S
+        by_name = path.with_name(f"{path.name}.held")
         while True:
             with writing(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -191,16 +192,22 @@ class _Held:
                 text = os.pread(descriptor, 1 << 12, 0)
                 os.close(descriptor)
                 if error.errno in _NO_LOCKS:
+                    if text:  # somebody has locks here
+                        _take_over(path, end)
                     path.unlink(missing_ok=True)
-                    return cls._take_by_name(path.with_name(f"{path.name}.held"), end)
+                    return cls._take_by_name(by_name, end)
                 if error.errno not in _TAKEN:
                     raise
                 _wait_for(text, end)
                 continue
-            if held.is_in_place:  # else its holder has deleted it since it was opened
+            if not held.is_in_place:  # its holder has deleted it since it was opened
+                os.close(descriptor)
+            elif by_name.exists():  # somebody has no locks here
+                held.free()
+                _take_over(by_name, end)
+            else:
                 held.sign()
                 return held
-            os.close(descriptor)
 
     @classmethod
     def _take_by_name(cls, path: Path, end: float) -> _Held:

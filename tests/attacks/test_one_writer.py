@@ -133,6 +133,7 @@ def test_of_two_processes_exactly_one_gets_a_folder(
         assert winners[0].answer() == "held"
         assert not list(folder.glob("*")), "nothing is left"
     tally.add("races for a run folder", NUM_RACES, num_both)
+    tally.add("holders of a run folder killed", len(racers) - 2)
     assert min(wins) > 0
 
 
@@ -318,6 +319,22 @@ def test_without_locks_only_the_dead_of_this_machine_are_taken_over(
         return
     with pytest.raises(UserError, match=r"is in use by .* \(if it has ended, delete .*lock\.held"):
         Lock.of_folder(tmp_path, "end it")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_that_has_locks_and_one_that_has_none_see_each_other(
+    racers: list[Racer], tmp_path: Path, is_first: bool
+) -> None:
+    """As when the service for locks of one host is down."""
+    first, second = (start(racers, NO_LOCKS if each else "") for each in (is_first, not is_first))
+    for _ in range(2):
+        assert first.take(tmp_path) == "held"
+        assert f"process {first.pid}, since" in second.take(tmp_path)
+        first.kill()
+        assert second.take(tmp_path) == "held"
+        second.tell("release")
+        assert second.answer() == "held" and not list(tmp_path.iterdir())
+        first = start(racers, NO_LOCKS if is_first else "")
 
 
 def test_a_holder_without_a_name_is_waited_for_and_then_refused(
