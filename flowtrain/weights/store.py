@@ -128,11 +128,11 @@ class WeightStore:
         with self.claim():
             versions = self.versions()
             older = [v for v in versions if v <= version]
-            if older:
-                self._set_head(older[-1])
-            else:
+            if not older:
                 (self.root / "HEAD").unlink()
                 sync(self.root)
+            elif older != versions:
+                self._set_head(older[-1])
             for newer in versions[len(older) :]:
                 remove(self.folder(newer))
 

@@ -128,4 +128,9 @@ def play(folder: Path, parts: tuple[object, ...], ends: Iterable[int]) -> None:
 
 
 if __name__ == "__main__":
-    play(Path(sys.argv[1]), tiny(), ends=(3, 4, 5))
+    folder, parts = Path(sys.argv[1]), tiny()
+    play(folder, parts, ends=(3, 4, 5))
+    run = DurableRun(folder, parts)
+    mark("rolled back 0")
+    run.roll_back(-1)
+    run.close()
