@@ -32,9 +32,8 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.engines.chat_engines import POLICY
-from flowtrain.report.run_dir import writing_tensors
 from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents
+from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.policy_trainer import make_trainer, publish_start
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.training.balance import balance
@@ -45,8 +44,10 @@ from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Call, Sample, Task, TrainBatch, Trajectory, UserError
+from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import WeightStore
+from flowtrain.weights.files import writing_tensors
 
 
 def rft(config: Config) -> int:
@@ -54,6 +55,7 @@ def rft(config: Config) -> int:
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
+        cleanup.enter_context(lock_run_dir(config, world))
         if config.rft.batch_size % world.size:
             raise UserError(
                 f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} "
@@ -169,9 +171,13 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
     weights = full_weights(components.model)
     if not components.world.is_main:
         return
+    scratch = path.with_name(f"{path.name}.writing")
     with writing_tensors(path):
-        export(components.model, components.tokenizer, weights, path)
-        (path / "rft.json").write_text(json.dumps(facts))
+        remove(scratch)
+        export(components.model, components.tokenizer, weights, scratch)
+        (scratch / "rft.json").write_text(json.dumps(facts))
+        sync_tree(scratch)
+        put_folder(scratch, path)
     print(f"model: {path}")
 
 

@@ -516,6 +516,43 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     check_same_run(run, full)
 
 
+FULL_FOR_RANK_0 = """
+import errno, os
+from flowtrain.{module} import {owner}
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+{owner}.{name} = full
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "what"),
+    [
+        ("training", "checkpoint", "save_file", "checkpoints"),
+        ("weights.store", "WeightStore", "collect_garbage", "weights"),
+        ("weights.store", "WeightStore", "rollback", "weights"),
+    ],
+)
+def test_a_disk_that_is_full_for_one_rank_ends_all_of_them(
+    module: str,
+    owner: str,
+    name: str,
+    what: str,
+    server: Server,
+    words: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    before = (FULL_FOR_RANK_0.format(module=module, owner=owner, name=name), "")
+    run = tmp_path / "run"
+    options = (*words, "--checkpoint.every", "1", "--run.dir", run)
+    ranks = server.start_ranks(2, *options, before=before)
+    assert [rank.wait(timeout_s=180) for rank in ranks] == [2, 2]
+    lines = [line for rank in ranks for line in rank.err.read_text().splitlines()]
+    (ours,) = (line for line in lines if line.startswith("flowtrain.train: "))
+    assert ours.startswith(f"flowtrain.train: cannot write {run / what}: No space left on device; ")
+    assert not any("Traceback" in line for line in lines)
+
+
 # ---- several ranks
 
 

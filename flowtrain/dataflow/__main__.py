@@ -13,6 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
@@ -23,6 +25,7 @@ from flowtrain.dataflow.show import status_text
 from flowtrain.types import UserError
 from flowtrain.utils import serving
 from flowtrain.utils.commands import Commands, add_address
+from flowtrain.utils.lock import Lock
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -47,11 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
-    ledger = open_ledger(_config(rest), options.database)
-    run = ledger.run
-    serving.serve(
-        f"run {run}", lambda token: Service(ledger, run, token), options.host, options.port
-    )
+    with ExitStack() as cleanup:
+        if "://" not in options.database:  # several services may share a PostgreSQL server
+            path = Path(options.database)
+            lock = path.with_name(f"{path.name}.lock")
+            cure = "end it or give another --database"
+            cleanup.enter_context(Lock(lock, options.database, cure))
+        ledger = open_ledger(_config(rest), options.database)
+        run = ledger.run
+        serving.serve(
+            f"run {run}", lambda token: Service(ledger, run, token), options.host, options.port
+        )
     return 0
 
 
@@ -118,7 +127,7 @@ def _nothing_else(rest: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     commands = Commands(_COMMAND, __doc__)
-    database = "--database runs/a/flow.sqlite"
+    database = "--database runs/flow.sqlite"
     run_options = "--config configs/quickstart.toml " + database
     given = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
 

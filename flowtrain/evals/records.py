@@ -67,7 +67,7 @@ class RecordLog:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on disk when the call returns."""
-        append_lines(self.path, [record], durable=True)
+        append_lines(self.path, [record])
         entry = Entry.of(record)
         self.entries[entry.key] = entry
 

@@ -20,6 +20,7 @@ from flowtrain.evals.pins import check_same, config_pins
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, open_system
+from flowtrain.report.run_dir import is_used
 from flowtrain.tasks.benchmarks import BENCHMARKS, benchmark_file, load_benchmark
 from flowtrain.types import Task, UserError
 
@@ -56,23 +57,21 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     if request.beside is not None:
         references = {str(request.beside): _accuracies(request.beside), **references}
     pins = _pins(config, request, files)
-    begun = _begun(request, pins)
-    scratch = request.out.with_name(f".{request.out.name}.weights")
-    with open_system(
-        config, request.benchmarks, request.planner, request.temperature, scratch
-    ) as system:
-        if begun is None:
-            _begin(config, request.out, {**pins, **system.pins}, system.tokenizer_json)
-        else:
-            check_same(request.out, begun, {**pins, **system.pins})
-        log = RecordLog(request.out)
-        _ask_what_is_left(
-            config,
-            questions(tasks, request.trials),
-            system,
-            log,
-        )
-    _report(request, log, config.agent.tools, references)
+    with report.RunDir.lock(request.out, "--out"):
+        begun = _begun(config, request, pins)
+        scratch = request.out.with_name(f".{request.out.name}.weights")
+        with open_system(
+            config, request.benchmarks, request.planner, request.temperature, scratch
+        ) as system:
+            if begun is None:
+                _begin(config, request.out, {**pins, **system.pins})
+            else:
+                check_same(request.out, begun, {**pins, **system.pins})
+            if system.tokenizer_json:
+                report.atomic_write_text(request.out / "tokenizer.json", system.tokenizer_json)
+            log = RecordLog(request.out)
+            _ask_what_is_left(config, questions(tasks, request.trials), system, log)
+        _report(request, log, config.agent.tools, references)
     return 0
 
 
@@ -114,7 +113,7 @@ def _ask_what_is_left(
         progress.close()
 
 
-def _begin(config: Config, out: Path, pins: Mapping[str, Any], tokenizer_json: str) -> None:
+def _begin(config: Config, out: Path, pins: Mapping[str, Any]) -> None:
     """Make the folder; from its config and the command in its manifest the evaluation can be
     repeated.
     """
@@ -123,17 +122,15 @@ def _begin(config: Config, out: Path, pins: Mapping[str, Any], tokenizer_json: s
         to_toml(config),
         {**report.manifest(config.run.seed, sys.argv, world_size=1), "evaluation": pins},
     )
-    if tokenizer_json:
-        report.atomic_write_text(out / "tokenizer.json", tokenizer_json)
 
 
-def _begun(request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
+def _begun(config: Config, request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read the pins that the evaluation in the folder began with; None where there is none. Raises
     UserError when it may not be resumed.
     """
     path = request.out / "manifest.json"
     if not path.exists():
-        if request.out.exists() and any(request.out.iterdir()):
+        if is_used(request.out, to_toml(config)):
             raise UserError(
                 f"--out {request.out} is not empty and holds no evaluation; choose another folder"
             )

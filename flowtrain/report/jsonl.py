@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.run_dir import writing
 from flowtrain.types import UserError
+from flowtrain.utils.files import sync, writing
 
 
 def json_value(value: Any) -> Any:
@@ -33,10 +33,10 @@ def json_value(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool = False) -> None:
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per record, all of them or none: on a full disk the file is cut back.
 
-    `durable`: they are on disk when this returns, and a machine that loses power keeps them.
+    They are on the disk when this returns, so that no checkpoint is newer than its step's lines.
     """
     lines = [
         json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
@@ -45,13 +45,15 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]], durable: bool
     # What backslashreplace makes of a lone surrogate is JSON's own escape of it.
     data = "".join(lines).encode("utf-8", "backslashreplace")
     with writing(path):
-        size = path.stat().st_size if path.exists() else 0
+        is_new = not path.exists()
+        size = 0 if is_new else path.stat().st_size
         try:
             with path.open("ab") as file:
                 file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync(path.parent)
         except OSError:
             # A torn last line is harmless to every reader, so a failure here must not hide the
             # first one.
@@ -70,37 +72,52 @@ def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Read (record, offset of its end in bytes) per line, as `read_lines` does; each line begins
     where the one before it ends.
     """
-    end = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            record = _parse(line)
-            end += len(line)
-            if record is not None:
-                yield record, end
-            elif file.read(1):
-                raise UserError(
-                    f"{path} line {number} is not a JSON object with a step: delete that line"
-                )
+    torn = 0
+    for number, (record, end) in enumerate(_read(path), 1):
+        if torn:
+            raise _damaged(path, torn)
+        if record is None:
+            torn = number
+        else:
+            yield record, end
 
 
 def cut_lines(path: Path, last_step: int) -> None:
-    """Cut the file after the last line of step `last_step`, and drop a torn last line.
+    """Cut the file after the last line of step `last_step`, and drop what a power cut has torn.
 
     Lines are written in the order of their steps, so this is one truncate: all or nothing, and it
-    needs no free space.
+    needs no free space. Raises UserError for a torn line before a line that stays.
     """
     if not path.exists():
         return
-    keep = 0
-    for record, end in read_lines_with_ends(path):
-        if record["step"] > last_step:
+    keep = torn = 0
+    for number, (record, end) in enumerate(_read(path), 1):
+        if record is None:
+            torn = torn or number
+        elif record["step"] > last_step:
             break
-        keep = end
+        elif torn:
+            raise _damaged(path, torn)
+        else:
+            keep = end
     with writing(path), path.open("rb+") as file:
         file.truncate(keep)
         file.seek(max(keep - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
+
+
+def _read(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Read (record, offset of its end) of every line; None for one that is torn."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            yield _parse(line), end
+
+
+def _damaged(path: Path, number: int) -> UserError:
+    return UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
-from flowtrain.report.run_dir import atomic_write_text, writing
+from flowtrain.report.run_dir import atomic_write_text
 from flowtrain.types import Call, Group, ToolResult, Trajectory, Turn, UserError
+from flowtrain.utils.files import writing
 
 
 class MetricsLog:

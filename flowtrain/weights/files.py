@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.files import sync, writing
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.manifest import FORMAT, File, StoreError, check_format
 from flowtrain.weights.tensor_shards import Layout, TensorShard, layout_hash
@@ -54,10 +56,29 @@ def write_delta(
     return seal(path)
 
 
+@contextmanager
+def writing_tensors(path: Path) -> Iterator[None]:
+    """`writing` for libraries in Rust, whose errors name the system's number in their text."""
+    with writing(path):
+        try:
+            yield
+        except Exception as error:  # tokenizers has no class for its errors
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is not None:
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            if isinstance(error, SafetensorError):
+                raise OSError(str(error)) from error
+            raise
+
+
 def seal(path: Path) -> File:
     """Flush a finished file to the disk and take its checksum."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
+    return record(path)
+
+
+def record(path: Path) -> File:
+    """Take the checksum of a file."""
     return File(path.name, path.stat().st_size, _checksum(path))
 
 

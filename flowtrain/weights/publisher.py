@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flowtrain import _delta
+from flowtrain.utils.lock import Lock
 from flowtrain.weights.baseline import Baseline, make_baseline
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.files import write_delta, write_snapshot
@@ -114,19 +115,22 @@ class Publisher:
     policy: SnapshotPolicy = field(default_factory=SnapshotPolicy)
     _base: _Base | None = None
     _skips: SkipTiers = field(default_factory=SkipTiers)
+    _lock: Lock | None = None
+    """Rank 0's, from its first publish until `close`: meanwhile no other process may publish."""
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Published:
         """Put the tensors (plain, or DTensors sharded by rows) into the store as `version`.
 
         Raises:
             StoreError: the version is not newer than HEAD.
+            UserError: another process publishes there.
             OSError: a disk is full or read-only; store and publisher are as before, on every rank.
             ValueError: the store cannot hold a tensor; the message names it.
         """
         layout, shards = self._cut(tensors)
         base = self._base if self._base is not None and self._base.layout == layout else None
         draft = self._draft_next(base, shards) if base else self._draft_first(layout, shards)
-        self._on_main(version, lambda: self.store.begin(version))
+        self._on_main(version, lambda: self._begin(version))
         files = self._all_or_none(
             version, lambda: self._write(version, layout, shards, draft=draft)
         )
@@ -152,6 +156,18 @@ class Publisher:
             snapshot_bytes=total_bytes(manifest.snapshot_files),
             reason=draft.reason,
         )
+
+    def close(self) -> None:
+        """Let others publish; a publisher that nobody refers to any more does so too."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _begin(self, version: int) -> None:
+        if self._lock is None:
+            self._lock = self.store.claim()
+        self._lock.check()
+        self.store.begin(version)
 
     def resume(self, tensors: Mapping[str, Tensor], version: int) -> bool:
         """Go on from `version` if it is HEAD and holds exactly these tensors; else change nothing
@@ -288,7 +304,7 @@ class Publisher:
         try:
             return together(self.ranks, action, other_failed=OSError)
         except Exception:
-            if self.ranks.rank == 0:
+            if self._lock is not None:
                 self.store.abort(version)
             self.ranks.gather_text("")  # no rank raises before the store is clean
             raise

@@ -11,12 +11,13 @@ and renamed, then HEAD is replaced: a reader sees a whole version or none.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
+from flowtrain.utils.lock import Lock
 from flowtrain.weights.files import check
 from flowtrain.weights.manifest import File, Manifest, StoreError
 
@@ -101,35 +102,42 @@ class WeightStore:
                 f"version {version} cannot be published in {self.root}: it is at {head}, and "
                 "versions never change"
             )
+        for path in self.root.glob("v[0-9]*"):
+            number, dot, suffix = path.name[1:].partition(".")
+            is_ahead = number.isdecimal() and (head is None or int(number) > head)
+            if suffix == "writing" or (is_ahead and not dot):
+                remove(path)  # of a publish or a rollback that was cut short
+        make_folder(self.root)
         scratch = self.scratch(version)
-        for left_over in (scratch, self.folder(version)):
-            shutil.rmtree(left_over, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        scratch.mkdir()
         return scratch
 
     def commit(self, manifest: Manifest) -> None:
         """Publish the files that were written since `begin`."""
         scratch = self.scratch(manifest.version)
-        _write(scratch / "manifest.json", manifest.to_json())
-        _sync(scratch)
-        scratch.rename(self.folder(manifest.version))
-        _sync(self.root)
+        replace_file(scratch / "manifest.json", manifest.to_json().encode())
+        put_folder(scratch, self.folder(manifest.version))
         self._set_head(manifest.version)
 
     def abort(self, version: int) -> None:
         """Delete the files that were written since `begin`."""
-        shutil.rmtree(self.scratch(version), ignore_errors=True)
+        with suppress(OSError):  # the error that led here matters more
+            remove(self.scratch(version))
 
     def rollback(self, version: int) -> None:
         """Delete every version after `version`, because a run resumes from an older checkpoint."""
-        versions = self.versions()
-        older = [v for v in versions if v <= version]
-        if older:
-            self._set_head(older[-1])
-        else:
-            (self.root / "HEAD").unlink(missing_ok=True)
-        for newer in versions[len(older) :]:
-            shutil.rmtree(self.folder(newer))
+        if self.head() is None:
+            return
+        with self.claim():
+            versions = self.versions()
+            older = [v for v in versions if v <= version]
+            if not older:
+                (self.root / "HEAD").unlink()
+                sync(self.root)
+            elif older != versions:
+                self._set_head(older[-1])
+            for newer in versions[len(older) :]:
+                remove(self.folder(newer))
 
     def garbage(self, keep: int) -> list[int]:
         """List the versions that the newest `keep` do not need: all before the full snapshot from
@@ -145,10 +153,17 @@ class WeightStore:
 
     def collect_garbage(self, keep: int) -> list[int]:
         """Delete the versions that `garbage` lists, and return them."""
-        garbage = self.garbage(keep)
-        for version in garbage:
-            shutil.rmtree(self.folder(version))
+        with self.claim():
+            garbage = self.garbage(keep)
+            for version in garbage:
+                remove(self.folder(version))
         return garbage
+
+    def claim(self) -> Lock:
+        """Take the lock of those that write: publish, roll back, collect garbage. Readers need
+        none. Raises UserError when another process has it.
+        """
+        return Lock.of_folder(self.root, "end it, or use another store")
 
     def folder(self, version: int) -> Path:
         return self.root / f"v{version:08d}"
@@ -157,27 +172,4 @@ class WeightStore:
         return self.root / f"v{version:08d}.writing"
 
     def _set_head(self, version: int) -> None:
-        _replace(self.root / "HEAD", f"{version}\n")
-        _sync(self.root)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_name(f"{path.name}.writing")
-    _write(scratch, text)
-    scratch.replace(path)
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder, or the names of its files would not survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        replace_file(self.root / "HEAD", f"{version}\n".encode())

@@ -234,6 +234,12 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
             assert (
                 joined.group_size == 2 and len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
             )
+        second = subprocess.run(
+            start, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert second.returncode == 2 and second.stderr.count("\n") == 1
+        assert f"{database} is in use by python -m flowtrain.dataflow" in second.stderr
+        assert f"process {process.pid}, since" in second.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (0, -signal.SIGTERM)
         assert "Traceback" not in process.stderr.read()

@@ -24,6 +24,7 @@ from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.training.world import World
 from flowtrain.types import Task
+from flowtrain.utils.lock import Lock
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 pytest_plugins = ("cli_runs",)
@@ -468,6 +469,14 @@ def test_without_a_folder_it_says_where_to_name_one(server: Server, tmp_path: Pa
         before="import os; os.environ.pop('FLOWTRAIN_BENCHMARKS', None)",
     )
     assert code == 2 and "name their folder: --data DIR" in lines[0]
+
+
+def test_a_folder_in_use_is_refused(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
+    with Lock.of_folder(tmp_path / "out", "end it"):
+        code, lines, _ = server.run("evals", *words, "--out", tmp_path / "out")
+    assert code == 2 and len(lines) == 1
+    assert lines[0].startswith(f"flowtrain.evals: {tmp_path / 'out'} is in use by ")
+    assert f"process {os.getpid()}, since" in lines[0] and lines[0].endswith("another --out")
 
 
 def test_it_is_one_process(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -112,6 +112,14 @@ def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
+def test_zeros_of_a_power_cut_before_lines_that_go_are_cut(tmp_path: Path) -> None:
+    """Of a step's lines, written at once, the first block may be lost and a later one not."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bytes(20) + b': 2}\n{"step": 2}\n{"step": 3}\n')
+    quiet_log(tmp_path, resume_step=1).log({"step": 2, "a": 1})
+    assert read(path) == [{"step": 1}, {"step": 2, "a": 1}]
+
+
 @given(st.integers(0, 6), st.integers(0, 70))
 def test_cut_leaves_the_whole_lines_up_to_the_step_wherever_the_file_was_torn(
     last_step: int, length: int

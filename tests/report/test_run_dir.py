@@ -82,6 +82,19 @@ def test_create_with_an_unwritable_manifest_makes_no_folder(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_a_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
+    """What lies there before the manifest does: the lock, and the config, if it is the same."""
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.toml").write_text("a = 1")
+    for name in (".config.toml.1234abcd", ".manifest.json.1234abcd", "lock"):
+        (path / name).write_text("")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        RunDir.create(path, "a = 2", {})
+    assert (path / "config.toml").read_text() == "a = 1"
+    assert RunDir.open(RunDir.create(path, "a = 1", {}).path).path == path
+
+
 def test_open_wants_a_manifest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot resume .*run: it has no manifest\.json"):
         RunDir.open(tmp_path / "run")

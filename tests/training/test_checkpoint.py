@@ -332,3 +332,35 @@ def test_with_every_checkpoint_damaged_there_is_none(setup: Setup) -> None:
     for step in (1, 2):
         (setup.save(step) / "model.safetensors").unlink()
     assert checkpoint.latest(setup.root) is None
+
+
+def test_a_damaged_one_that_was_passed_over_does_not_count_as_kept(setup: Setup) -> None:
+    for step in (40, 50):
+        path = setup.save(step)
+    (path / "model.safetensors").unlink()
+    found = checkpoint.settle(setup.root)
+    assert found == setup.root / "step_00000040"
+    assert setup.names() == ["step_00000040", "step_00000050.damaged"]
+    setup.save(45, keep=1)
+    assert setup.names() == ["step_00000045", "step_00000050.damaged"]
+    assert checkpoint.settle(setup.root) == setup.root / "step_00000045"
+
+
+def test_one_that_was_about_to_replace_another_is_put_in_its_place(setup: Setup) -> None:
+    """Killed after the old one of the same step was deleted, in part or as a whole."""
+    setup.save(1)
+    path = setup.save(2, cursor=7)
+    scratch = path.rename(path.with_suffix(".writing"))
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    assert checkpoint.latest(setup.root) == scratch
+    assert checkpoint.settle(setup.root) == path and checkpoint.load_state(path)["cursor"] == 7
+    assert setup.names() == ["step_00000001", "step_00000002"]
+
+
+def test_where_none_is_whole_the_run_does_not_begin_again(setup: Setup) -> None:
+    assert checkpoint.settle(setup.root) is None
+    (setup.save(1) / "state.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .*checkpoints is whole; bring one back"):
+        checkpoint.settle(setup.root)
+    assert setup.names() == ["step_00000001"]

@@ -99,9 +99,9 @@ def test_an_unfinished_version_is_invisible(
 
     targets = {
         "write_snapshot": "flowtrain.weights.publisher.write_snapshot",
-        "commit": "flowtrain.weights.store._write",
+        "commit": "flowtrain.weights.manifest.Manifest.to_json",
         "rename": "pathlib.Path.rename",
-        "HEAD": "pathlib.Path.replace",
+        "HEAD": "flowtrain.weights.store.WeightStore._set_head",
     }
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(targets[call], killed)
@@ -156,10 +156,20 @@ def test_rollback_moves_head_before_it_deletes(
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module.shutil, "rmtree", killed)
+    monkeypatch.setattr(store_module, "remove", killed)
     with pytest.raises(KeyboardInterrupt):
         store.rollback(1)
     assert store.head() == 1 and store.versions() == [1], "a folder beyond HEAD is not a version"
+
+
+def test_what_lies_beyond_head_goes_before_a_version_is_written(store: WeightStore) -> None:
+    """A rollback that was cut short leaves parts of versions, which HEAD would pass later."""
+    publish(store, 1, 2, 3)
+    (store.root / "HEAD").write_text("1\n")
+    (store.root / "v00000002" / "manifest.json").unlink()
+    (store.root / "v00000007.writing").mkdir()
+    publish(store, 4)
+    assert store.versions() == [1, 4] and names(store) == ["HEAD", "v00000001", "v00000004"]
 
 
 # ---- garbage and leases

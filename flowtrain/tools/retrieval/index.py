@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from flowtrain.tools.retrieval.dense import Embedder, write_vectors
 from flowtrain.tools.retrieval.passages import Passages, read_passages
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.files import sync, sync_tree
 
 _FORMAT = 1
 _PAGE = np.dtype([("hash", np.uint64), ("place", np.int64)])
@@ -87,7 +87,8 @@ def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f"{folder.name}.part-", ignore_cleanup_errors=True
     ) as part:
-        new = Path(part)
+        new = Path(part, "new")
+        new.mkdir()
         found = tqdm(read_passages(corpus), desc=f"passages of {corpus.path}", unit="passage")
         Passages.write(new, found)
         passages = Passages(new)
@@ -97,10 +98,11 @@ def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp
         else:
             _write_bm25(new / "bm25", passages, corpus)
         (new / "stamp.json").write_text(json.dumps(stamp))
-        new.chmod(0o755)
+        sync_tree(new)
         if folder.exists():
-            shutil.rmtree(folder)
-        new.replace(folder)
+            folder.rename(Path(part, "old"))
+        new.rename(folder)
+        sync(folder.parent)
 
 
 def _write_bm25(folder: Path, passages: Passages, corpus: Corpus) -> None:
