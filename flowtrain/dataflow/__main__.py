@@ -50,7 +50,11 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     ledger = open_ledger(_config(rest), options.database)
     run = ledger.run
     serving.serve(
-        f"run {run}", lambda token: Service(ledger, run, token), options.host, options.port
+        f"run {run}",
+        lambda token: Service(ledger, run, token),
+        options.host,
+        options.port,
+        per_address=options.connections_per_address,
     )
     return 0
 

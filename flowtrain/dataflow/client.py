@@ -46,10 +46,10 @@ from flowtrain.dataflow.wire import (
     PASSING,
     PREFIX,
     RUN_HEADER,
-    SLOWEST,
     Problem,
 )
 from flowtrain.utils import serving
+from flowtrain.utils.serving import SLOWEST
 from flowtrain.utils.threads import Ended, LoopThread
 
 _log = logging.getLogger(__name__)

@@ -31,11 +31,11 @@ from flowtrain.dataflow.wire import (
     METHODS,
     PREFIX,
     RUN_HEADER,
-    SLOWEST,
     Problem,
 )
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+from flowtrain.utils.serving import SLOWEST
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -118,6 +118,7 @@ class Service:
         """The name of the method, if the request may ask for it."""
         if not serving.is_allowed(request.headers.get("authorization", ""), self._token):
             raise _Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        request.scope["admit"]()
         path: str = request.scope["path"]
         name = path.removeprefix(PREFIX)
         if re.match(r"/v\d+/", path) and name == path:
@@ -163,8 +164,7 @@ class Service:
 async def _read(request: Request, max_bytes: int) -> bytes:
     from starlette.requests import ClientDisconnect
 
-    close = {"Connection": "close"}  # the rest of the body is on its way
-    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes", close)
+    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes")
     # The number is one, and not long: the server has seen to that.
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
@@ -178,7 +178,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
     except TimeoutError:
         raise _Rejected(
-            408, f"the request came slower than {SLOWEST >> 10} KiB per second", close
+            408, f"the request came slower than {SLOWEST >> 10} KiB per second"
         ) from None
     except ClientDisconnect:
         raise _Rejected(400, "the request was cut") from None

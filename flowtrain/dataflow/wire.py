@@ -22,8 +22,6 @@ RUN_HEADER = "Flowtrain-Run"
 """Header of every request but join and register: `Joined.run` or `Registered.run`."""
 MAX_WAIT_S = 30.0
 """Longest time that an answer may wait for a batch to fill."""
-SLOWEST = 64 << 10
-"""Bytes per second; a slower body counts as cut, so that no peer can hold another for ever."""
 PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
 _MAX_BYTES, _MAX_PUSH_BYTES = 1 << 20, 64 << 20

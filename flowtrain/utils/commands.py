@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from flowtrain.utils.serving import PER_ADDRESS
+
 
 class Commands:
     """An argument parser; each command gets one of its own, with an example in its help."""
@@ -34,11 +36,22 @@ class Commands:
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the address of a server; `port` is the default."""
+    """Add the options of a server: where it listens, `port` is the default, and for how many."""
     text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {port})"
     parser.add_argument("--port", type=number(0, 65535), default=port, help=text)
+    text = (
+        f"at a time (default: {PER_ADDRESS}); more where many nodes share an address, as behind a "
+        "proxy on another machine; for 127.0.0.1 there is no such limit"
+    )
+    parser.add_argument(
+        "--connections-per-address",
+        type=number(1, 1 << 20),
+        default=PER_ADDRESS,
+        metavar="N",
+        help=text,
+    )
 
 
 def number(low: int, high: int) -> Callable[[str], int]:

@@ -89,7 +89,12 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
 
 def _serve(options: argparse.Namespace, _cache: Path) -> int:
     try:
-        serve.serve(_open_folder(options.store), options.host, options.port)
+        serve.serve(
+            _open_folder(options.store),
+            options.host,
+            options.port,
+            per_address=options.connections_per_address,
+        )
     except KeyboardInterrupt:
         print("stopped")  # the normal end
     return 0
