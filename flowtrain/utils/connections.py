@@ -131,6 +131,8 @@ class Connection(H11Protocol):
         self.app = self._answer
         self._answer_began = 0.0
         self._num_sent = 0
+        self._num_left = 0
+        """Bytes that were not read when reading was looked at."""
 
     # ---- what the event loop tells
 
@@ -139,7 +141,7 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(0)  # so that `pause_writing` tells of every delay
         self.address = _client(self.client[0] if self.client else "")
         self._for_head = _Deadline(self.loop, transport.abort)
-        self._for_reading = _Deadline(self.loop, transport.abort)
+        self._for_reading = _Deadline(self.loop, self._check_reading)
         self._for_head.set(_HEAD_S)
         if not self.room.enter(self):
             transport.abort()
@@ -159,13 +161,28 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        passed_s = self.loop.time() - self._answer_began
-        pause_s = self.transport.get_write_buffer_size() / SLOWEST
-        self._for_reading.set(_PATIENCE_S + min(self._num_sent / SLOWEST - passed_s, pause_s))
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         self._for_reading.clear()
         super().resume_writing()
+
+    def _expect_reading(self) -> None:
+        """Look again after the longest pause, or when the answer should have been read."""
+        self._num_left = self.transport.get_write_buffer_size()
+        self._for_reading.set(_PATIENCE_S + min(0.0, self._time_left_s))
+
+    def _check_reading(self) -> None:
+        has_stopped = self.transport.get_write_buffer_size() == self._num_left
+        if has_stopped or self._time_left_s < -_PATIENCE_S:
+            self.transport.abort()
+        else:
+            self._expect_reading()
+
+    @property
+    def _time_left_s(self) -> float:
+        """Seconds, without the patience, for what was sent of the answer; below 0: it is late."""
+        return self._num_sent / SLOWEST - (self.loop.time() - self._answer_began)
 
     # ---- what uvicorn tells
 
