@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+import h11
 from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -185,6 +186,16 @@ class Connection(H11Protocol):
         return self._num_sent / SLOWEST - (self.loop.time() - self._answer_began)
 
     # ---- what uvicorn tells
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request, in place of the application where that is at work already."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        if not self._is_idle:
+            self.cycle.disconnected = True  # it gets no more, and what it answers is dropped
+            self.cycle.message_event.set()
+        super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
         if self.rank == Rank.UNDER_WAY:

@@ -7,13 +7,17 @@ import http.client
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from http_servers import running
 
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.service import Service
 from flowtrain.utils import connections
 from flowtrain.utils.connections import Rank, Room, places
+from tests.dataflow.fake_groups import ledger as make_ledger
 
 TOKEN = b"a-token"
 BIG = 48 << 20
@@ -252,6 +256,22 @@ def test_one_address_has_so_many_places(monkeypatch: pytest.MonkeyPatch) -> None
         for connection in (other, second, third, *local):
             connection.sendall(EMPTY)
             assert answer(connection)[0] == 200
+
+
+def test_a_client_whose_idle_connection_was_closed_does_not_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_MOST", 1)
+    monkeypatch.setenv("no_proxy", "*")
+    ledger = make_ledger(tmp_path / "flow.sqlite")
+    with (
+        running(Service(ledger, ledger.run, "a-token")) as url,
+        Client(url, "a-token", wait_s=60.0) as one,
+        Client(url, "a-token", wait_s=60.0) as other,
+    ):
+        for _ in range(20):
+            assert one.status() == other.status()
+    ledger.close()
 
 
 class Fake:

@@ -43,6 +43,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 1)
 
 
+@pytest.fixture(autouse=True)
+def quiet(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nobody fills the log either."""
+    yield
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     made = WeightStore(tmp_path_factory.mktemp("malformed") / "weights")
