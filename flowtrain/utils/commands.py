@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from flowtrain.utils.serving import PER_ADDRESS
 
@@ -35,8 +36,8 @@ class Commands:
         return command
 
 
-def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the options of a server: where it listens, `port` is the default, and for how many."""
+def add_server(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options of a server: where it listens, `port` is the default, and to whom."""
     text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {port})"
@@ -52,6 +53,13 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
         metavar="N",
         help=text,
     )
+    add_tokens(parser, required=False)
+
+
+def add_tokens(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Add the option for the file of tokens."""
+    text = "JSON file of the tokens of nodes and trainers (default: FLOWTRAIN_TOKEN alone)"
+    parser.add_argument("--tokens", type=Path, required=required, metavar="FILE", help=text)
 
 
 def number(low: int, high: int) -> Callable[[str], int]:

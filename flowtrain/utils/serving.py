@@ -5,7 +5,6 @@ All of it is plain HTTP: outside a trusted network put a proxy with TLS in front
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
 import secrets
@@ -34,21 +33,30 @@ for ever."""
 
 
 def serve(
-    what: str, make_app: Callable[[str], ASGIApp], host: str, port: int, per_address: int
+    what: str,
+    make_app: Callable[[str], ASGIApp],
+    host: str,
+    port: int,
+    *,
+    per_address: int,
+    has_tokens: bool,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM. `make_app` gets the token: FLOWTRAIN_TOKEN, or else a new one,
-    which is printed. `per_address`: connections that one address may have at a time.
+    """Serve until Ctrl-C or SIGTERM.
+
+    `make_app` gets the token that opens everything: FLOWTRAIN_TOKEN, or else a new one, which is
+    printed. Where the application `has_tokens` of its own none is made, and it may be empty.
+    `per_address`: connections that one address may have at a time.
     """
     require("starlette.responses", "uvicorn")
     from flowtrain.utils.connections import allow_files
 
     allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
-    token = given or secrets.token_urlsafe(24)
+    token = given or ("" if has_tokens else secrets.token_urlsafe(24))
     server, listener = make_server(make_app(token), host, port, per_address)
     with listener:
         print(f"serving {what} at {address(listener)}", flush=True)
-        if not given:
+        if token and not given:
             print(
                 f"{TOKEN_VARIABLE}={token}  (made for this run; set it here too to keep one)",
                 flush=True,
@@ -122,15 +130,6 @@ def address(listener: socket.socket) -> str:
     """Return the URL of a server's socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_allowed(authorization: str, token: str) -> bool:
-    """Return whether a header carries the token."""
-    scheme, _, given = authorization.partition(" ")
-    # Compared as bytes: compare_digest refuses text that is not ASCII, which anybody may send.
-    return (
-        hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
-    )
 
 
 def check_token(token: str) -> str:

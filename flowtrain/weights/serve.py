@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowtrain.utils import serving
-from flowtrain.utils.serving import check_token, is_allowed
+from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.store import WeightStore
 
@@ -27,18 +27,27 @@ _SERVED = re.compile(
 )
 
 
-def serve(store: WeightStore, host: str, port: int, per_address: int) -> None:
+def serve(
+    store: WeightStore, host: str, port: int, *, per_address: int, tokens: TokenFile | None
+) -> None:
     """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut. `per_address`:
     connections that one address may have at a time.
     """
-    serving.serve(str(store), lambda token: make_app(store, token), host, port, per_address)
+    serving.serve(
+        str(store),
+        lambda token: make_app(store, token, tokens),
+        host,
+        port,
+        per_address=per_address,
+        has_tokens=tokens is not None,
+    )
 
 
-def make_app(store: WeightStore, token: str) -> ASGIApp:
-    """Build the ASGI application. It matches paths against one pattern, because a router also
-    redirects.
+def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:
+    """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
+    against one pattern, because a router also redirects.
     """
-    check_token(token)
+    access = Access(token, tokens)
     serving.require("starlette.concurrency", "starlette.requests")
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -47,7 +56,7 @@ def make_app(store: WeightStore, token: str) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server is run without lifespan and websockets"
         request = Request(scope)
-        if is_allowed(request.headers.get("authorization", ""), token):
+        if access.caller(request.headers.get("authorization", "")) is not None:
             scope["admit"]()
             response = await run_in_threadpool(_answer, store, request)
         else:
