@@ -280,7 +280,6 @@ class _Exchange:
 def protocol(room: Room) -> type[Connection]:
     """Return the class of connections of one server."""
 
-
     class OfServer(Connection):
         pass
 

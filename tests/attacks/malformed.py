@@ -18,10 +18,27 @@ _VALID = {
     b"/v2/release": pack(Release("intruder", ((1, 1),))),
     b"/v2/progress": pack(Progress("planner", 9, 9)),
 }
-_METHODS = (b"GET", b"post", b"CONNECT", b"", b"PRI", b"P\x00ST", b"POST POST", b"\xff", b"X" * 20000)
+_METHODS = (
+    b"GET",
+    b"post",
+    b"CONNECT",
+    b"",
+    b"PRI",
+    b"P\x00ST",
+    b"POST POST",
+    b"\xff",
+    b"X" * 20000,
+)
 _PATHS = (
     *(b"", b"*", b"/", b"//", b"/v2/../v2/status", b"http://evil/v2/join", b"/%00", b"/\x00"),
-    *(b"/v2/join?x", b"/v00000000/%2e%2e/HEAD", b"/\xff", b"/a b", b"/v3/join", b"/" + b"x" * 20000),
+    *(
+        b"/v2/join?x",
+        b"/v00000000/%2e%2e/HEAD",
+        b"/\xff",
+        b"/a b",
+        b"/v3/join",
+        b"/" + b"x" * 20000,
+    ),
 )
 _VERSIONS = (b"HTTP/0.9", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.1 ", b"HTTP/1.\xb9", b"", b"http/1.1")
 _LENGTHS = (
@@ -34,10 +51,22 @@ _LENGTHS = (
     b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
 )
 _HEADERS = (
-    *(b"no colon", b": no name", b"X : y", b" X: y", b"X: a\r\n folded", b"X: \x00", b"X: \xff\xfe"),
+    *(
+        b"no colon",
+        b": no name",
+        b"X : y",
+        b" X: y",
+        b"X: a\r\n folded",
+        b"X: \x00",
+        b"X: \xff\xfe",
+    ),
     *(b"X: " + b"x" * 17000, b"X: " + b"x" * 70000, b"\r\n".join([b"X: y"] * 3000), b"X\x00: y"),
     *(b"Range: bytes=9-1", b"Range: bytes=" + b"0-1," * 200, b"Upgrade: websocket", b"X: a\rY: b"),
-    *(b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c", b"Flowtrain-Run: \xc3\xbc", b"Host: i"),
+    *(
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
+        b"Flowtrain-Run: \xc3\xbc",
+        b"Host: i",
+    ),
 )
 _CHUNKS = (
     *(b"zz\r\n", b"-1\r\nx\r\n", b"ffffffffffffffffff\r\n", b"5\r\nabcdeX0\r\n\r\n", b"5\nabcde\n"),
@@ -51,7 +80,12 @@ _BODIES = (
 )
 _TOKENS = (
     *(None, b"", b"Bearer", b"Bearer ", b"Bearer wrong", b"Basic eDp5", b"Bearer t\xc3\xb6ken"),
-    *(b"Bearer \x80\xff", b"Bearer " + b"x" * 15000, b"Bearer a\r\nAuthorization: Bearer b", b"\x00"),
+    *(
+        b"Bearer \x80\xff",
+        b"Bearer " + b"x" * 15000,
+        b"Bearer a\r\nAuthorization: Bearer b",
+        b"\x00",
+    ),
 )
 
 
@@ -140,7 +174,9 @@ def _chunk(rng: Random, draft: Draft) -> None:
 
 def _chunk_well(rng: Random, draft: Draft) -> None:
     draft.length = b"Transfer-Encoding: chunked"
-    draft.body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(draft.body), draft.body) if draft.body else b"0\r\n\r\n"
+    draft.body = (
+        b"%x\r\n%b\r\n0\r\n\r\n" % (len(draft.body), draft.body) if draft.body else b"0\r\n\r\n"
+    )
 
 
 _CHANGES = (

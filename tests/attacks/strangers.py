@@ -85,7 +85,7 @@ def servers(folder: Path, limits: tuple[int, int]) -> Iterator[tuple[str, str]]:
 @contextlib.contextmanager
 def _server(module: str, *words: str, limits: tuple[int, int]) -> Iterator[str]:
     # Set by the shell: in this process there may be threads.
-    limit = f"ulimit -Hn {limits[1]}; ulimit -Sn {limits[0]}; exec \"$@\""
+    limit = f'ulimit -Hn {limits[1]}; ulimit -Sn {limits[0]}; exec "$@"'
     python = [sys.executable, "-m", module, "serve", "--port", "0", *words]
     process = subprocess.Popen(
         ["bash", "-c", limit, "bash", *python],
@@ -107,9 +107,7 @@ def _server(module: str, *words: str, limits: tuple[int, int]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def besieged(
-    urls: Sequence[str], num: int, addresses: Sequence[str]
-) -> Iterator[Counter[str]]:
+def besieged(urls: Sequence[str], num: int, addresses: Sequence[str]) -> Iterator[Counter[str]]:
     """Let `num` strangers, in a process of their own, hold connections to each server; they are
     there when the block begins. Yields counts, complete after the block.
     """

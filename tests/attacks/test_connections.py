@@ -278,7 +278,12 @@ class Fake:
     """A connection, as far as places are concerned."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.rank, self.is_closed, self.transport = address, Rank.STRANGER, False, self
+        self.address, self.rank, self.is_closed, self.transport = (
+            address,
+            Rank.STRANGER,
+            False,
+            self,
+        )
 
     def abort(self) -> None:
         self.is_closed = True

@@ -13,7 +13,6 @@ from random import Random
 
 import pytest
 import torch
-
 from http_servers import running
 
 from flowtrain.dataflow import service as service_module
