@@ -173,7 +173,7 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
         number, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # of mode 0600
         with os.fdopen(number, "w") as file:
             file.write(f"{text}\n")
-        os.replace(new, path)
+        Path(new).replace(path)
 
 
 @contextlib.contextmanager

@@ -224,10 +224,15 @@ def honest(dataflow: str, weights: str, num: int, is_over: threading.Event) -> t
 def _lease(url: str, number: int, found: Found, is_over: threading.Event) -> None:
     node = f"node-{number}"
     with Client(url, TOKEN, wait_s=20.0) as client:
+        has_joined = False
 
         def ask() -> None:
-            client.join(Join(node, "life"))
-            client.lease(LeaseRequest(node, "life", 1))
+            nonlocal has_joined
+            if has_joined:
+                client.lease(LeaseRequest(node, "life", 1))
+            else:
+                client.join(Join(node, "life"))
+                has_joined = True
 
         _go_on(ask, found, is_over, random.Random(number))
 
