@@ -34,11 +34,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         while (message := await receive()).get("more_body"):
             body += message["body"]
         body += message.get("body", b"")
-        body = bytes(BIG) if scope["path"] == "/big" else body or b"hello"
+        body = body or b"hello" if scope["path"] == "/" else bytes(BIG)
     length = (b"content-length", str(len(body)).encode())
     status = 200 if is_known else 401
     await send({"type": "http.response.start", "status": status, "headers": [length]})
-    await send({"type": "http.response.body", "body": body})
+    size = 1 << 16 if scope["path"] == "/parts" else BIG
+    for start in range(0, len(body), size):
+        part = body[start : start + size]
+        more = start + size < len(body)
+        await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 @pytest.fixture(autouse=True)
@@ -196,14 +200,17 @@ def test_an_answer_that_is_never_read_is_given_up(port: int) -> None:
         assert len(ended(connection)) < BIG
 
 
-def test_who_reads_too_slowly_is_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [b"/big", b"/parts"])
+def test_who_reads_too_slowly_is_given_up(
+    port: int, monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> None:
     """It reads a little within each pause that is allowed."""
-    monkeypatch.setattr(connections, "SLOWEST", 16 << 20)  # 48 MiB: 3 s and the patience
+    monkeypatch.setattr(connections, "SLOWEST", 64 << 20)  # 48 MiB: 0.75 s and the patience
     with connected(port) as connection:
-        connection.sendall(head(b"Content-Length: 0", path=b"/big"))
+        connection.sendall(head(b"Content-Length: 0", path=path))
         num_read = 0
         with contextlib.suppress(ConnectionError):
-            while data := connection.recv(200_000):
+            while data := connection.recv(800_000, socket.MSG_WAITALL):
                 num_read += len(data)
                 time.sleep(0.1)
         assert num_read < BIG
