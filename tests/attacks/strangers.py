@@ -4,8 +4,8 @@
 
 Starts a dataflow service and a weight server as their commands do, strangers without a token in a
 process of their own, and nodes that ask both servers about once a second. A stranger sends half a
-head, a byte of it now and then, half a body, or requests whose answers it never reads; when it is
-thrown out it comes again. Prints the latencies of the honest requests and counts.
+head, a byte of it now and then, half a body, or requests whose answers it never reads; thrown out,
+it comes again after 3 to 7 s. Prints the latencies of the honest requests and counts.
 """
 
 from __future__ import annotations
