@@ -11,9 +11,9 @@ from flowtrain.utils.serving import address, make_server
 
 
 @contextlib.contextmanager
-def running(app: Any, port: int = 0) -> Iterator[str]:
+def running(app: Any, port: int = 0, **options: Any) -> Iterator[str]:
     """Run a real server in a thread and yield its URL; it accepts connections at once."""
-    server, listener = make_server(app, port=port)
+    server, listener = make_server(app, port=port, **options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -23,9 +23,10 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.show import status_text
 from flowtrain.types import UserError
-from flowtrain.utils import serving
-from flowtrain.utils.commands import Commands, add_address
+from flowtrain.utils import serving, tokens
+from flowtrain.utils.commands import Commands, add_server, add_tokens
 from flowtrain.utils.lock import Lock
+from flowtrain.utils.tokens import Role, TokenFile
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
+    token_file = TokenFile(options.tokens) if options.tokens else None
     with ExitStack() as cleanup:
         if "://" not in options.database:  # several services may share a PostgreSQL server
             path = Path(options.database)
@@ -59,8 +61,27 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         ledger = open_ledger(_config(rest), options.database)
         run = ledger.run
         serving.serve(
-            f"run {run}", lambda token: Service(ledger, run, token), options.host, options.port
+            f"run {run}",
+            lambda token: Service(ledger, run, token, token_file),
+            options.host,
+            options.port,
+            per_address=options.connections_per_address,
+            has_tokens=token_file is not None,
         )
+    return 0
+
+
+def _token(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _nothing_else(rest)
+    if (options.action == "list") != (options.name is None):
+        raise UserError("token issue and token revoke take a NAME, token list takes none")
+    if options.action == "list":
+        for entry in tokens.read(options.tokens):
+            print(f"{entry.role:8} {entry.name:30} issued {entry.issued} UTC")
+    elif options.action == "revoke":
+        tokens.revoke(options.tokens, options.name)
+    else:
+        print(tokens.issue(options.tokens, options.name, Role(options.role)))
     return 0
 
 
@@ -133,13 +154,23 @@ def _parser() -> argparse.ArgumentParser:
 
     summary = "answer nodes and trainers, until Ctrl-C or SIGTERM"
     server = commands.add("serve", _serve, summary, example=f"{run_options} --port 8400")
-    server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] {given}"
+    server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] [--tokens FILE] {given}"
     server.epilog = (
         f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
         "--help all; [dataflow] is read here."
     )
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
-    add_address(server, 8400)
+    add_server(server, 8400)
+
+    summary = "issue, list or revoke tokens of nodes and trainers, each for its own name only"
+    token = commands.add("token", _token, summary, example="issue eu-1 --tokens tokens.json")
+    text = "issue prints a new token, which is stored nowhere; servers see changes at once"
+    token.add_argument("action", choices=("issue", "list", "revoke"), help=text)
+    text = "name of the node (its --name), or policy of the trainer"
+    token.add_argument("name", metavar="NAME", nargs="?", help=text)
+    roles = (Role.NODE.value, Role.TRAINER.value)
+    token.add_argument("--role", choices=roles, default=roles[0], help="default: node")
+    add_tokens(token, required=True)
 
     summary = "rates, buffers, staleness, nodes; a table that goes on in a terminal"
     status = commands.add("status", _status, summary, example="http://host:8400")

@@ -28,6 +28,7 @@ from flowtrain.dataflow.contract import (
     Joined,
     LeaseRequest,
     Leases,
+    NotAllowed,
     Progress,
     Push,
     Pushed,
@@ -46,10 +47,10 @@ from flowtrain.dataflow.wire import (
     PASSING,
     PREFIX,
     RUN_HEADER,
-    SLOWEST,
     Problem,
 )
 from flowtrain.utils import serving
+from flowtrain.utils.serving import SLOWEST
 from flowtrain.utils.threads import Ended, LoopThread
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ _SAY_AFTER = 5
 """Number of attempts after which the log tells that the client waits for the service."""
 _OPENING = ("join", "register")
 """Methods whose answer tells the identity of the run."""
+_NOT_ALLOWED = (401, 403)
 _ADVICE = {
     301: "; redirects are not followed, give the final address",
     302: "; redirects are not followed, give the final address",
@@ -218,7 +220,8 @@ class Client:
         problem = f"HTTP {response.status_code}: {_problem(content)}"
         if response.status_code in PASSING or response.status_code >= 500:
             raise _Passing(problem, _retry_after_s(response.headers.get("retry-after", "")))
-        raise Refused(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
+        kind = NotAllowed if response.status_code in _NOT_ALLOWED else Refused
+        raise kind(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

@@ -29,6 +29,10 @@ class Refused(Exception):
     """
 
 
+class NotAllowed(Refused):
+    """The token is unknown, was revoked, or is not for this request."""
+
+
 class Unavailable(Exception):
     """The dataflow did not answer by the deadline."""
 

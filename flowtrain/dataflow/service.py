@@ -31,11 +31,12 @@ from flowtrain.dataflow.wire import (
     METHODS,
     PREFIX,
     RUN_HEADER,
-    SLOWEST,
     Problem,
 )
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+from flowtrain.utils.serving import SLOWEST
+from flowtrain.utils.tokens import Access, Caller, Role, TokenFile
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -64,12 +65,20 @@ class _Rejected(Exception):
 class Service:
     """An ASGI application."""
 
-    def __init__(self, ledger: Dataflow, run: str, token: str) -> None:
-        """`run` is the identity of the ledger's run. Raises UserError if a package is missing, and
-        for a token that fits into no header.
+    def __init__(
+        self, ledger: Dataflow, run: str, token: str, tokens: TokenFile | None = None
+    ) -> None:
+        """
+        Args:
+            run: identity of the ledger's run.
+            token: opens everything; it may be empty where there are `tokens`.
+            tokens: those of nodes and trainers, each for requests in its own name.
+
+        Raises:
+            UserError: a package is missing, or a token fits into no header.
         """
         serving.require("starlette.requests", "starlette.responses")
-        self._ledger, self._run, self._token = ledger, run, serving.check_token(token)
+        self._ledger, self._run, self._access = ledger, run, Access(token, tokens)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "ledger")
         self._num_at_work = 0
 
@@ -98,14 +107,17 @@ class Service:
         """Answer a request. A batch that is not full yet is asked for again, less often the longer
         it takes; in between the request holds no thread and no slot.
         """
-        name = self._method(request)
+        caller = self._caller(request)
+        name = self._method(request, caller)
         loop = asyncio.get_running_loop()
         with self._slot():
             body = await _read(request, METHODS[name].max_bytes)
         began = loop.time()
         while True:
             with self._slot():
-                answer, wait_s = await loop.run_in_executor(self._threads, self._work, name, body)
+                answer, wait_s = await loop.run_in_executor(
+                    self._threads, self._work, caller, name, body
+                )
             waited_s = loop.time() - began
             is_over = not waited_s < wait_s or request.scope["is_ending"]()  # wait_s may be nan
             if is_over or await request.is_disconnected():
@@ -114,10 +126,16 @@ class Service:
                 min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s)
             )
 
-    def _method(self, request: Request) -> str:
-        """The name of the method, if the request may ask for it."""
-        if not serving.is_allowed(request.headers.get("authorization", ""), self._token):
+    def _caller(self, request: Request) -> Caller:
+        """Who asks, by the token."""
+        caller = self._access.caller(request.headers.get("authorization", ""))
+        if caller is None:
             raise _Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        request.scope["admit"]()
+        return caller
+
+    def _method(self, request: Request, caller: Caller) -> str:
+        """The name of the method, if the request may ask for it."""
         path: str = request.scope["path"]
         name = path.removeprefix(PREFIX)
         if re.match(r"/v\d+/", path) and name == path:
@@ -131,6 +149,10 @@ class Service:
             raise _Rejected(404, "there is no such method")
         if request.method != "POST":
             raise _Rejected(405, "methods are asked by POST", {"Allow": "POST"})
+        if METHODS[name].role not in (None, caller.role) and caller.role != Role.ALL:
+            raise _Rejected(
+                403, f"the token of the {caller.role} {caller.name!r} may not ask to {name}"
+            )
         if request.headers.get(RUN_HEADER, self._run) != self._run:
             raise _Rejected(409, "this service has another run now; join it again")
         return name
@@ -145,7 +167,7 @@ class Service:
         finally:
             self._num_at_work -= 1
 
-    def _work(self, name: str, body: bytes) -> tuple[bytes, float]:
+    def _work(self, caller: Caller, name: str, body: bytes) -> tuple[bytes, float]:
         """The answer, and for how many seconds a better one may be waited for."""
         kind, ask = METHODS[name].request, getattr(self._ledger, name)
         if kind is None:
@@ -154,6 +176,13 @@ class Service:
             asked: Any = unpack(body, kind)
         except Refused as error:
             raise _Rejected(400, str(error)) from error
+        named = getattr(asked, METHODS[name].named_by)
+        if caller.role != Role.ALL and named != caller.name:
+            raise _Rejected(
+                403,
+                f"the token is that of the {caller.role} {caller.name!r}, the request is of "
+                f"{named[:100]!r}",
+            )
         if not isinstance(asked, BatchRequest):
             return pack(ask(asked)), 0.0
         batch: Batch = ask(replace(asked, wait_s=0.0))
@@ -163,8 +192,7 @@ class Service:
 async def _read(request: Request, max_bytes: int) -> bytes:
     from starlette.requests import ClientDisconnect
 
-    close = {"Connection": "close"}  # the rest of the body is on its way
-    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes", close)
+    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes")
     # The number is one, and not long: the server has seen to that.
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
@@ -178,7 +206,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
     except TimeoutError:
         raise _Rejected(
-            408, f"the request came slower than {SLOWEST >> 10} KiB per second", close
+            408, f"the request came slower than {SLOWEST >> 10} KiB per second"
         ) from None
     except ClientDisconnect:
         raise _Rejected(400, "the request was cut") from None

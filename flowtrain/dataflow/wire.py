@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 from flowtrain.dataflow.contract import PROTOCOL, Dataflow
+from flowtrain.utils.tokens import Role
 
 PREFIX = f"/v{PROTOCOL}/"
 MEDIA_TYPE = "application/vnd.msgpack"
@@ -22,10 +23,10 @@ RUN_HEADER = "Flowtrain-Run"
 """Header of every request but join and register: `Joined.run` or `Registered.run`."""
 MAX_WAIT_S = 30.0
 """Longest time that an answer may wait for a batch to fill."""
-SLOWEST = 64 << 10
-"""Bytes per second; a slower body counts as cut, so that no peer can hold another for ever."""
 PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
+_ASKERS = {"node": Role.NODE, "policy": Role.TRAINER}
+"""Which field of a request names who asks, and the role of whoever has a name there."""
 _MAX_BYTES, _MAX_PUSH_BYTES = 1 << 20, 64 << 20
 
 
@@ -44,6 +45,10 @@ class Method:
     """Type of the answer."""
     max_bytes: int
     """Largest body of a request."""
+    role: Role | None
+    """Who may ask, besides the owner of the shared token; None: everybody with a token."""
+    named_by: str
+    """The field of the request that names who asks; empty where everybody may."""
 
 
 def _methods() -> Mapping[str, Method]:
@@ -51,9 +56,20 @@ def _methods() -> Mapping[str, Method]:
     for name, function in inspect.getmembers(Dataflow, inspect.isfunction):
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
+            request = kinds.get("request")
             max_bytes = _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES
-            found[name] = Method(kinds.get("request"), kinds["return"], max_bytes)
+            role, named_by = _asker(request)
+            found[name] = Method(request, kinds["return"], max_bytes, role, named_by)
     return MappingProxyType(found)
+
+
+def _asker(request: type | None) -> tuple[Role | None, str]:
+    """Who sends such requests, and the field that names it."""
+    if request is None:
+        return None, ""
+    names = {field.name for field in fields(request)}
+    (found,) = ((role, field) for field, role in _ASKERS.items() if field in names)
+    return found
 
 
 METHODS = _methods()

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Lease, Leases, Pushed, Refused
+from flowtrain.dataflow.contract import Lease, Leases, NotAllowed, Pushed, Refused
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
@@ -215,6 +215,8 @@ class Node:
             item = await self._to_push.get()
             try:
                 await self._member.push(item.lease, item.payload)
+            except NotAllowed:
+                raise  # no other group would be taken either
             except Refused as refusal:
                 _log.error(
                     "the group of work item %d is refused: %s", item.lease.work_item, refusal
@@ -280,6 +282,8 @@ class Node:
             return
         self._num_pushed += sum(isinstance(answer, Pushed) for answer in answers)
         for error in (answer for answer in answers if isinstance(answer, Exception)):
+            if isinstance(error, NotAllowed):
+                continue  # the error that ends the node says so
             _log.error("a work item could not be handed over: %s", error)
 
     async def _release_rest(self, reason: str) -> None:

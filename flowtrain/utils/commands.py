@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+
+from flowtrain.utils.serving import PER_ADDRESS
 
 
 class Commands:
@@ -33,12 +36,30 @@ class Commands:
         return command
 
 
-def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the address of a server; `port` is the default."""
+def add_server(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options of a server: where it listens, `port` is the default, and to whom."""
     text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {port})"
     parser.add_argument("--port", type=number(0, 65535), default=port, help=text)
+    text = (
+        f"at a time (default: {PER_ADDRESS}); more where many nodes share an address, as behind a "
+        "proxy on another machine; for 127.0.0.1 there is no such limit"
+    )
+    parser.add_argument(
+        "--connections-per-address",
+        type=number(1, 1 << 20),
+        default=PER_ADDRESS,
+        metavar="N",
+        help=text,
+    )
+    add_tokens(parser, required=False)
+
+
+def add_tokens(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Add the option for the file of tokens."""
+    text = "JSON file of the tokens of nodes and trainers (default: FLOWTRAIN_TOKEN alone)"
+    parser.add_argument("--tokens", type=Path, required=required, metavar="FILE", help=text)
 
 
 def number(low: int, high: int) -> Callable[[str], int]:

@@ -5,7 +5,6 @@ All of it is plain HTTP: outside a trusted network put a proxy with TLS in front
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
 import secrets
@@ -26,20 +25,38 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE_S = 3
 """Time for answers under way when a server is asked to end."""
 _KEEP_ALIVE_S = 60
-_MAX_CONNECTIONS = 4096
-_MAX_HEADER_BYTES = 16 << 10
+PER_ADDRESS = 256
+"""Connections that one address may have at a time."""
+SLOWEST = 64 << 10
+"""Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
+for ever."""
 
 
-def serve(what: str, make_app: Callable[[str], ASGIApp], host: str, port: int) -> None:
-    """Serve until Ctrl-C or SIGTERM. `make_app` gets the token: FLOWTRAIN_TOKEN, or else a new one,
-    which is printed.
+def serve(
+    what: str,
+    make_app: Callable[[str], ASGIApp],
+    host: str,
+    port: int,
+    *,
+    per_address: int,
+    has_tokens: bool,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    `make_app` gets the token that opens everything: FLOWTRAIN_TOKEN, or else a new one, which is
+    printed. Where the application `has_tokens` of its own none is made, and it may be empty.
+    `per_address`: connections that one address may have at a time.
     """
+    require("starlette.responses", "uvicorn")
+    from flowtrain.utils.connections import allow_files
+
+    allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
-    token = given or secrets.token_urlsafe(24)
-    server, listener = make_server(make_app(token), host, port)
+    token = given or ("" if has_tokens else secrets.token_urlsafe(24))
+    server, listener = make_server(make_app(token), host, port, per_address)
     with listener:
         print(f"serving {what} at {address(listener)}", flush=True)
-        if not given:
+        if token and not given:
             print(
                 f"{TOKEN_VARIABLE}={token}  (made for this run; set it here too to keep one)",
                 flush=True,
@@ -54,18 +71,21 @@ def serve(what: str, make_app: Callable[[str], ASGIApp], host: str, port: int) -
 
 
 def make_server(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 0
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, per_address: int = PER_ADDRESS
 ) -> tuple[uvicorn.Server, socket.socket]:
     """Return a server, to be run with `run(sockets=[socket])`, and its socket, which accepts
     connections from now on. Port 0 is any free one.
 
-    In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it.
+    In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it,
+    and `admit()` tells the server that the request has a valid token.
 
     Raises:
-        UserError: uvicorn is missing, or the address is not available.
+        UserError: a package is missing, or the address is not available.
     """
-    require("uvicorn")
+    require("starlette.responses", "uvicorn")
     import uvicorn
+
+    from flowtrain.utils.connections import MAX_HEAD_BYTES, Room, places, protocol
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):
@@ -77,16 +97,17 @@ def make_server(
     async def with_end(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "is_ending": lambda: server.should_exit}, receive, send)
 
+    most, backlog = places()
     options = uvicorn.Config(
         with_end,
         lifespan="off",
         ws="none",
-        log_level="warning",
+        log_level="error",  # a warning per malformed request would let strangers fill the log
         access_log=False,
         server_header=False,
-        http="h11",  # by name: the other parser that uvicorn may find has no limit for headers
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        limit_concurrency=_MAX_CONNECTIONS,
+        http=protocol(Room(most, per_address)),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        backlog=backlog,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
@@ -109,15 +130,6 @@ def address(listener: socket.socket) -> str:
     """Return the URL of a server's socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_allowed(authorization: str, token: str) -> bool:
-    """Return whether a header carries the token."""
-    scheme, _, given = authorization.partition(" ")
-    # Compared as bytes: compare_digest refuses text that is not ASCII, which anybody may send.
-    return (
-        hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
-    )
 
 
 def check_token(token: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flowtrain.types import UserError
-from flowtrain.utils.commands import Commands, add_address, number
+from flowtrain.utils.commands import Commands, add_server, number
+from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights import serve, show
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.remote import HttpStore
@@ -89,7 +90,13 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
 
 def _serve(options: argparse.Namespace, _cache: Path) -> int:
     try:
-        serve.serve(_open_folder(options.store), options.host, options.port)
+        serve.serve(
+            _open_folder(options.store),
+            options.host,
+            options.port,
+            per_address=options.connections_per_address,
+            tokens=TokenFile(options.tokens) if options.tokens else None,
+        )
     except KeyboardInterrupt:
         print("stopped")  # the normal end
     return 0
@@ -163,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = "serve a store over HTTP, read-only"
     server = commands.add("serve", _serve, summary, example="runs/a/weights --port 8321")
     server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
-    add_address(server, 8321)
+    add_server(server, 8321)
 
     summary = "delete versions that nobody needs"
     clean = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")

@@ -19,7 +19,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from tqdm import tqdm
 
-from flowtrain.utils.serving import check_token, check_url
+from flowtrain.utils.serving import SLOWEST, check_token, check_url
 from flowtrain.weights.files import mismatch
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.store import Source, WeightStore
@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 _MAX_HEAD = 64
 _MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
-_SLOWEST = 64 << 10
-"""Bytes per second; a slower answer counts as cut, so no server can hold a reader forever."""
 _BIG = 64 << 20
 """Bytes from which on a download shows a progress bar."""
 _LONGEST_PAUSE_S = 10.0
@@ -233,7 +231,7 @@ class HttpStore:
         return response
 
     def _deadline(self, num_bytes: int) -> float:
-        return time.monotonic() + self._timeout_s + num_bytes / _SLOWEST
+        return time.monotonic() + self._timeout_s + num_bytes / SLOWEST
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -270,7 +268,7 @@ def _read(response: HTTPResponse, num_bytes: int, deadline: float) -> bytes:
     except (OSError, HTTPException) as error:
         raise _Cut(f"the connection was cut ({error or type(error).__name__})") from error
     if data and time.monotonic() > deadline:
-        raise _Cut(f"the answer came slower than {_SLOWEST >> 10} KiB per second")
+        raise _Cut(f"the answer came slower than {SLOWEST >> 10} KiB per second")
     return data
 
 

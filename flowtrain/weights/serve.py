@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowtrain.utils import serving
-from flowtrain.utils.serving import check_token, is_allowed
+from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.store import WeightStore
 
@@ -27,34 +27,49 @@ _SERVED = re.compile(
 )
 
 
-def serve(store: WeightStore, host: str, port: int) -> None:
-    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut."""
-    serving.serve(str(store), lambda token: make_app(store, token), host, port)
-
-
-def make_app(store: WeightStore, token: str) -> ASGIApp:
-    """Build the ASGI application. It matches paths against one pattern, because a router also
-    redirects.
+def serve(
+    store: WeightStore, host: str, port: int, *, per_address: int, tokens: TokenFile | None
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut. `per_address`:
+    connections that one address may have at a time.
     """
-    check_token(token)
+    serving.serve(
+        str(store),
+        lambda token: make_app(store, token, tokens),
+        host,
+        port,
+        per_address=per_address,
+        has_tokens=tokens is not None,
+    )
+
+
+def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:
+    """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
+    against one pattern, because a router also redirects.
+    """
+    access = Access(token, tokens)
     serving.require("starlette.concurrency", "starlette.requests")
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
+    from starlette.responses import PlainTextResponse
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server is run without lifespan and websockets"
-        response = await run_in_threadpool(_answer, store, token, Request(scope))
+        request = Request(scope)
+        if access.caller(request.headers.get("authorization", "")) is not None:
+            scope["admit"]()
+            response = await run_in_threadpool(_answer, store, request)
+        else:
+            headers = {"WWW-Authenticate": "Bearer"}
+            response = PlainTextResponse("the token is missing or wrong\n", 401, headers)
         await response(scope, receive, send)
 
     return app
 
 
-def _answer(store: WeightStore, token: str, request: Request) -> Response:
+def _answer(store: WeightStore, request: Request) -> Response:
     from starlette.responses import FileResponse, PlainTextResponse, Response
 
-    if not is_allowed(request.headers.get("authorization", ""), token):
-        headers = {"WWW-Authenticate": "Bearer"}
-        return PlainTextResponse("the token is missing or wrong\n", 401, headers)
     if request.method not in ("GET", "HEAD"):
         return PlainTextResponse("the store is read-only\n", 405, {"Allow": "GET, HEAD"})
     path = _find(store, request.scope["path"])

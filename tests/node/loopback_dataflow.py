@@ -25,6 +25,7 @@ from flowtrain.dataflow.service import Service
 from flowtrain.training import model as models
 from flowtrain.types import Group
 from flowtrain.utils import serving
+from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights import Publisher, WeightStore
 
 TOKEN = "of-the-tests"
@@ -120,9 +121,12 @@ class Trainer:
 class DataflowServer:
     """A ledger and its service, which can stop and start again at the same port."""
 
-    def __init__(self, config: Config, ledger: Ledger, answers: Any) -> None:
+    def __init__(
+        self, config: Config, ledger: Ledger, answers: Any, tokens: TokenFile | None = None
+    ) -> None:
         """`answers`: the ledger, or a wrapper around it."""
         self.config, self.ledger, self.answers = config, ledger, answers
+        self._tokens = tokens
         self._server: uvicorn.Server | None = None
         self.port = 0
         self.start()
@@ -136,7 +140,7 @@ class DataflowServer:
 
     def start(self) -> None:
         self._server, listener = serving.make_server(
-            Service(self.answers, self.ledger.run, TOKEN), port=self.port
+            Service(self.answers, self.ledger.run, TOKEN, self._tokens), port=self.port
         )
         self.port = listener.getsockname()[1]
         self._thread = threading.Thread(
@@ -154,10 +158,14 @@ class DataflowServer:
 
 @contextmanager
 def serve_dataflow(
-    config: Config, folder: Path, ledger: Ledger | None = None, answers: Any = None
+    config: Config,
+    folder: Path,
+    ledger: Ledger | None = None,
+    answers: Any = None,
+    tokens: TokenFile | None = None,
 ) -> Iterator[DataflowServer]:
     ledger = ledger or open_ledger(config, folder / "ledger.sqlite")
-    made = DataflowServer(config, ledger, answers or ledger)
+    made = DataflowServer(config, ledger, answers or ledger, tokens)
     try:
         yield made
     finally:

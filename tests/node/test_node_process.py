@@ -27,6 +27,7 @@ from loopback_dataflow import (
 )
 
 from flowtrain.types import Group
+from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)
@@ -270,6 +271,32 @@ def test_the_wrong_token_is_refused(server: Server, dataflow: DataflowServer) ->
     )
     assert node.wait() == 1
     assert "set FLOWTRAIN_TOKEN to that of the service" in node.err.read_text()
+
+
+def test_a_node_whose_token_is_revoked_ends_with_one_line(
+    server: Server, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.json"
+    environment = {"FLOWTRAIN_TOKEN": issue(path, "eu-1", Role.NODE)}
+    config = make_config(model, dataflow={"lease_s": 1.5, "wait_s": 60.0, "max_staleness": 8})
+    with serve_dataflow(config, tmp_path, tokens=TokenFile(path)) as made:
+        trainer = Trainer(made.ledger, model, tmp_path / "weights")
+        trainer.register(num_groups=2)
+        words = ("node", "--dataflow", made.url, "--name")
+        other = keep_exit_code(server.start(*words, "us-1", env=environment))
+        node = keep_exit_code(server.start(*words, "eu-1", env=environment))
+        trainer.step(1)
+        trainer.step(2)
+        revoke(path, "eu-1")
+        assert node.wait() == 1 and other.wait() == 1
+        assert list(made.ledger.status()["nodes"]) == ["eu-1"]
+    for process, why in (
+        (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the serv"),
+        (other, "HTTP 403: the token is that of the node 'eu-1', the request is of 'us-1'"),
+    ):
+        lines = process.err.read_text().splitlines()
+        told = [line for line in lines if "groups pushed (" not in line]  # the progress
+        assert len(told) == 1 and why in told[0], lines
 
 
 def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> None:

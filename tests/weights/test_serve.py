@@ -12,10 +12,12 @@ from pathlib import Path
 
 import http_stores as hs
 import pytest
+from http_servers import running
 from http_stores import LAST, TOKEN
 
 from flowtrain.types import UserError
 from flowtrain.utils.serving import address, make_server
+from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 from flowtrain.weights.serve import make_app
 
@@ -134,6 +136,22 @@ def test_the_scheme_must_be_bearer(connection: HTTPConnection) -> None:
     for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 401), ("", 401)):
         assert ask(connection, "/HEAD", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
     assert ask(connection, f"/HEAD?token={TOKEN}", token=None)[0] == 401
+
+
+def test_every_role_reads_weights_until_its_token_is_revoked(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.json"
+    tokens = {role: issue(path, role, role) for role in (Role.NODE, Role.TRAINER)}
+    with running(make_app(store, "", TokenFile(path))) as url:
+        client = HTTPConnection(url.removeprefix("http://"), timeout=20)
+        for role, token in tokens.items():
+            assert ask(client, "/HEAD", token=token)[0] == 200
+            assert ask(client, "/HEAD", token=token[:-1])[0] == 401
+            assert ask(client, "/HEAD", token="")[0] == 401
+            revoke(path, role)
+            assert ask(client, "/HEAD", token=token)[0] == 401
+        client.close()
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND"])

@@ -26,7 +26,8 @@ from http_stores import (
 )
 from safetensors.numpy import load_file, save_file
 
-from flowtrain.weights import HttpStore, WeightStore, pull, remote
+from flowtrain.utils.tokens import Role, issue
+from flowtrain.weights import HttpStore, StoreError, WeightStore, pull, remote
 from flowtrain.weights.files import write_delta
 
 pytest_plugins = ("http_stores",)
@@ -227,6 +228,32 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
         assert code == 1 and f"{server.url} holds no version" in err
     code, _, err = run("verify", server.url)
     assert code == 1 and "no answer" in err
+
+
+def test_no_shared_token_is_made_beside_a_file_of_tokens(
+    filled: WeightStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.json"
+    token = issue(path, "n1", Role.NODE)
+    environment = os.environ | {"FLOWTRAIN_TOKEN": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "flowtrain.weights", "serve", str(filled.root)]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--tokens", str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[-1]
+            assert HttpStore(url, tmp_path / "cache", token).head() == hs.LAST
+            for wrong in ("", "wrong", path.name):
+                with pytest.raises(StoreError, match="token"):
+                    HttpStore(url, tmp_path / "cache", wrong).head()
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read() == "stopped\n"
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("given", ["", "a-token-that-was-chosen"])
