@@ -1,6 +1,6 @@
 """The HTTP interface on which service and client agree.
 
-POST /v2/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
+POST /v3/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
 Bearer <token>`; 2 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
 `Problem`: after 4xx it does not help to ask again, after 408, 425, 429 and 5xx it may.
 """

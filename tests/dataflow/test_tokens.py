@@ -92,7 +92,7 @@ def ask(url: str, token: str, method: str, request: Any) -> tuple[int, str]:
     """The status, and what is wrong."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     body = b"" if request is None else pack(request)
-    connection.request("POST", f"/v2/{method}", body, {"Authorization": f"Bearer {token}"})
+    connection.request("POST", f"/v3/{method}", body, {"Authorization": f"Bearer {token}"})
     response = connection.getresponse()
     content = response.read()
     connection.close()
@@ -153,7 +153,7 @@ def test_a_node_cannot_end_or_take_the_leases_of_another(path: Path, ledger: Any
             ("renew", Renewal("n1", "a", ((1, 1),))),
             ("push", Push("n1", 1, 1, group)),
             ("release", Release("n1", ((1, 1),))),
-            ("register", Register("n2", "layout", "store", 1, 1)),
+            ("register", Register("n2", "layout", "store", 1, 1, 512, 256)),
             ("progress", Progress("n2", 1, 1, is_done=True)),
         ):
             assert ask(url, token, method, request)[0] == 403, method
@@ -172,7 +172,7 @@ def test_a_malformed_request_is_no_way_around(path: Path, ledger: Any) -> None:
         twice = b"\x83\xa4node\xa2n2\xa4node\xa2n1\xa4life\xa1b"  # the field comes twice
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
         headers = {"Authorization": f"Bearer {token}"}
-        connection.request("POST", "/v2/join", twice, headers)
+        connection.request("POST", "/v3/join", twice, headers)
         assert connection.getresponse().status in (400, 403)
         connection.close()
 
