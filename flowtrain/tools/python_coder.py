@@ -103,7 +103,10 @@ def make(context: ToolContext) -> Tool:
     if context.chat is None:
         return coder
     return ModelCoder(
-        coder, context.chat, timeout_s=agent.tool_timeout_s, code_timeout_s=agent.code_timeout_s
+        coder,
+        context.chat,
+        timeout_s=agent.tool_timeout_s,
+        code_timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
     )
 
 

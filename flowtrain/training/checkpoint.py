@@ -34,7 +34,7 @@ from flowtrain import _delta
 from flowtrain.training import model as models
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.utils.files import make_folder, put_folder, remove, sync_tree
+from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
 from flowtrain.weights.files import check, record
 from flowtrain.weights.manifest import File, StoreError
 from flowtrain.weights.ranks import together
@@ -79,9 +79,11 @@ def save(
 
 def _seal(folder: Path, state: dict[str, int | str]) -> None:
     """Write state.json, with the checksums of all other files, and flush everything."""
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        share(path)
     files = {
-        file.name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3}
-        for file in map(record, sorted(folder.iterdir()))
+        file.name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3} for file in map(record, paths)
     }
     whole = {**state, "files": files}
     text = json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)

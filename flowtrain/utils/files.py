@@ -43,6 +43,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def share(path: Path) -> None:
+    """Let everybody read a file who may enter its folder; safetensors allows its owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def sync_tree(folder: Path) -> None:
     """Flush all files of a folder and their names, those of folders in it too."""
     for path in folder.rglob("*"):

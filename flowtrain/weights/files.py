@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.files import sync, writing
+from flowtrain.utils.files import share, sync, writing
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.manifest import FORMAT, File, StoreError, check_format
 from flowtrain.weights.tensor_shards import Layout, TensorShard, layout_hash
@@ -73,6 +73,7 @@ def writing_tensors(path: Path) -> Iterator[None]:
 
 def seal(path: Path) -> File:
     """Flush a finished file to the disk and take its checksum."""
+    share(path)
     sync(path)
     return record(path)
 

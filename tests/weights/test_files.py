@@ -158,3 +158,11 @@ def test_garbage_is_listed_before_it_is_deleted(store: WeightStore) -> None:
     assert store.garbage(1) == [] and store.collect_garbage(1) == []
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
         store.garbage(0)
+
+
+def test_others_may_read_what_is_published(store: WeightStore) -> None:
+    """A node or a weight server may run as another user."""
+    paths = list(store.root.glob("*/*.safetensors"))
+    assert paths and all(
+        path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666 for path in paths
+    )
