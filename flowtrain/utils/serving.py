@@ -25,6 +25,8 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE_S = 3
 """Time for answers under way when a server is asked to end."""
 _KEEP_ALIVE_S = 60
+_ACCEPTS = 16
+"""Connections accepted at a time: two thousand at once would keep all others waiting."""
 PER_ADDRESS = 256
 """Connections that one address may have at a time."""
 SLOWEST = 64 << 10
@@ -98,6 +100,12 @@ def make_server(
         await app({**scope, "is_ending": lambda: server.should_exit}, receive, send)
 
     most, backlog = places()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(backlog)
+
     options = uvicorn.Config(
         with_end,
         lifespan="off",
@@ -107,11 +115,11 @@ def make_server(
         server_header=False,
         http=protocol(Room(most, per_address)),
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        backlog=backlog,
+        backlog=_ACCEPTS,  # to asyncio, also how many it accepts before it serves the others again
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    server = uvicorn.Server(options)
+    server = Server(options)
     return server, listener
 
 

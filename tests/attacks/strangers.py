@@ -257,9 +257,15 @@ def _go_on(
             return
 
 
+def chosen(urls: tuple[str, str], at: str) -> Sequence[str]:
+    return {"both": urls, "dataflow": urls[:1], "weights": urls[1:]}[at]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strangers", type=int, default=2000, help="at each server")
+    text = "the servers that strangers go to (default: both)"
+    parser.add_argument("--at", choices=("both", "dataflow", "weights"), default="both", help=text)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--hosts", type=int, default=16, help="addresses of the strangers")
@@ -271,7 +277,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         servers(Path(folder), limits) as urls,
-        besieged(urls, options.strangers, addresses) as counts,
+        besieged(chosen(urls, options.at), options.strangers, addresses) as counts,
     ):
         threading.Timer(options.seconds, is_over.set).start()
         asked, fetched = honest(*urls, options.nodes, is_over)
