@@ -387,7 +387,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
 def test_a_slow_answer_is_cut(
     server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpStore, "_deadline", lambda self, num_bytes: 0.0)
+    monkeypatch.setattr(HttpStore, "_limit_s", lambda self, num_bytes: -1.0)
     with pytest.raises(StoreError, match="slower than 64 KiB per second, 4 times"):
         store_at(server.url, tmp_path).fetch(0, snapshot_of(filled))
 
