@@ -23,6 +23,7 @@ from flowtrain.dataflow.show import status_text
 from flowtrain.types import UserError
 from flowtrain.utils import serving
 from flowtrain.utils.commands import Commands, add_address
+from flowtrain.utils.terminal import bare, protect_output
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -30,6 +31,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    protect_output()
     options, rest = _parser().parse_known_args(arguments)
     try:
         code: int = options.run(options, rest)
@@ -67,7 +69,8 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             if not sys.stdout.isatty():
                 print(text, end="")
                 return 0
-            print(f"{_CLEAR}{text}\n(every {options.every:g} s; Ctrl-C ends)", flush=True)
+            bare(sys.stdout).write(_CLEAR)
+            print(f"{text}\n(every {options.every:g} s; Ctrl-C ends)", flush=True)
             time.sleep(options.every)
 
 

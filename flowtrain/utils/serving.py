@@ -82,6 +82,7 @@ def make_server(
         lifespan="off",
         ws="none",
         log_level="warning",
+        use_colors=False,  # which would be escaped, see terminal.py
         access_log=False,
         server_header=False,
         http="h11",  # by name: the other parser that uvicorn may find has no limit for headers

@@ -26,9 +26,9 @@ from urllib.request import (
     build_opener,
 )
 
-from tqdm import tqdm
-
 from flowtrain.utils.serving import check_token, check_url
+from flowtrain.utils.terminal import bar
+from flowtrain.utils.text import printable
 from flowtrain.weights.files import mismatch
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.store import Source, WeightStore
@@ -210,10 +210,10 @@ class HttpStore:
             if response.length is not None and at + response.length != num_bytes:
                 return f"the server has {at + response.length} bytes, the manifest says {num_bytes}"
             response.end_after(self._limit_s(num_bytes - at))
-            with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as bar:
+            with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as shown:
                 while at < num_bytes and (chunk := _read(response, min(num_bytes - at, _CHUNK))):
                     out.write(chunk)
-                    bar.update(len(chunk))
+                    shown.update(len(chunk))
                     at += len(chunk)
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
@@ -344,4 +344,4 @@ def _folder(version: int) -> str:
 def _bar(name: str, at: int, num_bytes: int) -> Any:
     hidden = None if num_bytes >= _BIG else True  # None: hidden when stderr is no terminal
     scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": hidden}
-    return tqdm(desc=name, initial=at, total=num_bytes, **scale)
+    return bar(desc=printable(name, keep=""), initial=at, total=num_bytes, **scale)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from flowtrain.config import Chat, Config
 from flowtrain.tools.base import ToolError
@@ -18,6 +17,7 @@ from flowtrain.tools.retrieval.bm25 import best
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.terminal import bar
 
 BATCH = 64
 """Texts per request."""
@@ -102,7 +102,7 @@ async def _write_vectors(
 ) -> None:
     matrix: np.memmap | None = None
     done = 0
-    with tqdm(total=num_texts, desc="embeddings", unit="text") as shown:
+    with bar(total=num_texts, desc="embeddings", unit="text") as shown:
         while batch := list(itertools.islice(texts, 8 * BATCH)):
             vectors = await embedder.embed(batch, _BUILD_S)
             if matrix is None:
