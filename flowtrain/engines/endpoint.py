@@ -146,7 +146,7 @@ class Endpoint:
         except TimeoutError:
             raise _AttemptFailed(f"no reply within timeout_s={timeout_s:g}") from None
         except httpx2.TransportError as error:
-            raise _AttemptFailed(f"{type(error).__name__}: {error}") from error
+            raise _AttemptFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
         except BadBody as error:
             raise EngineError(f"it sent {error}") from None
         status = response.status_code

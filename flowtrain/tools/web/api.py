@@ -19,8 +19,8 @@ from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
 from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 
-MAX_BYTES = 16 << 20
-"""Bytes of an answer, after decompression."""
+MAX_BYTES = 8 << 20
+"""Bytes of an answer, after decompression; its values take up to 64 times as many."""
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
