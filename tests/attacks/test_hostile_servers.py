@@ -159,9 +159,8 @@ def test_the_library_bounds_compressions_too() -> None:
     decoder = twice._get_content_decoder()
     pieces = decoder.decode(gzip.compress(raw.zeros(64)))
     assert max(map(len, pieces)) <= MAX_BYTES
-    many = httpx2.Response(200, headers={"Content-Encoding": ", ".join(["gzip"] * 6)})
     with pytest.raises(httpx2.DecodingError, match="more than 5"):
-        many._get_content_decoder()
+        httpx2.Response(200, headers={"Content-Encoding": ", ".join(["gzip"] * 6)})
 
 
 def test_no_cookie_is_kept(server: RawServer, tally: Tally) -> None:
