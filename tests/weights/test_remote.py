@@ -400,7 +400,7 @@ def drip(handler: hs.Handler) -> None:
 def test_a_slow_answer_is_cut(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
     file = snapshot_of(filled)
     server.answers[file.name] = [drip, drip]
-    with pytest.raises(StoreError, match="slower than 64 KiB per second.*, 2 times"):
+    with pytest.raises(StoreError, match=r"slower than 64 KiB per second.*, 2 times"):
         store_at(server.url, tmp_path, retries=1, timeout_s=0.1).fetch(0, file)
 
 
