@@ -13,6 +13,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse
 from flowtrain.types import UserError
+from flowtrain.utils.terminal import protect_output
 
 INTERRUPTED = 130
 _ECHO_S = 2.0
@@ -26,6 +27,7 @@ def run_command(
 
     `argv`: the options, where a command has arguments besides.
     """
+    protect_output()
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         words = sys.argv[1:] if argv is None else argv

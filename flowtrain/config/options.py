@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from flowtrain.config import Config
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import printable
 
 NAMED = ("engines", "plugins", "policies")
 """Sections of tables that the user names: [engines.judge], --engines.judge.model."""
@@ -225,7 +226,7 @@ def _explain(error: ValidationError) -> str:
 
 def _shown(text: str) -> str:
     """Any text, for a line that a person reads."""
-    start = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_SHOWN_CHARS])
+    start = printable(text[:_SHOWN_CHARS], keep="")
     return start if len(text) <= _SHOWN_CHARS else f"{start}... ({len(text):,} characters)"
 
 

@@ -26,6 +26,7 @@ from flowtrain.types import UserError
 from flowtrain.utils import serving, tokens
 from flowtrain.utils.commands import Commands, add_server, add_tokens
 from flowtrain.utils.lock import Lock
+from flowtrain.utils.terminal import bare, protect_output
 from flowtrain.utils.tokens import Role, TokenFile
 
 _COMMAND = "python -m flowtrain.dataflow"
@@ -34,6 +35,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    protect_output()
     options, rest = _parser().parse_known_args(arguments)
     try:
         code: int = options.run(options, rest)
@@ -97,7 +99,8 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             if not sys.stdout.isatty():
                 print(text, end="")
                 return 0
-            print(f"{_CLEAR}{text}\n(every {options.every:g} s; Ctrl-C ends)", flush=True)
+            bare(sys.stdout).write(_CLEAR)
+            print(f"{text}\n(every {options.every:g} s; Ctrl-C ends)", flush=True)
             time.sleep(options.every)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowtrain.report.tables import aligned
+from flowtrain.utils.text import printable
 
 _LEFT_OUT = ("stale", "filtered", "surplus", "empty")
 """Why a group is not trained, in the ledger's words: too old, rejected by the group filter, more
@@ -21,10 +22,8 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"; {tasks['admitted']:,} of {tasks['asked']:,} prompts were admitted",
     ]
     if lost := status["lost_leases"]:
-        head.append(
-            "leases that ended without a group: "
-            f"{', '.join(f'{num:,} {_text(why)}' for why, num in lost.items())}"
-        )
+        reasons = ", ".join(f"{num:,} {why}" for why, num in lost.items())
+        head.append(printable(f"leases that ended without a group: {reasons}", keep=""))
     parts = [
         "\n".join(head) + "\n",
         _policies(status["policies"]),
@@ -52,7 +51,7 @@ def _policies(policies: Mapping[str, Any]) -> str:
         )
         counts = [str(policy[key]) for key in ("version", "step", "checkpoint")]
         last = [*ages, str(policy["max_staleness"]), _idle(policy), _ago(policy["seen_s_ago"])]
-        rows.append((_text(name), policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *last))
+        rows.append((name, policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *last))
     return aligned(rows)
 
 
@@ -67,7 +66,7 @@ def _groups(policies: Mapping[str, Any]) -> str:
                     for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0]))
                 )
                 counts = [f"{found['num']:,}", f"{found['tokens_mean']:,.0f}"]
-                rows.append((_text(name), state, *counts, lengths))
+                rows.append((name, state, *counts, lengths))
     return aligned(rows) if len(rows) > 1 else ""
 
 
@@ -79,11 +78,10 @@ def _nodes(nodes: Mapping[str, Any]) -> str:
     ]
     for name, node in nodes.items():
         versions = (
-            ", ".join(f"{_text(policy)} {version}" for policy, version in node["versions"].items())
-            or "-"
+            ", ".join(f"{policy} {version}" for policy, version in node["versions"].items()) or "-"
         )
         counts = [str(node["num_leased"]), f"{node['num_groups']:,}", f"{node['groups_per_s']:.2f}"]
-        rows.append((_text(name), _ago(node["seen_s_ago"]), *counts, _idle(node), versions))
+        rows.append((name, _ago(node["seen_s_ago"]), *counts, _idle(node), versions))
     return aligned(rows)
 
 
@@ -98,8 +96,3 @@ def _ago(seconds: float) -> str:
         if seconds >= 2 * num:
             return f"{seconds / num:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def _text(name: str) -> str:
-    """Replace unprintable letters: a terminal must not take a node's name for a command."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)

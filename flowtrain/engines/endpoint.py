@@ -24,6 +24,7 @@ from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
+from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import Ended, LoopThread
 
@@ -35,6 +36,8 @@ _GRACE_S = 1.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
 """Status of a wrong key, model or address."""
+_MOST_TOKENS = 1 << 40
+"""Of a request; an endpoint that claims more, or less than none, is not believed."""
 _RETRIED = (408, 409, 425, 429)
 """Status, besides 5xx, after which another attempt may succeed."""
 
@@ -72,6 +75,7 @@ class Endpoint:
             limits=httpx2.Limits(
                 max_connections=None, max_keepalive_connections=options.max_concurrency
             ),
+            cookies=no_cookies(),
             timeout=None,
         )
         self._thread = LoopThread(f"endpoint-{label}")
@@ -136,21 +140,23 @@ class Endpoint:
                 asyncio.timeout(timeout_s),
                 self._client.stream("POST", self._url, json=body) as response,
             ):
-                content = await _read(response)
+                content = await read_body(
+                    response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
+                )
         except TimeoutError:
             raise _AttemptFailed(f"no reply within timeout_s={timeout_s:g}") from None
         except httpx2.TransportError as error:
-            raise _AttemptFailed(f"{type(error).__name__}: {error}") from error
-        except httpx2.DecodingError as error:
-            raise EngineError(f"a body that cannot be decompressed: {error}") from error
+            raise _AttemptFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
+        except BadBody as error:
+            raise EngineError(f"it sent {error}") from None
         status = response.status_code
-        problem = f"HTTP {status}: {_shown(content)}"
+        problem = f"HTTP {status}: {shown(content)}"
         if status in _RETRIED or status >= 500:
             raise _AttemptFailed(problem, _retry_after(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
                 f"engines.{self._label}: {self._url} answers HTTP {status} to model "
-                f"{body['model']!r}: {_shown(content)}"
+                f"{body['model']!r}: {shown(content)}"
             )
         if status != 200:
             raise EngineError(problem)
@@ -175,17 +181,9 @@ def _headers(label: str, options: Chat) -> dict[str, str]:
             f"engines.{label}.api_key_env={variable!r}: this environment variable holds no key; "
             "set it, or api_key_env = '' for none"
         )
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-async def _read(response: httpx2.Response) -> bytes:
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > _MAX_BYTES:
-            beginning = _shown(bytes(content[:200]))
-            raise EngineError(f"a body of more than {_MAX_BYTES} bytes: {beginning}")
-    return bytes(content)
+    return {"Accept-Encoding": ACCEPT_ENCODING} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
 
 
 def _parse(content: bytes) -> tuple[str, int, int]:
@@ -193,18 +191,17 @@ def _parse(content: bytes) -> tuple[str, int, int]:
     try:
         reply = json.loads(content)
     except (ValueError, RecursionError):
-        raise EngineError(f"a reply that is no JSON: {_shown(content)}") from None
+        raise EngineError(f"a reply that is no JSON: {shown(content)}") from None
     match reply:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             # JSON can spell half a surrogate pair, which no tokenizer takes.
             text = encodable(text)
         case _:
-            raise EngineError(f"a reply without choices[0].message.content: {_shown(content)}")
+            raise EngineError(f"a reply without choices[0].message.content: {shown(content)}")
     match reply:
-        case {
-            "usage": {"prompt_tokens": int(prompt_tokens), "completion_tokens": int(reply_tokens)}
-        }:
-            return text, prompt_tokens, reply_tokens
+        case {"usage": {"prompt_tokens": int(asked), "completion_tokens": int(replied)}}:
+            if all(0 <= num_tokens <= _MOST_TOKENS for num_tokens in (asked, replied)):
+                return text, asked, replied
     return text, 0, 0
 
 
@@ -226,9 +223,3 @@ def _retry_after(header: str) -> float:
 
 def _seconds_until(date: str) -> float:
     return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
-
-
-def _shown(content: bytes) -> str:
-    """Return the beginning of a body on one line."""
-    text = " ".join(content[:400].decode(errors="replace").split())
-    return repr(text[:200]) if text else "an empty body"

@@ -18,12 +18,14 @@ from flowtrain.config.command import INTERRUPTED, run_command
 from flowtrain.evals.run import Request, evaluate_benchmarks
 from flowtrain.tasks.benchmarks import BENCHMARKS
 from flowtrain.types import UserError
+from flowtrain.utils.terminal import protect_output
 
 FOLDER_ENV = "FLOWTRAIN_BENCHMARKS"
 
 
 def main() -> int:
     """Run the command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    protect_output()
     parser = _parser()
     arguments, rest = parser.parse_known_args()
 

@@ -25,6 +25,7 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
+from flowtrain.utils.terminal import protect_output
 
 _COMMAND = "python -m flowtrain.node"
 _POLICIES = ("planner", "verifier")
@@ -63,6 +64,7 @@ rewards are the same on every node."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 after the work or a signal, 1 when something failed, 2 for a user's mistake."""
+    protect_output()
     options, args = _parser().parse_known_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tqdm import tqdm
+from flowtrain.utils.terminal import bar
+from flowtrain.utils.text import printable
 
 _LINE_S = 30.0
 
@@ -16,10 +17,8 @@ class NodeProgress:
 
     def __init__(self, num_groups: int = 0) -> None:
         """`num_groups`: groups to push until the node ends; 0: no end."""
-        total = num_groups or None
-        self._bar = tqdm(
-            total=total, unit="group", file=sys.stderr, dynamic_ncols=True, disable=None
-        )  # None: no bar without a terminal
+        # disable=None: no bar without a terminal
+        self._bar = bar(total=num_groups or None, unit="group", dynamic_ncols=True, disable=None)
         self._num = 0
         self._is_shown = False
         self._started = self._line_at = time.monotonic()
@@ -34,7 +33,7 @@ class NodeProgress:
         text = f"weights: {weights}, {num_rollouts} rollouts under way"
         if waiting:
             text += f", waits: {waiting}"
-        self._bar.set_postfix_str(text)
+        self._bar.set_postfix_str(printable(text, keep=""))
         now = time.monotonic()
         if self._bar.disable and (now - self._line_at > _LINE_S or not self._is_shown):
             rate = 60 * self._num / max(now - self._started, 1e-9)

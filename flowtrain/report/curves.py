@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from flowtrain.report.jsonl import read_lines
 from flowtrain.report.run_dir import atomic_write_bytes
 from flowtrain.types import UserError
+from flowtrain.utils.terminal import protect_output
 
 Series = tuple[list[int], list[float]]
 """(steps, values) of one metric."""
@@ -153,6 +154,7 @@ def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    protect_output()
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.report.curves",
         description="Draw the curves of a training run as a PNG.",

@@ -14,6 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from flowtrain.utils.terminal import bar
+from flowtrain.utils.text import printable
+
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -36,7 +39,7 @@ class ProgressLine:
     def show(self, step: int, text: str) -> None:
         """The state after `step` steps."""
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(printable(text, keep=""), refresh=False)
             self._bar.update(step - self._bar.n)
         elif self._enabled:
             self._print_line(step, text)
@@ -110,10 +113,9 @@ class Progress:
 
 
 def _make_bar(total_steps: int, start_step: int) -> Any:
-    return tqdm(
+    return bar(
         total=total_steps,
         initial=start_step,
-        file=sys.stderr,
         bar_format=_BAR_FORMAT,
         dynamic_ncols=True,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import json_value
 from flowtrain.report.run_dir import atomic_write_text
+from flowtrain.utils.text import printable
 
 Row = tuple[str, str, str, str]
 
@@ -47,11 +48,12 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
     """Rows of equally many cells as text: the first is the heading, the first column flush left,
-    all others flush right.
+    all others flush right. What would break a line or not be seen is escaped.
     """
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    shown = [[printable(cell, keep="") for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = []
-    for name, *numbers in table:
+    for name, *numbers in shown:
         cells = [
             name.ljust(widths[0]),
             *(number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)),

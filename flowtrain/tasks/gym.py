@@ -17,11 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from flowtrain.config import GymSet
 from flowtrain.types import Task, UserError
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.terminal import bar
 
 SCORER = "reasoning-gym"
 _WORKER = Path(__file__).with_name("gym_worker.py")
@@ -124,7 +123,7 @@ def _made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
         encoding="utf-8",
         env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
     )
-    with process, tqdm(total=total, desc="questions", delay=3, disable=None, leave=False) as bar:
+    with process, bar(total=total, desc="questions", delay=3, disable=None, leave=False) as shown:
         assert process.stdin is not None and process.stdout is not None
         json.dump([asdict(draw) for draw in draws], process.stdin)
         process.stdin.close()
@@ -132,7 +131,7 @@ def _made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
             line = json.loads(text)
             if "error" in line:
                 raise UserError(line["error"])
-            bar.update()
+            shown.update()
             lines.append(line)
     if len(lines) < total:
         raise UserError(f"the process that makes questions died (status {process.returncode})")

@@ -111,6 +111,7 @@ def make_server(
         lifespan="off",
         ws="none",
         log_level="error",  # a warning per malformed request would let strangers fill the log
+        use_colors=False,  # which would be escaped, see terminal.py
         access_log=False,
         server_header=False,
         http=protocol(Room(most, per_address)),

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, number
+from flowtrain.utils.terminal import protect_output
 from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights import serve, show
 from flowtrain.weights.manifest import StoreError
@@ -36,6 +37,7 @@ class _CachedHttpStore(HttpStore):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    protect_output()
     options = _parser().parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="flowtrain-") as cache:

@@ -7,19 +7,28 @@ engines need no HTTP library.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import shutil
 import time
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
+from socket import socket
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
-
-from tqdm import tqdm
+from urllib.request import (
+    AbstractHTTPHandler,
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    Request,
+    build_opener,
+)
 
 from flowtrain.utils.serving import SLOWEST, check_token, check_url
+from flowtrain.utils.terminal import bar
+from flowtrain.utils.text import printable
 from flowtrain.weights.files import mismatch
 from flowtrain.weights.manifest import File, Manifest, StoreError
 from flowtrain.weights.store import Source, WeightStore
@@ -84,7 +93,7 @@ class HttpStore:
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
-        self._opener = build_opener(_NoRedirects)
+        self._opener = build_opener(_NoRedirects, _Http, _Https)
         self._newest = -1
 
     def __str__(self) -> str:
@@ -157,10 +166,10 @@ class HttpStore:
 
     def _read_all(self, url: str, limit: int) -> bytes:
         data = bytearray()
-        deadline = self._deadline(limit)
         with self._open(url, {"Cache-Control": "no-cache"}) as response:
+            response.end_after(self._limit_s(limit))
             announced = response.length
-            while chunk := _read(response, min(limit + 1 - len(data), _CHUNK), deadline):
+            while chunk := _read(response, min(limit + 1 - len(data), _CHUNK)):
                 data += chunk
                 if len(data) > limit:
                     raise StoreError(f"{url} is longer than {limit} bytes; {_IS_STORE}")
@@ -198,22 +207,20 @@ class HttpStore:
                 raise _Cut("the server sent another range than it was asked for", 416)
             if response.length is not None and at + response.length != num_bytes:
                 return f"the server has {at + response.length} bytes, the manifest says {num_bytes}"
-            deadline = self._deadline(num_bytes - at)
-            with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as bar:
-                while at < num_bytes and (
-                    chunk := _read(response, min(num_bytes - at, _CHUNK), deadline)
-                ):
+            response.end_after(self._limit_s(num_bytes - at))
+            with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as shown:
+                while at < num_bytes and (chunk := _read(response, min(num_bytes - at, _CHUNK))):
                     out.write(chunk)
-                    bar.update(len(chunk))
+                    shown.update(len(chunk))
                     at += len(chunk)
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
-            has_more = _read(response, 1, deadline)
+            has_more = _read(response, 1)
         return f"the server has more bytes than the {num_bytes} of the manifest" if has_more else ""
 
-    def _open(self, url: str, headers: dict[str, str]) -> HTTPResponse:
+    def _open(self, url: str, headers: dict[str, str]) -> _Response:
         try:
-            response: HTTPResponse = self._opener.open(
+            response: _Response = self._opener.open(
                 Request(url, headers=self._headers | headers), timeout=self._timeout_s
             )
         except HTTPError as error:
@@ -230,8 +237,61 @@ class HttpStore:
             raise _Cut(f"the server answered {response.status}")
         return response
 
-    def _deadline(self, num_bytes: int) -> float:
-        return time.monotonic() + self._timeout_s + num_bytes / SLOWEST
+    def _limit_s(self, num_bytes: int) -> float:
+        return self._timeout_s + num_bytes / SLOWEST
+
+
+class _Timed(io.RawIOBase):
+    """Reads a socket until a deadline, however little comes at a time."""
+
+    def __init__(self, source: io.RawIOBase, limit_s: float) -> None:
+        self._source = source
+        self.deadline = time.monotonic() + limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"the answer came slower than {SLOWEST >> 10} KiB per second")
+        return self._source.readinto(buffer)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    """Bounds the time of the whole answer: the timeout of a socket bounds only a single read, and
+    headers, sizes of chunks and trailers may come byte by byte, or without end.
+    """
+
+    def __init__(self, sock: socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self._timed = _Timed(self.fp.detach(), sock.gettimeout() or 0.0)
+        self.fp = io.BufferedReader(self._timed)
+
+    def end_after(self, limit_s: float) -> None:
+        """Set the time for the body; until then the headers have the timeout of the socket."""
+        self._timed.deadline = time.monotonic() + limit_s
+
+
+class _TimedHandler(AbstractHTTPHandler):
+    def do_open(self, http_class: Any, req: Request, **options: Any) -> Any:
+        def connect(host: str, **given: Any) -> HTTPConnection:
+            connection: HTTPConnection = http_class(host, **given)
+            connection.response_class = _Response
+            return connection
+
+        return super().do_open(connect, req, **options)
+
+
+class _Http(_TimedHandler, HTTPHandler):
+    """See `_Response`."""
+
+
+class _Https(_TimedHandler, HTTPSHandler):
+    """See `_Response`."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -261,15 +321,12 @@ def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
     return StoreError(f"{url}: the server answered {error.code} {error.reason}; {_IS_STORE}")
 
 
-def _read(response: HTTPResponse, num_bytes: int, deadline: float) -> bytes:
+def _read(response: HTTPResponse, num_bytes: int) -> bytes:
     """Read some of the next bytes; none at the end."""
     try:
-        data = response.read1(num_bytes)
+        return response.read1(num_bytes)
     except (OSError, HTTPException) as error:
         raise _Cut(f"the connection was cut ({error or type(error).__name__})") from error
-    if data and time.monotonic() > deadline:
-        raise _Cut(f"the answer came slower than {SLOWEST >> 10} KiB per second")
-    return data
 
 
 def _is_range(text: str, start: int, num_bytes: int) -> bool:
@@ -285,4 +342,4 @@ def _folder(version: int) -> str:
 def _bar(name: str, at: int, num_bytes: int) -> Any:
     hidden = None if num_bytes >= _BIG else True  # None: hidden when stderr is no terminal
     scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": hidden}
-    return tqdm(desc=name, initial=at, total=num_bytes, **scale)
+    return bar(desc=printable(name, keep=""), initial=at, total=num_bytes, **scale)

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 from flowtrain import _delta
+from flowtrain.utils.terminal import bar
 from flowtrain.weights.deltas import Blob, digest_change
 from flowtrain.weights.files import read_delta
 from flowtrain.weights.manifest import File, Manifest, StoreError
@@ -43,7 +42,7 @@ class Verifier:
         for manifest in manifests.values():
             for base in manifest.delta_files:
                 targets.setdefault(base, []).append(manifest)
-        for base in tqdm(sorted(targets), desc="verify", leave=False, disable=None):
+        for base in bar(sorted(targets), desc="verify", leave=False, disable=None):
             for file in manifests[base].snapshot_files if base in manifests else ():
                 with self._noting(""):
                     self._fetch(base, file)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpcore2
 import pytest
 
+from tests.attacks.raw_server import RawServer, raw_server
 from tests.attacks.tally import Tally
 
 MINUTES = float(os.environ.get("ATTACK_MINUTES", "0"))
@@ -30,6 +33,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Tally:
     return Tally(request.node)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RawServer]:
+    with raw_server() as running:
+        yield running
+
+
+@pytest.fixture
+def plain_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of these servers need no certificates, which take longer to load than an answer."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    monkeypatch.setattr(httpcore2, "default_ssl_context", lambda **_: context)
 
 
 @pytest.fixture

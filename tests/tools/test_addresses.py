@@ -35,6 +35,7 @@ RULES = Rules()
         ("http://example.org\\@10.0.0.1/", "user name"),
         ("http://10.0.0.1\\@example.org/", "user name"),
         ("http://example.org:22/", "port 22 is not read, only 80, 443"),
+        ("http://example.org:0/", "port 0 is not read"),
         ("http://example.org:65536/", "port 65536"),
         ("http://example.org:8080/", "port 8080"),
         ("http://example.org:99999999999999999999/", "port 9+ is not read"),

@@ -227,7 +227,7 @@ def test_a_page_without_content_type_is_refused() -> None:
         (status(500), "site.example answered HTTP 500"),
         (status(204), "site.example answered HTTP 204"),
         (status(302), "site.example answered HTTP 302"),
-        (html(b"not gzip", Content_Encoding="gzip"), "damaged page"),
+        (html(b"not gzip", Content_Encoding="gzip"), "cannot be decompressed"),
         (html(b"x", Content_Encoding="br"), "the encoding 'br', which was not asked for"),
         (hang_up, "site.example cannot be read: RemoteProtocolError"),
         (html("x", Content_Length=10), "site.example cannot be read: RemoteProtocolError"),

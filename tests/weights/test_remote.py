@@ -4,7 +4,9 @@ an error that says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -384,12 +386,22 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
         store_at(url, tmp_path, retries=1).head()
 
 
-def test_a_slow_answer_is_cut(
-    server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HttpStore, "_deadline", lambda self, num_bytes: 0.0)
-    with pytest.raises(StoreError, match="slower than 64 KiB per second, 4 times"):
-        store_at(server.url, tmp_path).fetch(0, snapshot_of(filled))
+def drip(handler: hs.Handler) -> None:
+    """A byte now and then, for as long as the reader stays."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(handler.data() or b"")))
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        while True:
+            handler.wfile.write(b"x")
+            time.sleep(0.01)
+
+
+def test_a_slow_answer_is_cut(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
+    file = snapshot_of(filled)
+    server.answers[file.name] = [drip, drip]
+    with pytest.raises(StoreError, match=r"slower than 64 KiB per second.*, 2 times"):
+        store_at(server.url, tmp_path, retries=1, timeout_s=0.1).fetch(0, file)
 
 
 @pytest.mark.parametrize(

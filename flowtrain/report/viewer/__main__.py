@@ -14,10 +14,12 @@ from pathlib import Path
 from flowtrain.report.run_dir import atomic_write_text
 from flowtrain.report.viewer.page import build_page
 from flowtrain.types import UserError
+from flowtrain.utils.terminal import protect_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    protect_output()
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.report.viewer",
         description="Write a run as one HTML file that needs nothing else.",

@@ -20,8 +20,11 @@ function fill(element, attributes, children) {
 const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
-// Control characters as their symbols, so that what a model wrote is seen and does nothing.
-const visible = (text) => String(text ?? "").replace(/[\x00-\x08\x0b-\x1f\x7f]/g, (c) => String.fromCharCode(c === "\x7f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
+// Control characters as their symbols, and what turns the direction of writing, parts lines or is half a character as its number, so that
+// what a model wrote is seen and does nothing.
+const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\p{Cs}/gu;
+const symbol = (code) => (code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : `\\u${code.toString(16).padStart(4, "0")}`);
+const visible = (text) => String(text ?? "").replace(UNSEEN, (c) => symbol(c.charCodeAt(0)));
 const signed = (x, digits = 2) => (x == null ? "–" : (x < 0 ? "−" : "+") + Math.abs(x).toFixed(digits));
 
 function number(x) {
@@ -68,7 +71,7 @@ function drawRun() {
   const [first, last] = D.reward.length ? D.reward : [null, null];
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
   const tile = (label, value) => value && h("div", { class: "tile" }, h("span", { class: "soft small" }, label), h("b", { class: "num" }, value));
-  const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name, seconds: value, color: COLORS[index % COLORS.length] }));
+  const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name: visible(name), seconds: value, color: COLORS[index % COLORS.length] }));
   document.getElementById("run").append(
     h("h1", {}, visible(D.name)),
     h("div", { class: "tiles" },
@@ -219,7 +222,7 @@ const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "�
 const tone = (rollout) => (rollout.reward == null ? "soft" : isRight(rollout) ? "right" : "wrong");
 const advantage = (rollout) => rollout.turns.find((turn) => turn.training)?.training.advantage;
 const textOf = (turn, index) => (turn.texts ? visible(turn.texts[index]).replaceAll("\n", "↵\n") : `${turn.response_ids[index]} `);
-const splitName = (split) => (split === "train" ? "training" : split);
+const splitName = (split) => (split === "train" ? "training" : visible(split));
 const rewardText = (rollout) => (rollout.reward == null ? "not scored" : String(+rollout.reward.toFixed(3)));
 
 function haystack(rollout) {
@@ -347,7 +350,7 @@ function drawTurn(rollout, turn, index) {
     row("Command", visible(turn.command), "mono"),
     row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
     row("Code", turn.code_wall_s != null && `${seconds(turn.code_wall_s)}, ${seconds(turn.code_cpu_s)} of them on a core`),
-    row("Verdict", turn.verdict && [turn.verdict, turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
+    row("Verdict", turn.verdict && [visible(turn.verdict), turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
   return h("article", { class: "card turn" },
     h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, turnName(turn))),
       h("span", { class: "soft small num" }, about.filter(Boolean).join(" · "))),

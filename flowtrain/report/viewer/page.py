@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 from flowtrain.report.viewer.data import Run
+from flowtrain.utils.text import printable
 
 MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""
@@ -50,7 +51,7 @@ def render(data: dict[str, Any]) -> str:
         "'none'; form-action 'none'"
     )
     template = Template((assets / "page.html").read_text(encoding="utf-8"))
-    title = html.escape(f"{data['name']} · flowtrain")
+    title = html.escape(printable(f"{data['name']} · flowtrain", keep=""))
     return template.substitute(
         policy=policy, title=title, style=style, script=script, data=json_block(data)
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import bm25s
 import numpy as np
-from tqdm import tqdm
 
+from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import words
 
 
@@ -28,7 +28,7 @@ class Bm25:
         `progress` is the text of the progress bar; "": no bar.
         """
         vocabulary: dict[str, int] = {}
-        shown = tqdm(texts, desc=progress, unit="text", disable=not progress)
+        shown = bar(texts, desc=progress, unit="text", disable=not progress)
         token_ids = [
             array("i", (vocabulary.setdefault(word, len(vocabulary)) for word in words(text)))
             for text in shown
@@ -37,7 +37,7 @@ class Bm25:
             raise ValueError("no text has a word")
         logging.getLogger("bm25s").setLevel(logging.WARNING)
         index = bm25s.BM25()
-        index.index((token_ids, vocabulary), create_empty_token=False, show_progress=bool(progress))
+        index.index((token_ids, vocabulary), create_empty_token=False, show_progress=False)
         return cls(index, vocabulary)
 
     def save(self, folder: Path) -> None:

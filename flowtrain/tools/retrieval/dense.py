@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from flowtrain.config import Chat, Config
 from flowtrain.tools.base import ToolError
@@ -18,6 +17,7 @@ from flowtrain.tools.retrieval.bm25 import best
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.terminal import bar
 
 BATCH = 64
 """Texts per request."""
@@ -61,6 +61,8 @@ class Embedder:
         tasks = [asyncio.ensure_future(self._batch(batch, deadline_s)) for batch in batches]
         try:
             return np.concatenate(await asyncio.gather(*tasks))
+        except ValueError:
+            raise ToolError(f"{self.name} answered with embeddings of several lengths") from None
         finally:  # when one fails, the others are useless
             for task in tasks:
                 task.cancel()
@@ -100,13 +102,15 @@ async def _write_vectors(
 ) -> None:
     matrix: np.memmap | None = None
     done = 0
-    with tqdm(total=num_texts, desc="embeddings", unit="text") as shown:
+    with bar(total=num_texts, desc="embeddings", unit="text") as shown:
         while batch := list(itertools.islice(texts, 8 * BATCH)):
             vectors = await embedder.embed(batch, _BUILD_S)
             if matrix is None:
                 matrix = np.lib.format.open_memmap(
                     path, "w+", np.float32, (num_texts, vectors.shape[1])
                 )
+            if vectors.shape[1] != matrix.shape[1]:
+                raise ToolError(f"{embedder.name} answered with embeddings of several lengths")
             matrix[done : done + len(batch)] = vectors
             done += len(batch)
             shown.update(len(batch))
@@ -128,7 +132,9 @@ def _vectors(answer: Any, num_texts: int, name: str) -> np.ndarray:
         rows = sorted(answer["data"], key=lambda row: row["index"])
         vectors = np.array([row["embedding"] for row in rows], dtype=np.float32)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    except (KeyError, TypeError, ValueError):
+        if vectors.ndim != 2:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ToolError(f"{name} answered without embeddings: {str(answer)[:200]}") from None
     if len(vectors) != num_texts or not (np.isfinite(norms).all() and (norms > 0).all()):
         raise ToolError(

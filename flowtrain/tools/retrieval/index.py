@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from flowtrain.config.search import Corpus
 from flowtrain.tools.retrieval.bm25 import Bm25
@@ -26,6 +25,8 @@ from flowtrain.tools.retrieval.passages import Passages, read_passages
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import sync, sync_tree
+from flowtrain.utils.terminal import bar
+from flowtrain.utils.text import printable
 
 _FORMAT = 1
 _PAGE = np.dtype([("hash", np.uint64), ("place", np.int64)])
@@ -89,7 +90,8 @@ def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp
     ) as part:
         new = Path(part, "new")
         new.mkdir()
-        found = tqdm(read_passages(corpus), desc=f"passages of {corpus.path}", unit="passage")
+        shown = printable(f"passages of {corpus.path}", keep="")
+        found = bar(read_passages(corpus), desc=shown, unit="passage")
         Passages.write(new, found)
         passages = Passages(new)
         _write_pages(new, passages)

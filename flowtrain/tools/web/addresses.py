@@ -67,7 +67,8 @@ class Rules:
             raise Refused(f"{shown}: only http:// and https:// are read")
         if parsed.userinfo:
             raise Refused("a URL with a user name or a password is not read")
-        if (port := parsed.port or PORTS[parsed.scheme]) not in self.ports:
+        port = PORTS[parsed.scheme] if parsed.port is None else parsed.port
+        if port not in self.ports:
             raise Refused(
                 f"{shown}: port {port} is not read, only {', '.join(map(str, self.ports))}"
             )
@@ -153,8 +154,9 @@ class Resolver:
         self._threads = BlockingPool(num_threads, "resolve")
 
     async def __call__(self, host: str, port: int) -> list[str]:
+        # As bytes: of a name that is no text of IDNA, such as a..b, Python raises no OSError.
         found = await self._threads.run(
-            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            lambda: socket.getaddrinfo(host.encode(), port, type=socket.SOCK_STREAM)
         )
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 

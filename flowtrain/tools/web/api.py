@@ -17,9 +17,10 @@ from flowtrain import __version__
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
+from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 
-MAX_BYTES = 16 << 20
-"""Bytes of an answer, after decompression."""
+MAX_BYTES = 8 << 20
+"""Bytes of an answer, after decompression; its values take up to 64 times as many."""
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
@@ -54,9 +55,11 @@ class Api:
         limits = httpx2.Limits(
             max_connections=max_connections, max_keepalive_connections=max_connections
         )
-        headers = {"User-Agent": user_agent}
+        headers = {"User-Agent": user_agent, "Accept-Encoding": ACCEPT_ENCODING}
         self._client = PerLoop(
-            lambda: httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+            lambda: httpx2.AsyncClient(
+                headers=headers, limits=limits, cookies=no_cookies(), timeout=None
+            )
         )
 
     async def ask(self, request: Request, deadline_s: float) -> Any:
@@ -93,18 +96,19 @@ class Api:
                 headers=dict(request.headers),
                 json=request.body,
             ) as response:
-                content = await _read(response)
+                content = await read_body(
+                    response.aiter_raw(), response.headers.get("content-encoding", ""), MAX_BYTES
+                )
         except httpx2.TransportError as error:
             raise _TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        except httpx2.DecodingError as error:
-            host = response.url.host
-            raise ToolError(f"{host} sent a body that cannot be decompressed") from error
+        except BadBody as error:
+            raise ToolError(f"{response.url.host} sent {error}") from None
         status = response.status_code
         if status in _TRANSIENT:
             pause_s = _seconds(response.headers.get("retry-after", ""))
-            raise _TransientError(f"HTTP {status}: {_shown(content)}", pause_s)
+            raise _TransientError(f"HTTP {status}: {shown(content)}", pause_s)
         if status != 200:
-            raise ToolError(f"{response.url.host} refused with HTTP {status}: {_shown(content)}")
+            raise ToolError(f"{response.url.host} refused with HTTP {status}: {shown(content)}")
         return content
 
 
@@ -124,20 +128,11 @@ def key_from_env(variable: str, key: str, provider: str) -> str:
     return value
 
 
-async def _read(response: httpx2.Response) -> bytes:
-    content = bytearray()
-    async for part in response.aiter_bytes(1 << 16):
-        content += part
-        if len(content) > MAX_BYTES:
-            raise ToolError(f"{response.url.host} sent more than {MAX_BYTES} bytes")
-    return bytes(content)
-
-
 def _value(host: str, content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise ToolError(f"{host} sent something that is not JSON: {_shown(content)}") from None
+        raise ToolError(f"{host} sent something that is not JSON: {shown(content)}") from None
 
 
 def _pause(attempt: int) -> float:
@@ -149,8 +144,3 @@ def _pause(attempt: int) -> float:
 def _seconds(header: str) -> float:
     """Parse Retry-After; 0 for a date, which the services asked here do not send."""
     return float(header) if header.isdecimal() and len(header) < 6 else 0.0
-
-
-def _shown(content: bytes) -> str:
-    """Return the beginning of a body on one line."""
-    return repr(" ".join(content[:400].decode(errors="replace").split())[:200])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
-from collections.abc import AsyncIterator
+import re
 from dataclasses import dataclass
-from email.message import Message
 
 import httpcore2
 import httpx2
@@ -15,6 +13,7 @@ from flowtrain import __version__
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
 from flowtrain.tools.web.per_loop import PerLoop
+from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, TooLong, read_body
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32
@@ -22,10 +21,11 @@ READABLE = ("text/html", "application/xhtml+xml", "text/plain")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CONNECT_S = 5.0
 """Seconds per address; then the next address of the host is tried."""
+_CHARSET = re.compile(r"""\bcharset\s*=\s*["']?([^\s"';]+)""", re.IGNORECASE)
 _HEADERS = (
     ("User-Agent", f"Mozilla/5.0 (compatible; flowtrain/{__version__})"),
     ("Accept", "text/html, application/xhtml+xml, text/plain;q=0.8"),
-    ("Accept-Encoding", "gzip, deflate"),
+    ("Accept-Encoding", ACCEPT_ENCODING),
 )
 
 
@@ -115,36 +115,21 @@ class Fetcher:
             length = answer.get("content-length", "")
             if length.isdecimal() and int(length[:20]) > self._max_bytes:
                 raise self._too_long(url)
-            encoding = answer.get("content-encoding", "identity").strip().lower()
-            return Page(
-                str(url), kind, charset, await self._body(url, response.aiter_stream(), encoding)
-            )
+            try:
+                body = await read_body(
+                    response.aiter_stream(), answer.get("content-encoding", ""), self._max_bytes
+                )
+            except TooLong:
+                raise self._too_long(url) from None
+            except BadBody as error:
+                raise ToolError(f"{url.host} sent {error}") from None
+            return Page(str(url), kind, charset, body)
 
     def _next(self, url: httpx2.URL, location: str) -> httpx2.URL:
         try:
             return self._rules.parse(url.join(location[: MAX_URL + 1]))
         except httpx2.InvalidURL as error:
             raise Refused(f"{url.host} redirects to what is no URL: {error}") from None
-
-    async def _body(self, url: httpx2.URL, stream: AsyncIterator[bytes], encoding: str) -> bytes:
-        """Return the body, decompressed piece by piece, so that a bomb never fills the memory."""
-        if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
-            raise ToolError(
-                f"{url.host} sent the encoding {encoding[:40]!r}, which was not asked for"
-            )
-        is_plain = encoding in ("identity", "")
-        inflate = zlib.decompressobj(wbits=47)  # gzip and zlib, told apart by their headers
-        body = bytearray()
-        async for raw in stream:
-            try:
-                body += (
-                    raw if is_plain else inflate.decompress(raw, self._max_bytes - len(body) + 1)
-                )
-            except zlib.error as error:
-                raise ToolError(f"{url.host} sent a damaged page: {error}") from None
-            if len(body) > self._max_bytes:
-                raise self._too_long(url)
-        return bytes(body)
 
     def _too_long(self, url: httpx2.URL) -> ToolError:
         return ToolError(
@@ -154,7 +139,6 @@ class Fetcher:
 
 def _content_type(header: str) -> tuple[str, str]:
     """Return (type, charset), in lower case; "" for a missing one."""
-    message = Message()
-    message["content-type"] = header[:200]
-    kind = message.get_content_type() if "/" in header else ""
-    return kind, "".join((message.get_content_charset() or "").split())
+    kind, _, parameters = header[:200].partition(";")
+    charset = _CHARSET.search(parameters)
+    return kind.strip().lower() if "/" in kind else "", charset[1].lower() if charset else ""
