@@ -35,7 +35,7 @@ def is_in_use(lines: list[str], module: str, what: object, cure: str, pid: int) 
     """One line says who has it, and what to do."""
     (line,) = lines
     return (
-        line.startswith(f"flowtrain.{module}: {what} is in use by python -m ")
+        line.startswith(f"flowtrain.{module}: {what} is in use by python -")
         and f" on host {socket.gethostname()}, process {pid}, since 20" in line
         and line.endswith(f"; {cure}")
     )

@@ -58,7 +58,7 @@ class Holder:
         spec = sys.modules["__main__"].__spec__
         module = spec.name.removesuffix(".__main__") if spec else ""
         return cls(
-            command=f"python -m {module}" if module else Path(sys.argv[0]).name or "python",
+            command=f"python {f'-m {module}' if module else Path(sys.argv[0]).name}".strip(),
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
