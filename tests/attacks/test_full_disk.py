@@ -16,7 +16,7 @@ import pytest
 
 from tests.attacks.tally import Tally
 
-STRIDE = 5
+STRIDE = 9
 HERE = Path(__file__).parents[2]
 CURE = "; free some space and continue with --resume auto"
 

@@ -145,7 +145,8 @@ def test_the_message_says_who_where_and_since_when(
     assert holder.take(tmp_path) == "held"
     line = other.take(tmp_path)
     assert line.startswith(
-        f"{tmp_path} is in use by python -c on host {socket.gethostname()}, process {holder.pid}, since 20"
+        f"{tmp_path} is in use by python -c on host {socket.gethostname()}, "
+        f"process {holder.pid}, since 20"
     )
     assert line.endswith("end it or give another --run.dir") and "\n" not in line
     assert ("if it has ended, delete" in line) == bool(before)
