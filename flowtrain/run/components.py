@@ -35,6 +35,7 @@ from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, JudgeCache, score
+from flowtrain.rewards.references import check_source
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
@@ -82,6 +83,9 @@ class RunComponents:
         _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config, fictional)
         _check_tasks(tasks)
+        if config.roles.judge == "none":  # a judge accepts what rules do not
+            for source in tasks.sources:
+                check_source(source)
         tokenizer, model = _trained_policy(config, tasks)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
@@ -146,6 +150,12 @@ class RunComponents:
             chats=chats,
             tools=tools,
         )
+
+    def show_sources(self) -> None:
+        """Print how the files of questions are read, a line each, on the main rank."""
+        if self.world.is_main:
+            for source in self.tasks.sources:
+                print(source.text())
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
