@@ -82,10 +82,7 @@ class RunComponents:
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config, fictional)
-        _check_tasks(tasks)
-        if config.roles.judge == "none":  # a judge accepts what rules do not
-            for source in tasks.sources:
-                check_source(source)
+        _check_tasks(tasks, has_judge=config.roles.judge != "none")
         tokenizer, model = _trained_policy(config, tasks)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
@@ -281,14 +278,16 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
         keep_freed_memory()
 
 
-def _check_tasks(tasks: TaskSet) -> None:
+def _check_tasks(tasks: TaskSet, has_judge: bool) -> None:
     """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run; and check sub-goals.
+    use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
     for task in tasks.train:
         sub_goals.check(task)
+    for source in () if has_judge else tasks.sources:  # a judge accepts what rules do not
+        check_source(source)
 
 
 def _trained_policy(

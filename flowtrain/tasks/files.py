@@ -43,7 +43,7 @@ class TaskSource:
         first = self.tasks[0]
         left_out = f", {self.num_system:,} system messages left out" if self.num_system else ""
         return (
-            f"tasks: {Path(self.path).name}, {len(self.tasks):,} rows, preset {self.preset}"
+            f"tasks: {Path(self.path).name or self.path}, {len(self.tasks):,} rows, preset {self.preset}"
             f'{left_out}: question "{shortened(first.question)}" -> '
             f'"{shortened(" | ".join(first.answers))}" ({first.scorer})'
         )

@@ -31,7 +31,7 @@ GSM8K: Rows = [
         "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72",
     },
     {"question": "What is the salary?", "answer": "It is 3*400=<<3*400=1200>>1200.\n#### 1,200"},
-    {"question": "How much colder?", "answer": "0-5=<<0-5=-5>>-5\n#### -5"},
+    {"question": "How much colder?", "answer": "0-5=<<0-5=-5>>-5\r\n#### -5\r\n"},
 ]
 MATH: Rows = [
     {
@@ -225,6 +225,7 @@ def test_the_layout_is_told_by_the_rows() -> None:
     assert recognise([]) == "own"
     assert recognise([{"question": "q", "answer": "see #### 3"}]) == "own", "not on its own line"
     assert recognise([{"question": "q", "answer": 3}, GSM8K[0]]) == "gsm8k"
+    assert recognise([{"question": "q", "answer": "3\n####4"}]) == "gsm8k"
     assert recognise([{"question": "q", "answer": "x", "final_answer": "1"}]) == "deepmath"
     assert recognise([{"problem": "p", "solution": "no box"}]) == "own"
     assert recognise([{"problem": "p", "answer": "3"}]) == "math"
@@ -338,6 +339,13 @@ def test_the_scorer_reads_solutions_as_published() -> None:
             task = Task("t", "q", (right,))
             assert SCORERS["math"](task, row[key]) == 1
             assert SCORERS["math"](task, row[key].replace(right, "1789")) == 0
+
+
+def test_a_marked_answer_is_the_only_one_that_counts() -> None:
+    task = Task("t", "q", ("72",))
+    assert SCORERS["math"](task, "The answer is 71.\n#### 72") == 1
+    assert SCORERS["math"](task, "The answer is 72.\n#### 71") == 0
+    assert SCORERS["math"](task, "\\boxed{71}\n#### 72") == 0
 
 
 # ---- a source whose own solutions are wrong
