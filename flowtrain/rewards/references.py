@@ -44,7 +44,7 @@ def _right_answer(task: Task, solution: str) -> str:
     That is what the solution marks ("#### 72", a box). A sentence that says the accepted answer
     counts as that answer, because a policy is asked for the answer alone.
     """
-    text = final_answer(solution or task.answers[0])
+    text = final_answer(solution or next(iter(task.answers), ""))
     marked = marked_answer(text)
     said = " ".join(("", *words(text), ""))
     if marked is None and solution:

@@ -42,8 +42,9 @@ class TaskSource:
         """Describe it in a line: where from, how many rows, how they are read, the first task."""
         first = self.tasks[0]
         left_out = f", {self.num_system:,} system messages left out" if self.num_system else ""
+        name = Path(self.path).name or self.path
         return (
-            f"tasks: {Path(self.path).name or self.path}, {len(self.tasks):,} rows, preset {self.preset}"
+            f"tasks: {name}, {len(self.tasks):,} rows, preset {self.preset}"
             f'{left_out}: question "{shortened(first.question)}" -> '
             f'"{shortened(" | ".join(first.answers))}" ({first.scorer})'
         )

@@ -26,7 +26,7 @@ def hub_rows(name: str, split: str) -> Iterator[tuple[int, str, Row]]:
     assert match, name
     key = f"tasks.path={name!r} is neither a file nor a folder"
     cure = (
-        f"(huggingface-cli download {match[1]} --repo-type dataset --local-dir FOLDER makes a "
+        f"(hf download {match[1]} --repo-type dataset --local-dir FOLDER makes a "
         "folder for tasks.path)"
     )
     problem = f"{key}; a data set of the Hub needs pip install 'flowtrain[hub]' {cure}"

@@ -241,7 +241,7 @@ def test_without_datasets_the_error_says_how_to_download(monkeypatch: pytest.Mon
         load_tasks("openai/gsm8k")
     text = str(refused.value)
     assert "pip install 'flowtrain[hub]'" in text and "\n" not in text
-    assert "huggingface-cli download openai/gsm8k --repo-type dataset --local-dir FOLDER" in text
+    assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in text
 
 
 @pytest.mark.parametrize("path", ["data/no.jsonl", "no", "a/b/c", "./no", "/no/folder", "~/x"])

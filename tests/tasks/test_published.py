@@ -30,7 +30,10 @@ GSM8K: Rows = [
         "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
         "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72",
     },
-    {"question": "What is the salary?", "answer": "It is 3*400=<<3*400=1200>>1200.\n#### 1,200"},
+    {
+        "question": "What is the salary?",
+        "answer": "#### Months\nIt is 3*400=<<3*400=1200>>1200.\n#### Sum\n#### 1,200",
+    },
     {"question": "How much colder?", "answer": "0-5=<<0-5=-5>>-5\r\n#### -5\r\n"},
 ]
 MATH: Rows = [
@@ -399,6 +402,11 @@ def test_only_the_first_rows_are_checked(tmp_path: Path) -> None:
     )
     assert len(source.solutions) == 50
     check_source(source)
+
+
+def test_a_task_without_an_answer_left_is_wrong(tmp_path: Path) -> None:
+    rows = [{"question": "q", "result": "; ", "source": "nq"}]
+    refusal(load_source(write(tmp_path, "set.json", rows), "agentflow"))
 
 
 def test_puzzles_have_no_answer_to_check(tmp_path: Path) -> None:
