@@ -409,6 +409,14 @@ def test_a_task_without_an_answer_left_is_wrong(tmp_path: Path) -> None:
     refusal(load_source(write(tmp_path, "set.json", rows), "agentflow"))
 
 
+def test_the_rules_that_compare_are_checked(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "It is B.\n#### B"}
+    for scorer in ("exact", "qa", "f1"):
+        refusal(load_source(write(tmp_path, "set.json", [row]), "own", scorer=scorer))
+    for scorer in ("math", "gameof24"):
+        check_source(load_source(write(tmp_path, "set.json", [row]), "own", scorer=scorer))
+
+
 def test_puzzles_have_no_answer_to_check(tmp_path: Path) -> None:
     row = {"question": "Make 24.", "answer": [4, 6, 1, 1], "scorer": "gameof24"}
     check_source(load_source(write(tmp_path, "set.json", [row])))
