@@ -75,6 +75,7 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
     config = components.config
     started = time.monotonic()
     agent, run_dir = _open(components, cleanup)
+    components.show_sources()
     demonstrations = _demonstrate(components, agent)
     kept = [
         trajectory

@@ -373,6 +373,10 @@ BAD_TASKS = {
         '"gameof24"}\n',
         "numbers of the puzzle",
     ),
+    "answers that no policy gives": (
+        "\n".join('{"question": "q", "answer": "%s"}' % ("a" * 3000) for _ in range(4)),
+        "the solutions of 4 of 4 rows are wrong by their own scorer 'exact'",
+    ),
 }
 
 
@@ -620,6 +624,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
         "trajectories.jsonl",
     ]
     assert done.stdout.count("held-out reward") == 1, "what one rank shows, once"
+    assert done.stdout.count("tasks: tasks.jsonl, ") == 1
 
 
 @pytest.mark.dist

@@ -36,12 +36,16 @@ class Tasks(Section):
     [tasks.gym.leg_counting]"""
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
-    num_turns, choices, scorer"""
+    num_turns, choices, scorer; or a folder of such files; or a data set of the Hub, owner/name"""
+    split: str = "train"
+    """name = "file": the split that is read of a folder or a data set of the Hub"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
     """name = "file": several files instead of path, each with its weight; every step draws from all
     of them"""
-    preset: Literal["auto", "own", "search-r1", "deepmath", "agentflow"] = "auto"
-    """name = "file": naming of the files' columns; auto: recognise each file's"""
+    preset: Literal[
+        "auto", "own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat"
+    ] = "auto"
+    """name = "file": layout of the files' rows; auto: recognise each file's"""
     question_key: str = ""
     """name = "file": column of the question, if not the preset's; "a.b" looks into an object"""
     answer_key: str = ""

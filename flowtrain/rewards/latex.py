@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from flowtrain.utils.text import marked_answer
+
 SIGNS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2013\u2014", "-"),
@@ -59,25 +61,12 @@ _RULES = tuple(
 
 
 def tidy(text: str) -> str:
-    """Normalise the last \\boxed{...}, else the whole text; a currency's dollar sign stays "$"."""
-    text = boxed(text).translate(_UNICODE).replace("\\$", "\ue000")
+    """Normalise what `marked_answer` finds, else the whole text; a currency's dollar sign stays."""
+    marked = marked_answer(text)
+    text = (text if marked is None else marked).translate(_UNICODE).replace("\\$", "\ue000")
     if text.count("$") != 1:
         text = text.replace("$", " ")
     text = " ".join(text.split())
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text.replace("\ue000", "$").strip().rstrip(".").strip()
-
-
-def boxed(text: str) -> str:
-    """Return the content of the last \\boxed{...} or \\fbox{...}, else the whole text."""
-    box = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if box < 0:
-        return text
-    start = text.index("{", box) + 1
-    depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end]
-    return text

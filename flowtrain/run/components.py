@@ -35,6 +35,7 @@ from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, JudgeCache, score
+from flowtrain.rewards.references import check_source
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
@@ -81,7 +82,7 @@ class RunComponents:
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config, fictional)
-        _check_tasks(tasks)
+        _check_tasks(tasks, has_judge=config.roles.judge != "none")
         tokenizer, model = _trained_policy(config, tasks)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
@@ -146,6 +147,12 @@ class RunComponents:
             chats=chats,
             tools=tools,
         )
+
+    def show_sources(self) -> None:
+        """Print how the files of questions are read, a line each, on the main rank."""
+        if self.world.is_main:
+            for source in self.tasks.sources:
+                print(source.text())
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
@@ -271,14 +278,16 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
         keep_freed_memory()
 
 
-def _check_tasks(tasks: TaskSet) -> None:
+def _check_tasks(tasks: TaskSet, has_judge: bool) -> None:
     """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run; and check sub-goals.
+    use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
     for task in tasks.train:
         sub_goals.check(task)
+    for source in () if has_judge else tasks.sources:  # a judge accepts what rules do not
+        check_source(source)
 
 
 def _trained_policy(

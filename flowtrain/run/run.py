@@ -252,6 +252,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         policy_trainer.republish(state["step"])
     placement.wait()
     load(engines[config.train.policy], state["step"], placement)
+    components.show_sources()
     if world.is_main:
         print(memory_plan.text())
     logger = RunLogger(

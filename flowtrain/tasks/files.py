@@ -1,35 +1,110 @@
-"""Tasks from files: the user's own, and published training sets."""
+"""Tasks from files, folders and the Hub: the user's own, and published training sets."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from flowtrain.tasks.layouts import PRESETS, read_task, recognise
-from flowtrain.tasks.rows import column_names, read_rows
+from flowtrain.tasks import published
+from flowtrain.tasks.folders import DEFAULT_SPLIT, split_files
+from flowtrain.tasks.hub import hub_rows, is_hub_name
+from flowtrain.tasks.layouts import PRESETS, Layout, read_task, recognise
+from flowtrain.tasks.rows import SUFFIXES, Row, read_rows
 from flowtrain.types import Task, UserError
 
+NUM_SOLUTIONS = 50
+"""Rows whose own solutions are kept, to check the scorer with."""
+_NUM_PEEKED = 20
+"""Rows by which a layout is recognised."""
+_RECOGNISED_BY = tuple({name for layout in PRESETS.values() for name in layout.columns})
 
-def load_tasks(
+_Read = Callable[[Sequence[str] | None], Iterator[tuple[int, str, Row]]]
+"""Yields number, place and row; of tables only the given columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """What was loaded from a file, a folder or the Hub."""
+
+    path: str
+    preset: str
+    """The layout of its rows, a name in `PRESETS`."""
+    tasks: tuple[Task, ...]
+    solutions: Mapping[str, str]
+    """What the first rows themselves give as solution, "" for nothing, by the task's id."""
+    num_system: int = 0
+    """Rows whose system message was left out, as an agent has its own."""
+
+    def text(self) -> str:
+        """Describe it in a line: where from, how many rows, how they are read, the first task."""
+        first = self.tasks[0]
+        left_out = f", {self.num_system:,} system messages left out" if self.num_system else ""
+        name = Path(self.path).name or self.path
+        return (
+            f"tasks: {name}, {len(self.tasks):,} rows, preset {self.preset}"
+            f'{left_out}: question "{shortened(first.question)}" -> '
+            f'"{shortened(" | ".join(first.answers))}" ({first.scorer})'
+        )
+
+
+def load_source(
     path: str | Path,
     preset: str = "auto",
     *,
+    split: str = DEFAULT_SPLIT,
     question_key: str = "",
     answer_key: str = "",
     scorer: str = "",
-) -> list[Task]:
-    """Load the tasks of a .jsonl, .json or .parquet file, in file order.
+) -> TaskSource:
+    """Load the tasks of a file, of a split in a folder, or of a data set of the Hub, in order.
 
     In your own layout a row has `question` (string) and `answer` (string, number or list of these:
     any of them is right), and may have `id` (default: file name and row number), `kind` (default
     ""), `num_turns` (default 0, unknown), `choices` (a list), `scorer` and `sub_goals` (a list of
     {names, weight, query}; see `flowtrain.tasks.sub_goals`). `preset` is a name in `PRESETS`, or
-    "auto" to recognise the layout by its columns. The keys name other columns for question and
+    "auto" to recognise the layout by the first rows. The keys name other columns for question and
     answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
     Raises UserError, which names the file, the row, the key and what it may be.
     """
-    path = Path(path)
-    layout = recognise(column_names(path)) if preset == "auto" else PRESETS[preset]
+    stem, read = _opened(str(path), split)
+    if preset == "auto":
+        preset = recognise([row for _, _, row in islice(read(_RECOGNISED_BY), _NUM_PEEKED)])
+    layout = _with_options(PRESETS[preset], question_key, answer_key, scorer)
+    tasks: list[Task] = []
+    seen: dict[str, str] = {}
+    solutions: dict[str, str] = {}
+    num_system = 0
+    for number, where, row in read(None if layout.is_closed else layout.columns):
+        task = read_task(row, layout, where, default_id=f"{stem}-{number}")
+        if task.id in seen:
+            raise UserError(
+                f"{where}: id {task.id!r} was already used by {seen[task.id]}; ids must be unique"
+            )
+        seen[task.id] = where
+        tasks.append(task)
+        if len(solutions) < NUM_SOLUTIONS:
+            solutions[task.id] = layout.solution_of(row)
+        num_system += published.SYSTEM in layout.unpack(row)
+    if not tasks:
+        raise UserError(f"{path}: holds no tasks; at least one is needed")
+    return TaskSource(str(path), preset, tuple(tasks), solutions, num_system)
+
+
+def load_tasks(path: str | Path, preset: str = "auto", **options: str) -> list[Task]:
+    """Return the tasks of `load_source`, whose arguments these are."""
+    return list(load_source(path, preset, **options).tasks)
+
+
+def shortened(text: str, size: int = 40) -> str:
+    """Return a text as one line of at most `size` characters and "..."."""
+    line = " ".join(text.split())
+    return line if len(line) <= size else f"{line[:size].rstrip()}..."
+
+
+def _with_options(layout: Layout, question_key: str, answer_key: str, scorer: str) -> Layout:
     if question_key or answer_key:
         answers = (answer_key,) if answer_key else layout.answers
         layout = replace(
@@ -37,16 +112,35 @@ def load_tasks(
         )
     if scorer:
         layout = replace(layout, default_scorer=scorer, scorer_by_kind={})
-    tasks: list[Task] = []
-    seen: dict[str, str] = {}
-    for number, where, row in read_rows(path, None if layout.is_closed else layout.columns):
-        task = read_task(row, layout, where, default_id=f"{path.stem}-{number}")
-        if task.id in seen:
-            raise UserError(
-                f"{where}: id {task.id!r} was already used by {seen[task.id]}; ids must be unique"
-            )
-        seen[task.id] = where
-        tasks.append(task)
-    if not tasks:
-        raise UserError(f"{path}: holds no tasks; at least one is needed")
-    return tasks
+    return layout
+
+
+def _opened(path: str, split: str) -> tuple[str, _Read]:
+    """Return how the ids of its tasks begin, and how to read it."""
+    place = Path(path)
+    if place.is_dir():
+        files = split_files(place, split)
+        return f"{place.resolve().name}-{split}", partial(_read_all, files)
+    is_absent = not place.exists() and place.suffix not in SUFFIXES
+    if is_absent and not is_hub_name(path):
+        raise UserError(f"tasks.path={path!r}: there is no such file or folder")
+    if is_absent:
+        rows = list(hub_rows(path, split))
+        return f"{path.partition('/')[2].replace(':', '-')}-{split}", lambda columns: iter(rows)
+    if split != DEFAULT_SPLIT:
+        raise UserError(
+            f"tasks.split={split!r} goes with a folder or a data set of the Hub, not with the file "
+            f"{path!r}"
+        )
+    return place.stem, partial(read_rows, place)
+
+
+def _read_all(
+    files: Sequence[Path], columns: Sequence[str] | None
+) -> Iterator[tuple[int, str, Row]]:
+    """Read several files as one, with the rows numbered through."""
+    number = 0
+    for path in files:
+        for _, where, row in read_rows(path, columns):
+            number += 1
+            yield number, where, row

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from flowtrain.tasks import published
 from flowtrain.tasks.rows import Row
 from flowtrain.types import SubGoal, Task, UserError
 from flowtrain.utils.errors import user_error
@@ -56,12 +57,29 @@ class Layout:
     """Separator of several answers in one string."""
     is_closed: bool = False
     """A row may have no other columns."""
+    unpack: published.Unpack = published.as_is
+    """Adds columns to a row, as it is in the file, before the others are looked up."""
+    unpacks: tuple[str, ...] = ()
+    """The columns that `unpack` reads."""
+    solution: str = ""
+    """Column of a text that ends in the right answer; "" where there is none."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are read."""
-        names = (self.question, *self.answers, *self.others.values())
+        names = (self.question, *self.answers, *self.others.values(), *self.unpacks)
         return tuple(name.partition(".")[0] for name in names)
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row has a question and an answer of this layout."""
+        row = self.unpack(row)
+        names = [_column(row, name) is not _MISSING for name in (self.question, *self.answers)]
+        return names[0] and any(names[1:])
+
+    def solution_of(self, row: Row) -> str:
+        """Return the row's own solution, or "" where it has none."""
+        solution = _column(self.unpack(row), self.solution)
+        return solution if isinstance(solution, str) else ""
 
 
 _OPTIONAL = ("id", "kind", "num_turns", "choices", "scorer", "sub_goals")
@@ -83,18 +101,50 @@ PRESETS = {
         scorer_by_kind={"mathhard": "math", "aime2024": "math"},
         separator="; ",
     ),
+    "gsm8k": Layout(
+        "question",
+        (published.HASHES,),
+        default_scorer="math",
+        unpack=published.gsm8k,
+        unpacks=("answer",),
+        solution="answer",
+    ),
+    "math": Layout(
+        "problem",
+        ("answer", published.BOX),
+        {"kind": published.SUBJECT},
+        default_scorer="math",
+        unpack=published.math,
+        unpacks=("solution", "type", "subject"),
+        solution="solution",
+    ),
+    "verl": Layout(
+        published.QUESTION,
+        (published.TRUTH,),
+        {"kind": "data_source"},
+        scorer_by_kind=published.VERL_SCORERS,
+        unpack=published.verl,
+        unpacks=("prompt", "reward_model"),
+    ),
+    "chat": Layout(
+        published.QUESTION,
+        ("final_answer", "answer", published.REPLY_ANSWER),
+        unpack=published.chat,
+        unpacks=("messages",),
+        solution=published.REPLY,
+    ),
 }
 """search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the
-combined_train file."""
+combined_train file; gsm8k and math: as their authors publish them; verl: what its scripts prepare;
+chat: conversations. The first that fits is taken."""
 
 
-def recognise(columns: Collection[str]) -> Layout:
-    """Return the preset whose question and answers are among the columns, else our own layout."""
-    for layout in PRESETS.values():
-        has_answer = any(name.partition(".")[0] in columns for name in layout.answers)
-        if not layout.is_closed and layout.question in columns and has_answer:
-            return layout
-    return OWN
+def recognise(rows: Sequence[Row]) -> str:
+    """Return the name of the first preset that fits one of the rows, else "own"."""
+    for name, layout in PRESETS.items():
+        if not layout.is_closed and any(map(layout.fits, rows)):
+            return name
+    return "own"
 
 
 def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
@@ -107,6 +157,7 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
         )
+    row = layout.unpack(row)
     names = {"question": (layout.question,), "answer": layout.answers}
     names |= {ours: (theirs,) for ours, theirs in layout.others.items()}
     found: dict[str, Any] = {"id": default_id}

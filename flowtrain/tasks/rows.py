@@ -1,10 +1,10 @@
-"""Rows of a file: JSONL (one object per line), JSON (a list of objects) or Parquet."""
+"""Rows of a file: JSONL (one object per line), JSON (a list of objects), Parquet or Arrow."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 Row = dict[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, str, Row]]:
     """Yield (1-based number, "file, line 3", row) for each row of a file.
 
-    Of a Parquet file only the `columns` that it has are read (None: all). Raises UserError, which
-    names the file and the wrong line or entry.
+    Of Parquet and Arrow files only those of `columns` that they have are read (None: all). Raises
+    UserError, which names the file and the wrong line or entry.
     """
     match path.suffix:
         case ".jsonl":
@@ -31,20 +32,14 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
             rows = _json(path)
         case ".parquet":
             rows = _parquet(path, columns)
+        case ".arrow":
+            rows = _arrow(path, columns)
         case _:
             raise UserError(f"{path}: the file name must end in .jsonl, .json or .parquet")
     for number, where, entry in rows:
         if not isinstance(entry, dict):
             raise UserError(f"{where}: must be an object, not {type_name(entry)}")
         yield number, where, entry
-
-
-def column_names(path: Path) -> tuple[str, ...]:
-    """Return all columns of a Parquet file, or the keys of the first row; () without rows."""
-    if path.suffix == ".parquet":
-        with _opened(path) as file:
-            return tuple(file.schema_arrow.names)
-    return next((tuple(row) for _, _, row in read_rows(path)), ())
 
 
 def read_text(path: Path) -> str:
@@ -95,12 +90,34 @@ def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
     with _opened(path) as file:
         names = [name for name in file.schema_arrow.names if columns is None or name in columns]
-        number = 0
-        for batch in file.iter_batches(columns=names):
-            for entry in batch.to_pylist():
-                number += 1
-                row = {key: value for key, value in entry.items() if value is not None}
-                yield number, f"{path}, row {number}", row
+        yield from _of_batches(path, file.iter_batches(columns=names))
+
+
+def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
+    """Read a stream of record batches, which `datasets` writes."""
+    with user_error(f"{path}: Arrow needs pip install 'flowtrain[parquet]'", ImportError):
+        import pyarrow
+    problem = f"{path}: cannot be read as an Arrow stream"
+    with (
+        user_error(problem, OSError, pyarrow.ArrowException),
+        pyarrow.memory_map(str(path)) as file,
+        pyarrow.ipc.open_stream(file) as stream,
+    ):
+        names = [name for name in stream.schema.names if columns is None or name in columns]
+        yield from _of_batches(path, (batch.select(names) for batch in stream))
+
+
+def _of_batches(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, str, Any]]:
+    number = 0
+    for batch in batches:
+        for entry in batch.to_pylist():
+            number += 1
+            yield number, f"{path}, row {number}", without_nulls(entry)
+
+
+def without_nulls(row: Row) -> Row:
+    """Return a row without the columns that are null, as tables have all columns in all rows."""
+    return {key: value for key, value in row.items() if value is not None}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.fiction import fictional_entities
-from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.files import TaskSource, load_source
 from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
@@ -33,6 +33,8 @@ class TaskSet:
     passages: tuple[str, ...]
     mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
     """Weight and tasks of each file or data set, in order, where `train` comes from several."""
+    sources: tuple[TaskSource, ...] = ()
+    """What was loaded, where tasks come from files."""
 
     def cursor(self, seed: int, position: int) -> TaskCursor | MixedCursor:
         """Return the order of the training tasks."""
@@ -109,23 +111,26 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     train: dict[str, list[Task]] = {}
     held_out: list[Task] = []
     paths: dict[str, str] = {}
+    sources: list[TaskSource] = []
     for path in tasks.mixture or (tasks.path,):
         keys = {"question_key": tasks.question_key, "answer_key": tasks.answer_key}
-        every = load_tasks(path, tasks.preset, scorer=tasks.scorer, **keys)
-        for task in every:
+        source = load_source(path, tasks.preset, split=tasks.split, scorer=tasks.scorer, **keys)
+        sources.append(source)
+        for task in source.tasks:
             if paths.setdefault(task.id, path) != path:
                 raise UserError(
                     f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id "
                     f"{task.id!r}; ids must be unique"
                 )
-        found, kept = _split(every, tasks.held_out_share, path)
+        found, kept = _split(source.tasks, tasks.held_out_share, path)
         train[path] = _new(found, tasks.benchmarks)
         held_out += kept
     if tasks.mixture:
         random.Random(0).shuffle(held_out)
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
     joined = tuple(task for found in train.values() for task in found)
-    return TaskSet(joined, {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}, texts, mixture)
+    kept_out = {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}
+    return TaskSet(joined, kept_out, texts, mixture, tuple(sources))
 
 
 def _new(train: list[Task], benchmarks: str) -> list[Task]:
@@ -141,7 +146,9 @@ def _new(train: list[Task], benchmarks: str) -> list[Task]:
     return left
 
 
-def _split(tasks: list[Task], held_out_share: float, path: str) -> tuple[list[Task], list[Task]]:
+def _split(
+    tasks: Sequence[Task], held_out_share: float, path: str
+) -> tuple[list[Task], list[Task]]:
     """Shuffle with a fixed seed and hold a share out."""
     shuffled = random.Random(0).sample(tasks, len(tasks))
     num_held_out = max(1, round(len(tasks) * held_out_share))

@@ -10,6 +10,10 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BRACE = re.compile(
+    r"\\(?:boxed|fbox)(?:(?P<box>\s*\{)|\s+(?P<number>[-+]?[0-9][0-9.,/]*))|(?<!\\)\\[{}]|[{}]"
+)
+"""Braces, with the command before those of a box, and \\{ and \\}, which are none."""
 
 
 def words(text: str) -> list[str]:
@@ -27,6 +31,37 @@ def final_answer(text: str) -> str:
         if not opening[1] and closing[1]:
             content = text[opening.end() : closing.start()]
     return content.strip()
+
+
+def marked_answer(text: str) -> str | None:
+    r"""Return what a solution marks as its answer: the content of its last box, else the 72 of a
+    last line "#### 72"; None where it marks nothing.
+
+    The time is linear in the length of the text.
+    """
+    if (content := boxed(text)) is not None:
+        return content
+    last_line = text.rstrip().rpartition("\n")[2].lstrip()
+    answer = last_line.removeprefix("####")
+    return None if answer == last_line or answer.startswith("#") else answer.strip() or None
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \fbox{...} whose braces match, else None.
+
+    Of "\boxed 2", which MATH has in places, it is "2". The time is linear in the text's length.
+    """
+    starts: list[int | None] = []  # of the contents of open boxes; None for other braces
+    found = (-1, -1)
+    for mark in _BRACE.finditer(text):
+        if mark["number"]:
+            found = max(found, mark.span("number"))
+        elif mark[0] == "{" or mark["box"]:
+            starts.append(mark.end() if mark["box"] else None)
+        elif mark[0] == "}" and starts and (start := starts.pop()) is not None:
+            found = max(found, (start, mark.start()))
+    start, end = found
+    return text[start:end].strip() if start >= 0 else None
 
 
 def encodable(text: str) -> str:

@@ -216,4 +216,4 @@ def test_columns_that_no_one_needs_are_not_read(
         return real(self, columns=columns)
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
-    assert len(load_tasks(path)) == 1 and read == [["question", "final_answer"]]
+    assert len(load_tasks(path)) == 1 and read == [["question", "final_answer"]] * 2

@@ -162,7 +162,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     ):
         load_tasks(tmp_path / "absent.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(UserError, match=r"folder\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"folder\.json': the folder holds no"):
         load_tasks(tmp_path / "folder.json")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff"}')
     with pytest.raises(UserError, match=r"bytes\.jsonl, line 1: is not UTF-8 text"):

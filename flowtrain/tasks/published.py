@@ -1,0 +1,111 @@
+"""Columns that published rows hide in others: a final number, a box, a message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from flowtrain.tasks.rows import Row, without_nulls
+from flowtrain.utils.text import boxed, final_answer, marked_answer
+
+Unpack = Callable[[Row], Row]
+"""Returns a row with more columns; one that cannot be made is left out."""
+
+HASHES = "#### of answer"
+BOX = "box of solution"
+SUBJECT = "type or subject"
+TRUTH = "ground_truth of reward_model"
+QUESTION = "last user message"
+REPLY = "last assistant message"
+REPLY_ANSWER = "answer of the last assistant message"
+SYSTEM = "system messages"
+"""Names of the columns that are made; without dots, which would look into an object."""
+
+VERL_SCORERS = {
+    **dict.fromkeys(
+        ("openai/gsm8k", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"), "math"
+    ),
+    **dict.fromkeys(("HuggingFaceH4/MATH-500", "math", "math_dapo", "math_dapo_reasoning"), "math"),
+    **dict.fromkeys(("aime", "aime2024", "aime2025", "aime_2024", "aime_2025"), "math"),
+    **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), "math"),
+    **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), "math"),
+    **dict.fromkeys(("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa"), "qa"),
+    **dict.fromkeys(("searchR1_hotpotqa", "searchR1_2wikimultihopqa"), "qa"),
+    **dict.fromkeys(("searchR1_musique", "searchR1_bamboogle"), "qa"),
+}
+"""Scorers by `data_source`, for those that verl itself scores by such rules."""
+
+_HASHES = re.compile(r"\n####[ \t]*(\S[^\r\n]*)")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+
+
+def as_is(row: Row) -> Row:
+    """Return a row whose columns are what they say."""
+    return row
+
+
+def gsm8k(row: Row) -> Row:
+    """Find the number after the last "####" of the answer, without thousands commas."""
+    found = _HASHES.findall(_text(row.get("answer")))
+    return {**row, HASHES: _THOUSANDS.sub("", found[-1].strip())} if found else row
+
+
+def math(row: Row) -> Row:
+    """Find the last box of the solution, and the subject, which has two names."""
+    made = {BOX: boxed(_text(row.get("solution"))), SUBJECT: row.get("type", row.get("subject"))}
+    return row | {name: value for name, value in made.items() if value}
+
+
+def verl(row: Row) -> Row:
+    """Find the question among the messages of `prompt`, and the ground truth.
+
+    That of Search-R1 is {"target": [...]}; no rule here reads other objects.
+    """
+    messages = _messages(row.get("prompt"))
+    model = row.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    if isinstance(truth, dict) and without_nulls(truth).keys() == {"target"}:
+        truth = truth["target"]
+    made = {} if truth is None else {TRUTH: truth}
+    return row | made | _question(messages) | _system(messages)
+
+
+def chat(row: Row) -> Row:
+    """Find the last reply among `messages`, the question before it, and the reply's answer."""
+    messages = _messages(row.get("messages"))
+    replies = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
+    made = _question(messages[: replies[-1]] if replies else messages) | _system(messages)
+    if replies:
+        reply = messages[replies[-1]][1]
+        made |= {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
+    return row | made
+
+
+def _answer_of(reply: str) -> str:
+    answer = final_answer(reply)
+    marked = marked_answer(answer)
+    return answer if marked is None else marked
+
+
+def _question(messages: list[tuple[str, str]]) -> Row:
+    asked = [text for role, text in messages if role == "user"]
+    return {QUESTION: asked[-1]} if asked else {}
+
+
+def _system(messages: list[tuple[str, str]]) -> Row:
+    texts = [text for role, text in messages if role == "system"]
+    return {SYSTEM: texts} if texts else {}
+
+
+def _messages(value: Any) -> list[tuple[str, str]]:
+    """Return (role, text) of each message that has both."""
+    entries = value if isinstance(value, list) else []
+    found = [
+        (entry.get("role"), entry.get("content")) for entry in entries if isinstance(entry, dict)
+    ]
+    return [(role, text) for role, text in found if isinstance(role, str) and isinstance(text, str)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

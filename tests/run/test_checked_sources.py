@@ -1,0 +1,23 @@
+"""Sources of questions are checked before a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.run.components import _check_tasks
+from flowtrain.tasks.files import TaskSource
+from flowtrain.tasks.sets import without_tasks
+from flowtrain.types import Task, UserError
+
+
+def test_a_source_whose_solutions_are_wrong_needs_a_judge() -> None:
+    task = Task("t", "Sum?", ("The sum is\n#### 4",))
+    source = TaskSource("sums.jsonl", "own", (task,), {"t": ""})
+    tasks = replace(without_tasks(Config()), train=(task,), sources=(source,))
+    with pytest.raises(UserError, match=r"tasks\.path='sums\.jsonl': the solutions of 1 of 1"):
+        _check_tasks(tasks, has_judge=False)
+    _check_tasks(tasks, has_judge=True)
+    _check_tasks(replace(tasks, sources=()), has_judge=False)
