@@ -36,7 +36,7 @@ class Tasks(Section):
     [tasks.gym.leg_counting]"""
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
-    num_turns, choices, scorer"""
+    num_turns, choices, scorer; with reward.function any other columns, and no answer is needed"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
     """name = "file": several files instead of path, each with its weight; every step draws from all
     of them"""

@@ -17,6 +17,7 @@ def load_tasks(
     question_key: str = "",
     answer_key: str = "",
     scorer: str = "",
+    keeps_columns: bool = False,
 ) -> list[Task]:
     """Load the tasks of a .jsonl, .json or .parquet file, in file order.
 
@@ -26,6 +27,7 @@ def load_tasks(
     {names, weight, query}; see `flowtrain.tasks.sub_goals`). `preset` is a name in `PRESETS`, or
     "auto" to recognise the layout by its columns. The keys name other columns for question and
     answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
+    `keeps_columns`: for a reward function (`Layout.keeps_columns`).
     Raises UserError, which names the file, the row, the key and what it may be.
     """
     path = Path(path)
@@ -37,9 +39,12 @@ def load_tasks(
         )
     if scorer:
         layout = replace(layout, default_scorer=scorer, scorer_by_kind={})
+    if keeps_columns:
+        layout = replace(layout, is_closed=False, keeps_columns=True)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    for number, where, row in read_rows(path, None if layout.is_closed else layout.columns):
+    reads_all = layout.is_closed or keeps_columns
+    for number, where, row in read_rows(path, None if reads_all else layout.columns):
         task = read_task(row, layout, where, default_id=f"{path.stem}-{number}")
         if task.id in seen:
             raise UserError(

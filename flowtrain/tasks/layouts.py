@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Collection, Mapping
@@ -41,6 +42,13 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
+class _KeptColumns(_Columns):
+    """A row for a reward function, which may do without an answer."""
+
+    answer: str | int | float | list[str | int | float] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Names of columns; "reward_model.ground_truth" looks into an object."""
 
@@ -56,6 +64,9 @@ class Layout:
     """Separator of several answers in one string."""
     is_closed: bool = False
     """A row may have no other columns."""
+    keeps_columns: bool = False
+    """Other columns go into `Task.columns`, and no answer is needed: a reward function reads them.
+    """
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -117,9 +128,14 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         found["question"] = _INSTRUCTION.sub("", question)
     shown = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
     with user_error(f"{where} ({shown})", msgspec.ValidationError):
-        read = msgspec.convert(found, _Columns)
+        read = (
+            msgspec.convert({"answer": None, **found}, _KeptColumns)
+            if layout.keeps_columns
+            else msgspec.convert(found, _Columns)
+        )
     scorer = read.scorer or layout.scorer_by_kind.get(read.kind, layout.default_scorer)
-    answers = list(map(str, read.answer if isinstance(read.answer, list) else [read.answer]))
+    given = [] if read.answer is None else read.answer
+    answers = list(map(str, given if isinstance(given, list) else [given]))
     if layout.separator and scorer != "math":
         answers = [part for answer in answers for part in answer.split(layout.separator)]
     return Task(
@@ -131,7 +147,15 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         scorer=scorer,
         choices=_without_labels(read.choices),
         sub_goals=read.sub_goals,
+        columns=_others(row, layout) if layout.keeps_columns else "",
     )
+
+
+def _others(row: Row, layout: Layout) -> str:
+    """Return the columns that are not read whole, as JSON; dates and the like become texts."""
+    known = (layout.question, *layout.answers, *layout.others.values())
+    others = {name: value for name, value in row.items() if name not in known}
+    return json.dumps(others, ensure_ascii=False, default=str) if others else ""
 
 
 def _column(row: Any, name: str) -> Any:

@@ -110,8 +110,14 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     held_out: list[Task] = []
     paths: dict[str, str] = {}
     for path in tasks.mixture or (tasks.path,):
-        keys = {"question_key": tasks.question_key, "answer_key": tasks.answer_key}
-        every = load_tasks(path, tasks.preset, scorer=tasks.scorer, **keys)
+        every = load_tasks(
+            path,
+            tasks.preset,
+            question_key=tasks.question_key,
+            answer_key=tasks.answer_key,
+            scorer=tasks.scorer,
+            keeps_columns=bool(config.reward.function),
+        )
         for task in every:
             if paths.setdefault(task.id, path) != path:
                 raise UserError(
