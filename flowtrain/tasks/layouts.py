@@ -28,11 +28,13 @@ _Answer = _Text | int | float
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """A row under the names of our own layout; the types are what the columns may hold."""
+class _KeptColumns:
+    """A row under the names of our own layout, for a reward function; the types are what the columns
+    may hold.
+    """
 
     question: _Text
-    answer: _Answer | Annotated[list[_Answer], Meta(min_length=1)]
+    answer: str | int | float | list[str | int | float] | None
     id: _Text | int
     kind: _Text = ""
     num_turns: Annotated[int, Meta(ge=0)] = 0
@@ -42,10 +44,10 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptColumns(_Columns):
-    """A row for a reward function, which may do without an answer."""
+class _Columns(_KeptColumns):
+    """A row for a scorer, which needs an answer."""
 
-    answer: str | int | float | list[str | int | float] | None
+    answer: _Answer | Annotated[list[_Answer], Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,10 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         found["question"] = _INSTRUCTION.sub("", question)
     shown = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
     with user_error(f"{where} ({shown})", msgspec.ValidationError):
-        read = (
-            msgspec.convert({"answer": None, **found}, _KeptColumns)
-            if layout.keeps_columns
-            else msgspec.convert(found, _Columns)
-        )
+        if layout.keeps_columns:
+            read = msgspec.convert({"answer": None, **found}, _KeptColumns)
+        else:
+            read = msgspec.convert(found, _Columns)
     scorer = read.scorer or layout.scorer_by_kind.get(read.kind, layout.default_scorer)
     given = [] if read.answer is None else read.answer
     answers = list(map(str, given if isinstance(given, list) else [given]))
