@@ -144,6 +144,18 @@ def test_functions_that_always_fail_end_the_run_with_their_name(
     assert "mine.py:score: it returned 'good', not a number" in lines[-1]
 
 
+def test_equal_rewards_are_told_with_the_bounds_of_the_run(
+    unanswered: Path, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, answer, trajectory):\n    return -1\n")
+    command = (*words, *QUICK, "--tasks.path", unanswered, "--train.max_idle_steps", 1)
+    command += ("--reward.function", "mine.py:score", "--reward.high", 2)
+    for low, told in ((-1, "all 32 rewards are -1; "), (-2, "all 32 rewards are above -2")):
+        options = (*command, "--reward.low", low, "--run.dir", tmp_path / f"run{low}")
+        code, lines, _ = server.run("train", *options, before=NO_PICTURE, cwd=tmp_path)
+        assert code == 2 and told in lines[-1], lines
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

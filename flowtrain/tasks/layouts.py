@@ -29,8 +29,8 @@ _Answer = _Text | int | float
 
 @dataclass(frozen=True, slots=True)
 class _KeptColumns:
-    """A row under the names of our own layout, for a reward function; the types are what the columns
-    may hold.
+    """A row under the names of our own layout, for a reward function; the types are what it may
+    hold.
     """
 
     question: _Text
