@@ -144,6 +144,23 @@ def test_functions_that_always_fail_end_the_run_with_their_name(
     assert "mine.py:score: it returned 'good', not a number" in lines[-1]
 
 
+def test_evaluations_score_by_the_function(
+    gsm8k: Path, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = (*words, "--tasks.path", gsm8k, "--run.dir", run, "--train.num_steps", 0)
+    command += ("--reward.function", f"{EXAMPLE}:score", "--reward.weights", "{length = 0.0}")
+    code, lines, _ = server.run("train", *command, before=NO_PICTURE)
+    assert code == 0, lines
+    held_out = read(run / "held_out.jsonl")
+    assert held_out and all(
+        each["reward"] == each["reward_parts"]["closeness"] for each in held_out
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    mean = fmean(each["reward"] for each in held_out)
+    assert summary["warm"]["eval_reward"] == pytest.approx(mean)
+
+
 def test_equal_rewards_are_told_with_the_bounds_of_the_run(
     unanswered: Path, server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
