@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, SupportsFloat
@@ -92,9 +92,11 @@ class RewardFunctions:
 
     options: Reward
     functions: tuple[_Function, ...]
-    late: list[threading.Event]
-    """Of each call that ran out of time; set when it returns after all."""
-    warned: set[str]
+    running: set[object] = field(default_factory=set)
+    """Calls of plain functions that have begun and not returned."""
+    late: set[object] = field(default_factory=set)
+    """Those that nobody waits for any longer."""
+    warned: set[str] = field(default_factory=set)
     """Which failures were told; the metrics count the others."""
 
     @classmethod
@@ -111,7 +113,7 @@ class RewardFunctions:
             raise UserError(
                 f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        return cls(options, found, [], set())
+        return cls(options, found)
 
     @property
     def name(self) -> str:
@@ -143,7 +145,7 @@ class RewardFunctions:
         trajectory = replace(trajectory, sub_goals=solved_weight(trajectory.task, trajectory.turns))
         try:
             parts, terms = await self._call_all(trajectory)
-            total = math.fsum(terms)
+            total = _sum(terms)
             reward = self.options.bounded(total)
             if reward is None:
                 raise _Failed(
@@ -201,18 +203,17 @@ class RewardFunctions:
 
     async def _in_thread(self, function: _Function, arguments: _Arguments) -> dict[str, float]:
         """Call a plain function in a thread, which is lost where the function does not return."""
-        self.late[:] = [each for each in self.late if not each.is_set()]
+        self.late.intersection_update(self.running)
         if len(self.late) >= MAX_LATE:
             raise _Failed("timeout", f"{MAX_LATE} earlier calls have not returned yet")
-        returned = threading.Event()
+        token = object()
         pool = BlockingPool(1, "reward")
-        call = functools.partial(_attempt, function, arguments, returned)
+        call = functools.partial(_attempt, function, arguments, self.running, token)
         try:
             return await self._in_time(asyncio.ensure_future(pool.run(call)))
         finally:
             pool.close()
-            if not returned.is_set():
-                self.late.append(returned)
+            self.late.add(token)
 
     async def _in_time(self, running: asyncio.Future[dict[str, float]]) -> dict[str, float]:
         """Wait for the parts until the deadline."""
@@ -238,17 +239,26 @@ class RewardFunctions:
             )
 
 
+def _sum(terms: Sequence[float]) -> float:
+    """Add without rounding on the way, as far as floats go; NaN beyond that."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
 def _attempt(
-    function: _Function, arguments: _Arguments, returned: threading.Event
+    function: _Function, arguments: _Arguments, running: set[object], token: object
 ) -> dict[str, float]:
-    """Call a plain function, in a thread."""
+    """Call a plain function, in a thread; it is in `running` until it returns."""
+    running.add(token)
     try:
         return _parts(function, function.call(*arguments))
     # Foreign code may fail in any way, and may not end this process.
     except (Exception, SystemExit) as error:
         raise _failed(error) from error
     finally:
-        returned.set()
+        running.discard(token)
 
 
 async def _attempt_async(function: _Function, arguments: _Arguments) -> dict[str, float]:
