@@ -104,7 +104,7 @@ class GroupLimits:
             if trajectory.reward is None or not low <= trajectory.reward <= high:
                 return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
             if problem := part_problem(trajectory.reward_parts):
-                return f"the reward has {problem}"
+                return f"the reward: {problem}"
             sub_goals = trajectory.sub_goals
             is_missing = sub_goals is None and self.config.algorithm.name == "infoflow"
             if is_missing or not _is_share(sub_goals or 0.0):
