@@ -80,7 +80,8 @@ def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) ->
     kept = [
         trajectory
         for trajectory in demonstrations
-        if not trajectory.error and (config.rft.keep == "all" or trajectory.reward == 1)
+        if not trajectory.error
+        and (config.rft.keep == "all" or trajectory.reward == config.reward.high)
     ]
     shape = components.model.config
     batch = filter_samples(
@@ -224,7 +225,7 @@ def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
         rank=world.rank,
         num_ranks=world.size,
     )
-    scored = score(groups, components.make_judge())
+    scored = score(groups, components.make_judge(), components.reward_functions)
     return [trajectory for group in scored for trajectory in group.trajectories]
 
 

@@ -122,7 +122,7 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
             straggler_share=config.straggler_share,
             straggler_s=config.straggler_s,
         )
-        groups = score(groups, run.judge)
+        groups = score(groups, run.judge, run.components.reward_functions)
     if run.config.algorithm.shuffle_rewards:
         groups = shuffle_rewards(groups, derive_seed(run.config.run.seed, "shuffle", step))
     return Rollouts(groups, branches.logprobs, {})

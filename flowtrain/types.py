@@ -1,17 +1,18 @@
 """The records, in the order in which data flows: Task -> Turn -> Trajectory -> Group -> Sample.
 
 All are frozen; a later stage that knows more makes a new record with `dataclasses.replace`. Token
-ids are plain ints, log-probabilities natural logs, times seconds. Nothing here imports more than
-the standard library, so every package of the house can use it.
+ids are plain ints, log-probabilities natural logs, times seconds. Only the standard library is
+imported here.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     Int32s = array[int]
@@ -73,6 +74,13 @@ class Task:
     """What a verifier of reasoning-gym reads, as a Python literal; the policy never sees it."""
     sub_goals: tuple[SubGoal, ...] = ()
     """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
+    columns: str = ""
+    """The row's other columns, as JSON; for a reward function alone."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The row's other columns by name; parsed at every call."""
+        return dict(json.loads(self.columns)) if self.columns else {}
 
 
 class FinishReason(enum.StrEnum):
@@ -184,9 +192,8 @@ class ToolResult:
     error: str | None = None
     seconds: float = 0.0
     wall_s: float = 0.0
-    """Of code that the tool ran, without the wait for a process; 0 where it ran none."""
     cpu_s: float = 0.0
-    """CPU time of that code."""
+    """Of code that the tool ran: without the wait for a process, and on a CPU; 0 for no code."""
 
     @property
     def text(self) -> str:
@@ -219,8 +226,7 @@ class Call:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """Sampled, and trained just so; () for a module that is no policy, and at a deadline before the
-    first token."""
+    """Sampled and trained; () for a module that is no policy, and where no token came in time."""
     logprobs: tuple[float, ...]
     """The sampler's, one per response token."""
     spans: tuple[VersionSpan, ...]
@@ -240,16 +246,9 @@ class Call:
     @classmethod
     def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
         """The call of an engine with its completion."""
-        return cls(
-            prompt_ids=prompt_ids,
-            response_ids=completion.ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            text=text,
-            sampling_mask=completion.sampling_mask,
-            entropies=completion.entropies,
-        )
+        ids, logprobs, spans = completion.ids, completion.logprobs, completion.spans
+        reason, mask = completion.finish_reason, completion.sampling_mask
+        return cls(prompt_ids, ids, logprobs, spans, reason, text, mask, completion.entropies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,12 +296,11 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the loop ended before STOP: "" (it did not), "turns", "time", "prompt" (it outgrew the
-    model) or "straggler" (the others of its batch were done and did not wait any longer)."""
+    """Why it ended before STOP, if it did: "turns", "time", "prompt" (too long), "straggler"."""
     reward: float | None = None
-    """Reward of the answer, in [0, 1]; None until `rewards.score` fills it."""
+    """From `reward.low` to `reward.high`, by default 0 to 1; None until `rewards.score`."""
     scored_by: str = ""
-    """Which rule, or "judge", decided on the reward."""
+    """Which rule, function or "judge" decided on the reward; ": " and why, where it failed."""
     analysis: str = ""
     """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
@@ -315,6 +313,8 @@ class Trajectory:
     """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
     hint_turn: int | None = None
     """The turn that read a hint first; None for a rollout without."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What reward functions gave, by name and before weights; {} without such functions."""
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -15,6 +15,7 @@ from flowtrain.config.agents import NO_ENGINE, OWN, Agent, Chat, Judge, Policy, 
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.model import Model, Tiny
+from flowtrain.config.reward import Reward
 from flowtrain.config.rollout import Rollout, Vllm
 from flowtrain.config.run import Checkpoint, Eval, Log, Run, Weights
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
@@ -40,6 +41,7 @@ class Config(Section):
     """Models of the policies that are not trained here, and how the verifier samples."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
+    reward: Reward = Reward()
     judge: Judge = Judge()
     web_search: WebSearch = WebSearch()
     wikipedia: Wikipedia = Wikipedia()
@@ -101,6 +103,7 @@ __all__ = [
     "Log",
     "Model",
     "Policy",
+    "Reward",
     "Rft",
     "Roles",
     "Rollout",

@@ -36,7 +36,8 @@ class Tasks(Section):
     [tasks.gym.leg_counting]"""
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
-    num_turns, choices, scorer; or a folder of such files; or a data set of the Hub, owner/name"""
+    num_turns, choices, scorer; with reward.function any other columns, and no answer is needed; or
+    a folder of such files; or a data set of the Hub, owner/name"""
     split: str = "train"
     """name = "file": the split that is read of a folder or a data set of the Hub"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)

@@ -72,8 +72,8 @@ class Rft(Section):
     num_rollouts: PositiveInt = 12000
     """demonstrations to collect"""
     keep: Literal["scored", "all"] = "scored"
-    """scored: only rollouts with reward 1 (rejection sampling); all: imitate the expert, errors
-    included"""
+    """scored: only rollouts with reward.high, which is 1 (rejection sampling); all: imitate the
+    expert, errors included"""
     num_steps: PositiveInt = 1500
     """optimizer steps"""
     batch_size: PositiveInt = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flowtrain.config.agents import OWN, Policy
+from flowtrain.config.reward import Reward
 
 if TYPE_CHECKING:
     from flowtrain.config import Config
@@ -17,6 +18,7 @@ def validate(config: Config) -> None:
     _check_ratios(config)
     _check_sandbox(config)
     _check_task_files(config)
+    _check_reward(config)
     _check_policies(config)
     _check_roles(config)
     _check_engine_ranks(config)
@@ -86,6 +88,23 @@ def _check_task_files(config: Config) -> None:
             f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "
             "them"
         )
+
+
+def _check_reward(config: Config) -> None:
+    reward = config.reward
+    if reward.low >= reward.high:
+        raise ValueError(f"reward.low={reward.low:g} must be below reward.high={reward.high:g}")
+    if reward.function:
+        if config.roles.judge != "none":
+            raise ValueError(
+                f"roles.judge={config.roles.judge!r} does not go with reward.function="
+                f"{list(reward.function)}: a judge stands behind the scorers of tasks"
+            )
+        return
+    default = dict(Reward())
+    for key, value in reward:
+        if value != default[key]:
+            raise ValueError(f"reward.{key}={value} needs reward.function")
 
 
 def _check_policies(config: Config) -> None:

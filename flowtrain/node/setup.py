@@ -83,11 +83,11 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
 
 def _make_rollout(components: RunComponents, engines: Mapping[str, Engine]) -> Rollout:
     agent = components.make_agent(engines, components.config.agent.max_turns)
-    judge = components.make_judge()
+    judge, functions = components.make_judge(), components.reward_functions
     policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         hints = components.algorithm.hints(engines[policy].version + 1)
-        return await score_one(await agent.with_hints(hints).run(task, seed), judge)
+        return await score_one(await agent.with_hints(hints).run(task, seed), judge, functions)
 
     return rollout

@@ -70,6 +70,7 @@ PANELS = (
             "eval_reward_forms": "forms",
         },
     ),
+    Panel("Parts of the reward", {"reward/": ""}),
     Panel("KL to the reference", {"kl": "KL"}),
     Panel("Token entropy", {"entropy": "nats"}),
     Panel("Clipped tokens", {"clip_fraction_high": "above", "clip_fraction_low": "below"}, "share"),

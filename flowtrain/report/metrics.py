@@ -131,6 +131,7 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "reward": trajectory.reward,
         "answer": trajectory.answer,
         "scored_by": trajectory.scored_by,
+        **({"reward_parts": dict(parts)} if (parts := trajectory.reward_parts) else {}),
         "truncated": trajectory.truncated,
         "error": trajectory.error,
         "analysis": trajectory.analysis,

@@ -1,21 +1,23 @@
-"""Rewards of answers, from 0 to 1: by rules, and behind them by a language model as judge."""
+"""Rewards of answers: by rules, and behind them by a language model as judge, or by functions that
+users write.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from flowtrain.rewards import choice, exact, gameof24, gym, math_answer, squad
+from flowtrain.rewards import gym
+from flowtrain.rewards.functions import RewardFunctions
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.judge_cache import JudgeCache
+from flowtrain.rewards.scorers import MAX_CHARS, SCORERS
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.text import final_answer
-
-MAX_CHARS = 2000
-"""Characters that rules read, at the end of a longer text, which no judge is asked about."""
 
 _REFUSALS = {
     *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
@@ -25,29 +27,51 @@ _REFUSALS = {
     *("not enough information", "insufficient information"),
 }
 
-SCORERS: dict[str, Callable[[Task, str], float]] = {
-    "exact": exact.exact_match,
-    "qa": squad.exact_match,
-    "f1": squad.token_f1,
-    "math": math_answer.math_match,
-    "choice": choice.choice,
-    "gameof24": gameof24.gameof24,
-}
-"""The rule of each scorer, by its name in `Task.scorer`; the rule gets the final answer."""
-
 FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
 """Scorers that no judge overrules: one grades, the others prove."""
 
 
-def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
+def score(
+    groups: Sequence[Group], judge: Judge | None = None, functions: RewardFunctions | None = None
+) -> list[Group]:
     """Return the groups with `reward` and `scored_by` of every trajectory filled.
 
     A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
     a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
     stands. A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
+    Reward functions take the place of all that. Must not be called where an event loop runs.
     Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
     """
-    scored = [_with_rule_reward(t) for group in groups for t in group.trajectories]
+    trajectories = [t for group in groups for t in group.trajectories]
+    if functions is not None:
+        scored = asyncio.run(functions.score_all(trajectories))
+    else:
+        scored = _by_rules(trajectories, judge)
+    rest = iter(scored)
+    return [
+        replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
+        for group in groups
+    ]
+
+
+async def score_one(
+    trajectory: Trajectory, judge: Judge | None = None, functions: RewardFunctions | None = None
+) -> Trajectory:
+    """Score one rollout as `score` does, in an event loop."""
+    if functions is not None:
+        return await functions.score(trajectory)
+    scored = _with_rule_reward(trajectory)
+    if _needs_verifier(scored):
+        verdict = await gym.verify(scored.task, final_answer(scored.answer))
+        scored = _with_verified_reward(scored, verdict)
+    elif judge is not None and _may_be_right(scored):
+        is_right = await judge.judge(scored.task, final_answer(scored.answer))
+        scored = _with_judge_reward(scored, is_right)
+    return _checked(scored)
+
+
+def _by_rules(trajectories: Sequence[Trajectory], judge: Judge | None) -> list[Trajectory]:
+    scored = [_with_rule_reward(trajectory) for trajectory in trajectories]
     verified = [number for number, t in enumerate(scored) if _needs_verifier(t)]
     verdicts = gym.verify_all([(scored[n].task, final_answer(scored[n].answer)) for n in verified])
     for number, verdict in zip(verified, verdicts, strict=True):
@@ -57,23 +81,7 @@ def score(groups: Sequence[Group], judge: Judge | None = None) -> list[Group]:
         cases = [(scored[n].task, final_answer(scored[n].answer)) for n in disputed]
         for number, is_right in zip(disputed, judge.judge_all(cases), strict=True):
             scored[number] = _with_judge_reward(scored[number], is_right)
-    rest = map(_checked, scored)
-    return [
-        replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
-        for group in groups
-    ]
-
-
-async def score_one(trajectory: Trajectory, judge: Judge | None = None) -> Trajectory:
-    """Score one rollout as `score` does, in an event loop."""
-    scored = _with_rule_reward(trajectory)
-    if _needs_verifier(scored):
-        verdict = await gym.verify(scored.task, final_answer(scored.answer))
-        scored = _with_verified_reward(scored, verdict)
-    elif judge is not None and _may_be_right(scored):
-        is_right = await judge.judge(scored.task, final_answer(scored.answer))
-        scored = _with_judge_reward(scored, is_right)
-    return _checked(scored)
+    return [_checked(trajectory) for trajectory in scored]
 
 
 def _checked(trajectory: Trajectory) -> Trajectory:
@@ -161,6 +169,7 @@ __all__ = [
     "SCORERS",
     "Judge",
     "JudgeCache",
+    "RewardFunctions",
     "score",
     "score_one",
     "shuffle_rewards",

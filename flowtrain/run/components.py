@@ -34,7 +34,7 @@ from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
-from flowtrain.rewards import Judge, JudgeCache, score
+from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
 from flowtrain.rewards.references import check_source
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
@@ -66,6 +66,7 @@ class RunComponents:
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
+    reward_functions: RewardFunctions | None
 
     @classmethod
     def prepare(
@@ -81,8 +82,9 @@ class RunComponents:
         algorithm = load_algorithm(config)
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
+        functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
-        _check_tasks(tasks, has_judge=config.roles.judge != "none")
+        _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
         tokenizer, model = _trained_policy(config, tasks)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
@@ -91,7 +93,7 @@ class RunComponents:
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
-        return cls._around(algorithm, world, tasks, tokenizer, model, policies)
+        return cls._around(algorithm, world, tasks, tokenizer, model, policies, functions)
 
     @classmethod
     def for_node(cls, config: Config, world: World) -> RunComponents:
@@ -106,11 +108,12 @@ class RunComponents:
         algorithm = load_algorithm(config)
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
+        functions = RewardFunctions.load(config.reward)
         policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
         model = trained.without_weights()
         tasks = without_tasks(config)
-        return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies)
+        return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies, functions)
 
     @classmethod
     def _around(
@@ -121,6 +124,7 @@ class RunComponents:
         tokenizer: PreTrainedTokenizerFast,
         model: PreTrainedModel,
         policies: Mapping[PolicyName, ModelSpec],
+        functions: RewardFunctions | None,
     ) -> RunComponents:
         """Build what stands around the policies."""
         config = algorithm.config
@@ -146,6 +150,7 @@ class RunComponents:
             policies=policies,
             chats=chats,
             tools=tools,
+            reward_functions=functions,
         )
 
     def show_sources(self) -> None:
@@ -278,15 +283,20 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
         keep_freed_memory()
 
 
-def _check_tasks(tasks: TaskSet, has_judge: bool) -> None:
+def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
     """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
     use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
+    Functions of the user's own are not called.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
-    score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
+    if functions is not None:
+        functions.check(every)
+    else:
+        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
     for task in tasks.train:
         sub_goals.check(task)
-    for source in () if has_judge else tasks.sources:  # a judge accepts what rules do not
+    # A judge accepts what rules do not, and functions need no answers.
+    for source in () if has_judge or functions is not None else tasks.sources:
         check_source(source)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.engines.protocol import Engine
-from flowtrain.rewards import Judge, score
+from flowtrain.rewards import Judge, RewardFunctions, score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -92,6 +92,7 @@ class Evaluator:
             world=self.components.world,
             max_in_flight=config.rollout.max_in_flight,
             judge=self.judge,
+            functions=self.components.reward_functions,
             samplers=self.samplers,
         )
         share = found.stats.out_of_time_share
@@ -116,6 +117,7 @@ def evaluate(
     world: World,
     max_in_flight: int,
     judge: Judge | None = None,
+    functions: RewardFunctions | None = None,
     samplers: World | None = None,
 ) -> Evaluation:
     """Roll out each task once on the `samplers` (None: all ranks); collective over `world`."""
@@ -129,9 +131,8 @@ def evaluate(
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    trajectories = tuple(
-        trajectory for group in score(groups, judge) for trajectory in group.trajectories
-    )
+    scored = score(groups, judge, functions)
+    trajectories = tuple(trajectory for group in scored for trajectory in group.trajectories)
     return Evaluation(
         RolloutStats.of(trajectories, tool_names, world),
         _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),

@@ -64,7 +64,8 @@ class LearningSignal:
         rollouts = [trajectory for group in groups for trajectory in group.trajectories]
         counts = _Counts.of(rollouts, batch, self.config)
         total = _Counts(*map(round, self.world.sum(list(counts))))
-        example = next(filter(None, self.world.gather_text(_example(rollouts))), "")
+        low = self.config.reward.low
+        example = next(filter(None, self.world.gather_text(_example(rollouts, low))), "")
         if total.num_signals:
             return None
         if total.num_failed == total.num_rollouts:
@@ -89,14 +90,14 @@ class LearningSignal:
             cure = "The warning before this one names the first sample and what is wrong with it"
             text = f"all {total.num_excluded} samples were left out"
             return Cause(text, cure, True)
-        return _equal_rewards(total, example)
+        return _equal_rewards(total, example, low)
 
 
 class _Counts(NamedTuple):
     num_rollouts: int
     num_failed: int
     num_right: int
-    """Rollouts with a reward above 0."""
+    """Rollouts with a reward above `reward.low`."""
     num_turns: int
     num_malformed: int
     """Turns whose action could not be read."""
@@ -115,7 +116,9 @@ class _Counts(NamedTuple):
         return cls(
             num_rollouts=len(rollouts),
             num_failed=sum(bool(trajectory.error) for trajectory in rollouts),
-            num_right=sum((trajectory.reward or 0) > 0 for trajectory in rollouts),
+            num_right=sum(
+                each.reward is not None and each.reward > config.reward.low for each in rollouts
+            ),
             num_turns=len(turns),
             num_malformed=sum(t.action is None and t.result.error is not None for t in turns),
             num_tokens=sum(len(call.response_ids) for call in calls if call is not None),
@@ -130,7 +133,7 @@ class _Counts(NamedTuple):
         )
 
 
-def _equal_rewards(total: _Counts, example: str) -> Cause:
+def _equal_rewards(total: _Counts, example: str, low: float) -> Cause:
     """The rewards of each question are alike, which is how tasks are that are too hard or too easy,
     and scorers that accept nothing.
     """
@@ -142,14 +145,14 @@ def _equal_rewards(total: _Counts, example: str) -> Cause:
     num_scored = total.num_rollouts - total.num_failed
     if not total.num_right:
         return Cause(
-            f"all {num_scored} rewards are 0{besides}; {example}",
+            f"all {num_scored} rewards are {low:g}{besides}; {example}",
             "Where such an answer is right, see how tasks are scored (docs/tasks.md); else easier "
             "tasks or a better start (python -m flowtrain.rft) would help",
             False,
         )
     if total.num_right == num_scored:
         return Cause(
-            f"all {num_scored} rewards are above 0{besides}", "Harder tasks would help", False
+            f"all {num_scored} rewards are above {low:g}{besides}", "Harder tasks would help", False
         )
     return Cause(
         f"the rollouts of each question have one reward{besides}",
@@ -158,13 +161,13 @@ def _equal_rewards(total: _Counts, example: str) -> Cause:
     )
 
 
-def _example(rollouts: Sequence[Trajectory]) -> str:
+def _example(rollouts: Sequence[Trajectory], low: float) -> str:
     """The first rollout that failed, or else that is wrong, in words; "" where none is."""
     for each in rollouts:
         if each.error:
             return f"the first failed because of {each.error[:_EXAMPLE_CHARS]!r}"
     for each in rollouts:
-        if not each.reward:
+        if each.reward == low:
             return (
                 f"the first is for {each.answer[-_EXAMPLE_CHARS:]!r} to "
                 f"{each.task.question[:_EXAMPLE_CHARS]!r}, accepted: {each.task.answers[:3]!r}"

@@ -19,6 +19,7 @@ from flowtrain.run.evaluation import Evaluation
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
+from flowtrain.run.reward_stats import reward_metrics
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training import checkpoint
@@ -102,6 +103,7 @@ class RunLogger:
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
+        world = self._placement.world
         held_out = {}
         if evaluation is not None:
             held_out = {"eval_reward": evaluation.stats.reward_mean}
@@ -109,15 +111,17 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
+        trajectories = [t for group in rollouts.groups for t in group.trajectories]
+        parts = reward_metrics(trajectories, world) if self._config.reward.function else {}
         verdicts = {}
         if "verifier" in self._config.policy_names:
-            trajectories = [t for group in rollouts.groups for t in group.trajectories]
-            verdicts = verdict_metrics(trajectories, self._config, self._placement.world)
+            verdicts = verdict_metrics(trajectories, self._config, world)
         self.write(
             {
                 "step": step,
                 "version": step,
                 **stats.metrics(),
+                **parts,
                 **verdicts,
                 **held_out,
                 **self._counts(batch),

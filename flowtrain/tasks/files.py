@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from flowtrain.tasks import published
 from flowtrain.tasks.folders import DEFAULT_SPLIT, split_files
@@ -58,6 +59,7 @@ def load_source(
     question_key: str = "",
     answer_key: str = "",
     scorer: str = "",
+    keeps_columns: bool = False,
 ) -> TaskSource:
     """Load the tasks of a file, of a split in a folder, or of a data set of the Hub, in order.
 
@@ -67,17 +69,21 @@ def load_source(
     {names, weight, query}; see `flowtrain.tasks.sub_goals`). `preset` is a name in `PRESETS`, or
     "auto" to recognise the layout by the first rows. The keys name other columns for question and
     answer ("reward_model.ground_truth" looks into an object); `scorer` replaces the default one.
+    `keeps_columns`: for a reward function (`Layout.keeps_columns`).
     Raises UserError, which names the file, the row, the key and what it may be.
     """
     stem, read = _opened(str(path), split)
     if preset == "auto":
         preset = recognise([row for _, _, row in islice(read(_RECOGNISED_BY), _NUM_PEEKED)])
     layout = _with_options(PRESETS[preset], question_key, answer_key, scorer)
+    if keeps_columns:
+        layout = replace(layout, is_closed=False, keeps_columns=True)
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     solutions: dict[str, str] = {}
     num_system = 0
-    for number, where, row in read(None if layout.is_closed else layout.columns):
+    reads_all = layout.is_closed or keeps_columns
+    for number, where, row in read(None if reads_all else layout.columns):
         task = read_task(row, layout, where, default_id=f"{stem}-{number}")
         if task.id in seen:
             raise UserError(
@@ -93,7 +99,7 @@ def load_source(
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system)
 
 
-def load_tasks(path: str | Path, preset: str = "auto", **options: str) -> list[Task]:
+def load_tasks(path: str | Path, preset: str = "auto", **options: Any) -> list[Task]:
     """Return the tasks of `load_source`, whose arguments these are."""
     return list(load_source(path, preset, **options).tasks)
 

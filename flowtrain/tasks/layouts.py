@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -28,17 +29,26 @@ _Answer = _Text | int | float
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """A row under the names of our own layout; the types are what the columns may hold."""
+class _KeptColumns:
+    """A row under the names of our own layout, for a reward function; the types are what it may
+    hold.
+    """
 
     question: _Text
-    answer: _Answer | Annotated[list[_Answer], Meta(min_length=1)]
+    answer: str | int | float | list[str | int | float] | None
     id: _Text | int
     kind: _Text = ""
     num_turns: Annotated[int, Meta(ge=0)] = 0
     scorer: _Text = ""
     choices: Annotated[tuple[_Text, ...], Meta(min_length=2, max_length=26)] = ()
     sub_goals: tuple[SubGoal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns(_KeptColumns):
+    """A row for a scorer, which needs an answer."""
+
+    answer: _Answer | Annotated[list[_Answer], Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,9 @@ class Layout:
     """The columns that `unpack` reads."""
     solution: str = ""
     """Column of a text that ends in the right answer; "" where there is none."""
+    keeps_columns: bool = False
+    """Other columns go into `Task.columns`, and no answer is needed: a reward function reads them.
+    """
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -157,6 +170,7 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         raise UserError(
             f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
         )
+    others = _others(row, layout) if layout.keeps_columns else ""
     row = layout.unpack(row)
     names = {"question": (layout.question,), "answer": layout.answers}
     names |= {ours: (theirs,) for ours, theirs in layout.others.items()}
@@ -168,9 +182,13 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         found["question"] = _INSTRUCTION.sub("", question)
     shown = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
     with user_error(f"{where} ({shown})", msgspec.ValidationError):
-        read = msgspec.convert(found, _Columns)
+        if layout.keeps_columns:
+            read = msgspec.convert({"answer": None, **found}, _KeptColumns)
+        else:
+            read = msgspec.convert(found, _Columns)
     scorer = read.scorer or layout.scorer_by_kind.get(read.kind, layout.default_scorer)
-    answers = list(map(str, read.answer if isinstance(read.answer, list) else [read.answer]))
+    given = [] if read.answer is None else read.answer
+    answers = list(map(str, given if isinstance(given, list) else [given]))
     if layout.separator and scorer != "math":
         answers = [part for answer in answers for part in answer.split(layout.separator)]
     return Task(
@@ -182,7 +200,15 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         scorer=scorer,
         choices=_without_labels(read.choices),
         sub_goals=read.sub_goals,
+        columns=others,
     )
+
+
+def _others(row: Row, layout: Layout) -> str:
+    """Return the columns that are not read whole, as JSON; dates and the like become texts."""
+    known = (layout.question, *layout.answers, *layout.others.values())
+    others = {name: value for name, value in row.items() if name not in known}
+    return json.dumps(others, ensure_ascii=False, default=str) if others else ""
 
 
 def _column(row: Any, name: str) -> Any:

@@ -113,8 +113,15 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     paths: dict[str, str] = {}
     sources: list[TaskSource] = []
     for path in tasks.mixture or (tasks.path,):
-        keys = {"question_key": tasks.question_key, "answer_key": tasks.answer_key}
-        source = load_source(path, tasks.preset, split=tasks.split, scorer=tasks.scorer, **keys)
+        source = load_source(
+            path,
+            tasks.preset,
+            split=tasks.split,
+            question_key=tasks.question_key,
+            answer_key=tasks.answer_key,
+            scorer=tasks.scorer,
+            keeps_columns=bool(config.reward.function),
+        )
         sources.append(source)
         for task in source.tasks:
             if paths.setdefault(task.id, path) != path:

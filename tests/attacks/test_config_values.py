@@ -120,7 +120,10 @@ def test_no_bad_value_of_any_option_gets_in(
         # Every option has its turn, before any has a second.
         for number in range(max(NUM_VALUES, len(options))):
             key, leaf = options[number % len(options)]
-            value = rng.choice(bad_values(leaf))
+            bad = bad_values(leaf)
+            if key == "reward.function":  # a text is the name of one
+                bad = [each for each in bad if not isinstance(each, str)]
+            value = rng.choice(bad)
             word = as_words(value, rng)
             argv = [f"--{key}={word}"] if rng.random() < 0.5 else [f"--{key}", word]
             if not check(capsys, argv, key, tmp_path):

@@ -126,6 +126,40 @@ def test_groups_follow_the_weights_and_survive_a_node_that_dies(
     assert dataflow.ledger.status()["lost_leases"].get("ran out", 0) >= 1
 
 
+def test_a_node_scores_by_the_function_that_the_run_names(
+    model: str, server: Server, tmp_path: Path
+) -> None:
+    """A relative path is one in the node's own working folder."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "mine.py").write_text(
+        "async def score(task, answer, trajectory):\n"
+        "    return {'odd': trajectory.seed % 2, 'turns': len(trajectory.turns)}\n"
+    )
+    reward = {"function": "mine.py:score", "low": -2.0, "weights": {"turns": -1.0}}
+    with serve_dataflow(make_config(model, reward=reward), tmp_path) as dataflow:
+        trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
+        trainer.register(num_groups=2)
+        command = ("--dataflow", dataflow.url, "--name", "one")
+        lost = server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=tmp_path)
+        assert lost.wait() == 2 and "reward.function='mine.py:score': " in lost.err.read_text()
+        node = keep_exit_code(
+            server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=home)
+        )
+        try:
+            scored = [each for group in trainer.step(1) for each in group.trajectories]
+            terminate(node)
+        finally:
+            if node.poll() is None:
+                os.kill(node.pid, signal.SIGKILL)
+        for each in scored:
+            parts = {"odd": each.seed % 2, "turns": len(each.turns)}
+            assert not each.error and each.reward_parts == parts
+            assert (
+                each.reward == parts["odd"] - parts["turns"] and each.scored_by == "mine.py:score"
+            )
+
+
 def test_a_node_with_another_model_is_refused(
     dataflow: DataflowServer, trainer: Trainer, start: Start, tmp_path: Path
 ) -> None:

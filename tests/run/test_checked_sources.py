@@ -18,6 +18,6 @@ def test_a_source_whose_solutions_are_wrong_needs_a_judge() -> None:
     source = TaskSource("sums.jsonl", "own", (task,), {"t": ""})
     tasks = replace(without_tasks(Config()), train=(task,), sources=(source,))
     with pytest.raises(UserError, match=r"tasks\.path='sums\.jsonl': the solutions of 1 of 1"):
-        _check_tasks(tasks, has_judge=False)
-    _check_tasks(tasks, has_judge=True)
-    _check_tasks(replace(tasks, sources=()), has_judge=False)
+        _check_tasks(tasks, None, has_judge=False)
+    _check_tasks(tasks, None, has_judge=True)
+    _check_tasks(replace(tasks, sources=()), None, has_judge=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.layouts import _OPTIONAL, OWN, read_task
 from flowtrain.types import Task, UserError
 
 BAKED_IN = (
@@ -217,3 +219,66 @@ def test_columns_that_no_one_needs_are_not_read(
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
     assert len(load_tasks(path)) == 1 and read == [["question", "final_answer"]] * 2
+
+
+# ---- rows for a reward function
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "json"])
+def test_other_columns_reach_a_reward_function_untouched(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"question": "q", "tests": ["assert f(1)", "\u2028"], "meta": {"level": 3, "x": 0.1}},
+        {"question": "r", "tests": [], "meta": {"level": 4, "x": 1e300}},
+    ]
+    tasks = load_tasks(write(tmp_path, f"mine.{suffix}", rows), keeps_columns=True)
+    assert [task.answers for task in tasks] == [(), ()]
+    for task, row in zip(tasks, rows, strict=True):
+        assert task.extra == {"tests": row["tests"], "meta": row["meta"]}
+    assert Task("a", "q", ()).extra == {}
+
+
+def test_columns_that_are_read_in_part_are_kept_whole(tmp_path: Path) -> None:
+    (task,) = load_tasks(write(tmp_path, "nq.json", [SEARCH_R1]), keeps_columns=True)
+    assert (task.question, task.answers, task.kind) == (
+        "who wrote it?",
+        ("Ann Lee", "A. Lee"),
+        "nq",
+    )
+    assert task.extra == {name: SEARCH_R1[name] for name in ("id", "prompt", "reward_model")}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.dictionaries(
+        st.text(min_size=1).filter(lambda name: name not in ("question", "answer", *_OPTIONAL)),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda leaf: st.lists(leaf) | st.dictionaries(st.text(), leaf),
+            max_leaves=5,
+        ),
+    )
+)
+def test_any_columns_are_the_same_afterwards(columns: dict[str, Any]) -> None:
+    layout = replace(OWN, is_closed=False, keeps_columns=True)
+    row = json.loads(json.dumps({"question": "q", **columns}))
+    task = read_task(row, layout, "here", "id")
+    assert task.extra == columns
+    hash(task)
+
+
+@pytest.mark.parametrize(
+    ("answer", "answers"), [(None, ()), ("", ()), ([], ()), (3, ("3",)), (["a", ""], ("a",))]
+)
+def test_an_answer_may_be_missing_for_a_reward_function_alone(
+    answer: Any, answers: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path, "mine.json", [{"question": "q", "answer": answer}])
+    (task,) = load_tasks(path, keeps_columns=True)
+    assert task.answers == answers and task.columns == ""
+    if not answers:
+        with pytest.raises(UserError):
+            load_tasks(path)
+    with pytest.raises(UserError, match="answer"):
+        load_tasks(write(tmp_path, "bare.json", [{"question": "q"}]))
+    with pytest.raises(UserError, match="unknown key 'tests'"):
+        load_tasks(write(tmp_path, "more.json", [{"question": "q", "answer": 1, "tests": []}]))

@@ -420,3 +420,13 @@ def test_the_rules_that_compare_are_checked(tmp_path: Path) -> None:
 def test_puzzles_have_no_answer_to_check(tmp_path: Path) -> None:
     row = {"question": "Make 24.", "answer": [4, 6, 1, 1], "scorer": "gameof24"}
     check_source(load_source(write(tmp_path, "set.json", [row])))
+
+
+def test_a_reward_function_reads_published_rows_as_they_are(tmp_path: Path) -> None:
+    """Without the columns that the layout adds, and with those that it reads in part."""
+    row = {"question": "Half of 48?", "answer": "48/2 = 24\n#### 24", "level": 1}
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (task,) = load_tasks(path, keeps_columns=True)
+    assert (task.answers, task.scorer) == (("24",), "math")
+    assert task.extra == {"answer": row["answer"], "level": 1}

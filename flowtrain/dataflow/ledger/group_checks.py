@@ -13,6 +13,7 @@ from math import isfinite
 from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Refused
+from flowtrain.rewards.functions import part_problem
 from flowtrain.types import Call, Group, PolicyName, Task, Trajectory, Turn
 
 
@@ -41,7 +42,8 @@ class Summary:
 
     task: Task
     rewards: tuple[float, ...]
-    """Rewards of the rollouts that finished."""
+    """Rewards of the rollouts that finished, as shares of `reward.low` to `reward.high`: so rules
+    see them from 0 to 1."""
     num_tokens: int
     """Number of sampled tokens."""
     trained: dict[PolicyName, TrainedTokens]
@@ -82,7 +84,9 @@ class GroupLimits:
                     trained[policy] = trained[policy] + found if policy in trained else found
         return Summary(
             task=task,
-            rewards=tuple(float(trajectory.reward or 0) for trajectory in group.finished),
+            rewards=tuple(
+                self.config.reward.share(trajectory.reward or 0) for trajectory in group.finished
+            ),
             num_tokens=sum(trajectory.num_sampled_tokens for trajectory in group.trajectories),
             trained=trained,
             checked=frozenset(self.models),
@@ -96,8 +100,11 @@ class GroupLimits:
         if any("planner" not in turn.calls for turn in turns):
             return "a turn has no call of the planner"
         if not trajectory.error:  # a failed rollout has no reward
-            if not _is_share(trajectory.reward):
-                return f"the reward is {trajectory.reward}, it must be from 0 to 1"
+            low, high = self.config.reward.low, self.config.reward.high
+            if trajectory.reward is None or not low <= trajectory.reward <= high:
+                return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
+            if problem := part_problem(trajectory.reward_parts):
+                return f"the reward: {problem}"
             sub_goals = trajectory.sub_goals
             is_missing = sub_goals is None and self.config.algorithm.name == "infoflow"
             if is_missing or not _is_share(sub_goals or 0.0):
@@ -156,8 +163,8 @@ class GroupLimits:
         )
 
 
-def _is_share(value: float | None) -> bool:
-    return value is not None and 0 <= value <= 1
+def _is_share(value: float) -> bool:
+    return 0 <= value <= 1
 
 
 def _seconds(turn: Turn) -> tuple[float, ...]:

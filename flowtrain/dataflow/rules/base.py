@@ -21,7 +21,7 @@ class Outcome:
     task_id: str
     kind: str
     rewards: tuple[float, ...]
-    """Rewards of the rollouts that finished."""
+    """Rewards of the rollouts that finished, from 0 (`reward.low`) to 1 (`reward.high`)."""
     num_tokens: int
     """Number of sampled tokens."""
 

@@ -1,0 +1,31 @@
+"""A reward of your own in two parts: how close a number comes, and how long the response was.
+
+python -m flowtrain.train --tasks.name file --tasks.path gsm8k.jsonl --reward.low -0.2 \
+    --reward.function examples/my_reward.py:score --reward.weights '{length = -0.2}'
+
+A row of GSM8K: {"question": "Natalia sold ...", "answer": "Natalia sold 48 / 2 ... #### 72"}.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flowtrain.types import Task, Trajectory
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MAX_TOKENS = 200
+
+
+def score(task: Task, answer: str, trajectory: Trajectory) -> dict[str, float]:
+    """Return parts from 0 to 1; `reward.weights` makes a penalty of the second."""
+    wanted, given = _last_number(task.answers[0]), _last_number(answer)
+    return {
+        "closeness": 0.0 if wanted is None or given is None else 1 / (1 + abs(given - wanted)),
+        "length": min(trajectory.num_sampled_tokens / _MAX_TOKENS, 1.0),
+    }
+
+
+def _last_number(text: str) -> float | None:
+    """Read the last number of a text, which is where GSM8K has its result."""
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,49 @@
+"""Options of rewards that users write."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from flowtrain.config.section import Section
+
+_ROUNDING = 1e-9
+"""Weights that sum to 1 on paper may sum to a little more as floats."""
+
+
+class Reward(Section):
+    function: dict[str, float] = Field(default_factory=dict)
+    """what scores instead of each task's scorer: FILE.py:NAME or PACKAGE.MODULE:NAME of a function
+    (task, answer, trajectory), or a built-in scorer; of several, a table of names and weights"""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """weights of the named parts that a function returns; a part that is not here has 1"""
+    timeout_s: PositiveFloat = 30.0
+    """seconds per call of a function; after that the rollout fails"""
+    max_concurrency: PositiveInt = 32
+    """calls under way at a time, per rank"""
+    low: float = 0.0
+    """least reward; a rollout with a lower one fails"""
+    high: float = 1.0
+    """greatest reward; a rollout with a higher one fails"""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {value: 1.0} if value else {}
+        return value
+
+    def bounded(self, reward: float | None) -> float | None:
+        """Return the reward within `low` to `high`, or None where it lies outside of them by more
+        than rounding, or is not finite.
+        """
+        if reward is None or not math.isfinite(reward):
+            return None
+        within = min(max(reward, self.low), self.high)
+        return within if abs(within - reward) <= _ROUNDING * (self.high - self.low) else None
+
+    def share(self, reward: float) -> float:
+        """Return where the reward lies between `low`, which is 0, and `high`, which is 1."""
+        return (reward - self.low) / (self.high - self.low)

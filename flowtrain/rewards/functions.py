@@ -1,0 +1,372 @@
+"""Rewards by functions that users write, alone or as a weighted sum with built-in scorers.
+
+A function runs in this process, not in the sandbox. It has a deadline per call: a plain one runs in
+a thread of its own, all async ones in one event loop of their own, so that no function holds up the
+event loop of a node, and clients of async ones live on from step to step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import reprlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, SupportsFloat
+
+from flowtrain.config import Reward
+from flowtrain.rewards import gym
+from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
+from flowtrain.tasks.sub_goals import solved_weight
+from flowtrain.tools.blocking import BlockingPool
+from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import encodable, final_answer
+
+FAILURES = ("exception", "timeout", "value")
+"""Why a function has failed a rollout, as `scored_by` has it at its end."""
+MAX_LATE = 64
+"""Calls of plain functions that may be late at a time: no thread can be ended from outside."""
+MAX_PARTS = 32
+"""Parts of a reward, and"""
+MAX_PART_NAME = 64
+"""characters of a part's name."""
+
+_MAX_ERROR = 300
+_log = logging.getLogger(__name__)
+
+
+def failure_of(scored_by: str) -> str:
+    """Return the one of FAILURES that a `scored_by` ends with, or ""."""
+    reason = scored_by.rpartition(": ")[2]
+    return reason if reason in FAILURES else ""
+
+
+def part_problem(parts: Mapping[str, float]) -> str:
+    """Say what is wrong with the parts of a reward; "" if nothing."""
+    if len(parts) > MAX_PARTS:
+        return f"{len(parts)} parts, {MAX_PARTS} are allowed"
+    for name, part in parts.items():
+        if not 0 < len(name) <= MAX_PART_NAME or not name.isprintable():
+            return f"a part's name must be 1 to {MAX_PART_NAME} printable characters"
+        if not math.isfinite(part):
+            return f"its part {name!r} is {part}"
+    return ""
+
+
+_Arguments = tuple[Task, str, Trajectory]
+
+
+class _Failed(Exception):
+    """A call that gave no reward."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class _Function(NamedTuple):
+    """A function as the config names it."""
+
+    name: str
+    part: str
+    """The name of what it returns, where that is a number."""
+    weight: float
+    call: Callable[[Task, str, Trajectory], Any]
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunctions:
+    """The reward functions of a run."""
+
+    options: Reward
+    functions: tuple[_Function, ...]
+    running: set[object] = field(default_factory=set)
+    """Calls of plain functions that have begun and not returned."""
+    late: set[object] = field(default_factory=set)
+    """Those that nobody waits for any longer."""
+    warned: set[str] = field(default_factory=set)
+    """Which failures were told; the metrics count the others."""
+
+    @classmethod
+    def load(cls, options: Reward) -> RewardFunctions | None:
+        """Import the functions of `reward.function`; None where it is unset.
+
+        Raises UserError for one that is not there or does not take (task, answer, trajectory).
+        """
+        if not options.function:
+            return None
+        found = tuple(_load(name, weight) for name, weight in options.function.items())
+        parts = [each.part for each in found]
+        if twice := [each for place, each in enumerate(found) if each.part in parts[:place]]:
+            raise UserError(
+                f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
+            )
+        return cls(options, found)
+
+    @property
+    def name(self) -> str:
+        """The names of all functions, for `scored_by`."""
+        return " + ".join(each.name for each in self.functions)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Raise UserError for a task that a built-in scorer among the functions cannot score."""
+        for function in self.functions:
+            if function.name not in (*SCORERS, gym.NAME):
+                continue
+            for task in tasks:
+                if function.name == gym.NAME:
+                    gym.check(task)
+                elif not task.answers:
+                    raise UserError(
+                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
+                        "there is none"
+                    )
+                else:
+                    SCORERS[function.name](task, "")
+
+    async def score(self, trajectory: Trajectory) -> Trajectory:
+        """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail; the caller bounds
+        concurrent calls.
+        """
+        if trajectory.error:
+            return trajectory
+        trajectory = replace(trajectory, sub_goals=solved_weight(trajectory.task, trajectory.turns))
+        try:
+            parts, terms = await self._call_all(trajectory)
+            total = _sum(terms)
+            reward = self.options.bounded(total)
+            if reward is None:
+                raise _Failed(
+                    "value",
+                    f"the reward of {self.name} is {total:g}, not from {self.options.low:g} to "
+                    f"{self.options.high:g} (reward.low, reward.high)",
+                )
+        except _Failed as failed:
+            self._warn(failed)
+            scored_by = f"{self.name}: {failed.reason}"
+            return replace(trajectory, scored_by=scored_by, error=str(failed))
+        return replace(trajectory, reward=reward, reward_parts=parts, scored_by=self.name)
+
+    async def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Score rollouts, `reward.max_concurrency` at a time."""
+        free = asyncio.Semaphore(self.options.max_concurrency)
+
+        async def score(trajectory: Trajectory) -> Trajectory:
+            async with free:
+                return await self.score(trajectory)
+
+        return await asyncio.gather(*map(score, trajectories))
+
+    async def _call_all(self, trajectory: Trajectory) -> tuple[dict[str, float], list[float]]:
+        """Call each function; return the parts by name, and with their weights."""
+        weights = self.options.weights
+        parts: dict[str, float] = {}
+        terms: list[float] = []
+        for function in self.functions:
+            for name, part in (await self._call(function, trajectory)).items():
+                if name in parts:
+                    text = f"reward function {function.name}: another one gives {name!r}, too"
+                    raise _Failed("value", text)
+                parts[name] = part
+                terms.append(function.weight * weights.get(name, 1.0) * part)
+        if missing := [name for name in weights if name not in parts]:
+            text = f"reward.weights has {missing[0]!r}, but the parts are {', '.join(parts)}"
+            raise _Failed("value", text)
+        if problem := part_problem(parts):
+            raise _Failed("value", f"{self.name}: {problem}")
+        return parts, terms
+
+    async def _call(self, function: _Function, trajectory: Trajectory) -> dict[str, float]:
+        """Call one function; return its parts."""
+        arguments = trajectory.task, final_answer(trajectory.answer), trajectory
+        try:
+            if function.is_async:
+                attempt = _attempt_async(function, arguments)
+                running = asyncio.run_coroutine_threadsafe(attempt, _loop())
+                return await self._in_time(asyncio.wrap_future(running))
+            return await self._in_thread(function, arguments)
+        except _Failed as failed:
+            text = f"reward function {function.name}: {failed}"
+            raise _Failed(failed.reason, text) from failed
+
+    async def _in_thread(self, function: _Function, arguments: _Arguments) -> dict[str, float]:
+        """Call a plain function in a thread, which is lost where the function does not return."""
+        self.late.intersection_update(self.running)
+        if len(self.late) >= MAX_LATE:
+            raise _Failed("timeout", f"{MAX_LATE} earlier calls have not returned yet")
+        token = object()
+        pool = BlockingPool(1, "reward")
+        call = functools.partial(_attempt, function, arguments, self.running, token)
+        try:
+            return await self._in_time(asyncio.ensure_future(pool.run(call)))
+        finally:
+            pool.close()
+            self.late.add(token)
+
+    async def _in_time(self, running: asyncio.Future[dict[str, float]]) -> dict[str, float]:
+        """Wait for the parts until the deadline."""
+        try:
+            # Unlike asyncio.timeout, this tells a cancellation inside from one of our own task.
+            await asyncio.wait({running}, timeout=self.options.timeout_s)
+            if not running.done():
+                raise _Failed("timeout", f"no reward within {self.options.timeout_s:g} s")
+        finally:
+            running.cancel()
+        if running.cancelled():
+            raise _Failed("exception", "it was cancelled from inside")
+        return running.result()
+
+    def _warn(self, failed: _Failed) -> None:
+        """Tell the first failure of each kind."""
+        if failed.reason not in self.warned:
+            self.warned.add(failed.reason)
+            _log.warning(
+                "%s; such a rollout fails, and is counted as reward_failures/%s",
+                failed,
+                failed.reason,
+            )
+
+
+def _sum(terms: Sequence[float]) -> float:
+    """Add without rounding on the way, as far as floats go; NaN beyond that."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def _attempt(
+    function: _Function, arguments: _Arguments, running: set[object], token: object
+) -> dict[str, float]:
+    """Call a plain function, in a thread; it is in `running` until it returns."""
+    running.add(token)
+    try:
+        return _parts(function, function.call(*arguments))
+    # Foreign code may fail in any way, and may not end this process.
+    except (Exception, SystemExit) as error:
+        raise _failed(error) from error
+    finally:
+        running.discard(token)
+
+
+async def _attempt_async(function: _Function, arguments: _Arguments) -> dict[str, float]:
+    """Call an async function, in the loop of these."""
+    try:
+        return _parts(function, await function.call(*arguments))
+    except (Exception, SystemExit) as error:
+        raise _failed(error) from error
+
+
+def _failed(error: BaseException) -> _Failed:
+    """Describe what a function raised, with the place, in one line."""
+    if isinstance(error, _Failed):
+        return error
+    (*_, line) = traceback.format_exception_only(error)
+    *_, place = traceback.extract_tb(error.__traceback__)
+    text = encodable(" ".join(line.split()))[:_MAX_ERROR]
+    return _Failed("exception", f"{text} ({Path(place.filename).name}, line {place.lineno})")
+
+
+def _parts(function: _Function, found: object) -> dict[str, float]:
+    """Read what a function returned. Raises _Failed for anything but numbers."""
+    if not isinstance(found, Mapping):
+        if not isinstance(found, SupportsFloat):
+            raise _Failed(
+                "value", f"it returned {_shown(found)}, not a number or a mapping of names to them"
+            )
+        found = {function.part: found}
+    parts = {}
+    for name, part in found.items():
+        if not isinstance(name, str) or not isinstance(part, SupportsFloat):
+            raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not a number")
+        parts[name] = float(part)
+    if problem := "it returned no part" if not parts else part_problem(parts):
+        raise _Failed("value", problem)
+    return parts
+
+
+def _shown(value: object) -> str:
+    return encodable(reprlib.repr(value))
+
+
+def _by_rule(rule: Rule, task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as the built-in scorer does."""
+    return rule(task, answer[-MAX_CHARS:]) if answer else 0.0
+
+
+async def _verify(task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as the verifier of reasoning-gym does."""
+    return (await gym.verify(task, answer)).reward
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Start the event loop of async functions; it lives as long as the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
+    return loop
+
+
+def _load(name: str, weight: float) -> _Function:
+    origin = f"reward.function={name!r}"
+    if name == gym.NAME:
+        return _Function(name, name, weight, _verify, is_async=True)
+    if name in SCORERS:
+        call = functools.partial(_by_rule, SCORERS[name])
+        return _Function(name, name, weight, call, is_async=False)
+    where, separator, attribute = name.rpartition(":")
+    if not separator or not where or not attribute:
+        raise UserError(
+            f"{origin} may be FILE.py:NAME or PACKAGE.MODULE:NAME of a function, or a built-in "
+            f"scorer: {', '.join((*SCORERS, gym.NAME))}"
+        )
+    module = _import(where, origin)
+    if attribute not in vars(module):
+        raise UserError(f"{origin}: {where} has no {attribute!r}")
+    call = vars(module)[attribute]
+    if not callable(call):
+        raise UserError(f"{origin}: {attribute!r} is {_shown(call)}, not a function")
+    with user_error(f"{origin} must take (task, answer, trajectory)", TypeError, ValueError):
+        inspect.signature(call).bind(None, None, None)
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+    return _Function(name, attribute, weight, call, is_async)
+
+
+def _import(where: str, origin: str) -> ModuleType:
+    """Import a file, once, or a module."""
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        path = Path(where).resolve()
+        return sys.modules.get(str(path)) or _run_file(path)
+    # Foreign code may fail in any way.
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR]
+        raise UserError(f"{origin}: {reason}") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # where its dataclasses look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[str(path)]
+        raise
+    return module
