@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 pytest_plugins = ("cli_runs",)
 
 EVERY = ("--checkpoint.every", "1", "--eval.at_ends", "false")
-REWARD = (
-    NO_PICTURE
-    + """
+# Of rollouts, not of the solutions that a run checks before.
+REWARD = f"""{NO_PICTURE}
 import dataclasses, flowtrain.rewards as rewards
 real_reward = rewards._with_rule_reward
-rewards._with_rule_reward = lambda t: dataclasses.replace(real_reward(t), reward={})
+def spoiled(trajectory):
+    scored = real_reward(trajectory)
+    return dataclasses.replace(scored, reward={{}}) if scored.turns else scored
+rewards._with_rule_reward = spoiled
 """
-)
 SPOILED = """
 from flowtrain.training.trainer import Trainer
 real, count = Trainer.optim_step, []
