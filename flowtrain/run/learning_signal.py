@@ -64,10 +64,10 @@ class LearningSignal:
         rollouts = [trajectory for group in groups for trajectory in group.trajectories]
         counts = _Counts.of(rollouts, batch, self.config)
         total = _Counts(*map(round, self.world.sum(list(counts))))
-        low = self.config.reward.low
-        example = next(filter(None, self.world.gather_text(_example(rollouts, low))), "")
         if total.num_signals:
             return None
+        low = self.config.reward.low
+        example = next(filter(None, self.world.gather_text(_example(rollouts, low))), "")
         if total.num_failed == total.num_rollouts:
             cure = "Mend that: rollouts that failed are not trained"
             return Cause(f"all {total.num_rollouts} rollouts failed; {example}", cure, True)

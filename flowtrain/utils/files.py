@@ -66,12 +66,14 @@ def make_folder(folder: Path) -> list[Path]:
     return missing
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the file at `path`: a reader, or a crash at any time, finds the old content or the
-    new, never a part. The new one is on the disk when this returns.
+    new, never a part. The new one is on the disk when this returns. `mode`: who may read and write
+    it, less what the process never allows.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
+        temporary.touch(mode, exist_ok=False)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()

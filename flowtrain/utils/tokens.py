@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.files import replace_file
 from flowtrain.utils.serving import check_token
 
 _log = logging.getLogger(__name__)
@@ -170,10 +170,7 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
     """Put a new file in the place of the old one, which only its owner may read."""
     text = json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1)
     with user_error(f"cannot write the tokens to {path}", OSError):
-        number, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # of mode 0600
-        with os.fdopen(number, "w") as file:
-            file.write(f"{text}\n")
-        Path(new).replace(path)
+        replace_file(path, f"{text}\n".encode(), mode=0o600)
 
 
 @contextlib.contextmanager
