@@ -37,11 +37,15 @@ Sandbox = partial(ProcessSandbox, seccomp.backend())
 
 def servers() -> set[int]:
     """Pids of the fork servers of this process."""
-    return {
-        pid
-        for pid in children_of(os.getpid())
-        if b"sandbox/child.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return {pid for pid in children_of(os.getpid()) if b"sandbox/child.py" in command_of(pid)}
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; b"" once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def is_gone(pid: int) -> bool:
