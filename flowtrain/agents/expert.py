@@ -97,8 +97,8 @@ class ScriptedCaller(ToolCallingAgent):
             rng = random.Random(derive_seed(session.seed, len(session.turns)))
             tool = "Base_Generator" if rng.random() < self._error else left[0].tool_name
             arguments = json.dumps({"query": left[0].sub_goal}, ensure_ascii=False)
-            text = self.format.write([WrittenCall(tool, arguments)])
-        ids = (*self.template.encode(text), self._end_id)
+            text = self.chat.format.write([WrittenCall(tool, arguments)])
+        ids = (*self.chat.template.encode(text), self._end_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
         return session.record(Call.of(conversation.prompt_ids, completion, text))
 

@@ -8,7 +8,8 @@ tool each give an error as the result, which the policy reads next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.agents.base import AgentContext
@@ -23,63 +24,36 @@ from flowtrain.agents.policy import check_template
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
+from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tools import ToolCard
-from flowtrain.types import Call, FinishReason, Task, UserError
+from flowtrain.types import Call, FinishReason, UserError
 from flowtrain.utils.text import final_answer
 
 
-class ToolCallingAgent(SessionAgent):
-    """See `Agent`."""
+@dataclass(frozen=True, slots=True)
+class ToolChat:
+    """How tools, calls and results stand in the conversations of a policy."""
 
-    can_branch = True
+    template: ChatTemplate
+    format: ToolFormat
+    instructions: str
+    definitions: tuple[Message, ...]
+    """The tools as OpenAI's chat completions have them."""
 
-    def __init__(self, context: AgentContext) -> None:
-        """Raises UserError for a chat template whose conversations cannot be trained."""
-        super().__init__(context)
-        config = context.config
-        tokenizer = context.policies["planner"].tokenizer
-        check_template(config, "planner", tokenizer)
-        key, path = config.path_of("planner")
-        try:
-            self.template = ChatTemplate(tokenizer)
-            self.format = _format(config, self.template)
-            self._definitions = [definition(tool.card) for tool in context.tools.values()]
-            self._try()
-        except TemplateRewrites as error:
-            raise UserError(
-                f"{key}={path!r} does not go with agent.name='tools', which needs a chat template "
-                f"that leaves what was said as it was: {error}"
-            ) from error
+    @classmethod
+    def of(cls, config: Config, tokenizer: ChatTokenizer, cards: Iterable[ToolCard]) -> ToolChat:
+        """Raises UserError where calls cannot be read, TemplateRewrites for the template."""
+        template = ChatTemplate(tokenizer)
+        tools = tuple(definition(card) for card in cards)
+        return cls(template, _format(config, template), config.agent.instructions, tools)
 
-    async def answer(self, session: Session) -> str:
-        conversation = self.begin(session.task)
-        while True:
-            call = await self.respond(session, conversation)
-            if call.finish_reason is FinishReason.DEADLINE:
-                raise RolloutEnded("time")
-            ended = call.finish_reason is FinishReason.STOP
-            said, calls = self.format.parse(self.template.text_of(call.response_ids, ended))
-            if not calls:
-                return final_answer(said.rpartition(THINK_END)[2])
-            results = await self._results(session, call, calls)
-            message = _message(said, calls, number=len(session.turns))
-            conversation = conversation.add_response(call.response_ids, message, ended)
-            conversation = conversation.add(self._told(message, results))
-
-    def begin(self, task: Task) -> Conversation:
-        """Begin the conversation about a task."""
-        return self._start(task.question)
-
-    async def respond(self, session: Session, conversation: Conversation) -> Call:
-        """Sample the next message; an expert writes it instead."""
-        return await session.sample(conversation.prompt_ids)
-
-    def _start(self, question: str) -> Conversation:
-        template, definitions = self.template, self._definitions
-        system = [self.context.config.agent.instructions]
+    def begin(self, question: str) -> Conversation:
+        """Begin with the question, the instructions, and tools that the template does not tell."""
+        template, definitions = self.template, self.definitions
+        system = [self.instructions]
         if not template.takes_tools:
             system.append(self.format.describe(definitions))
-            definitions = []
+            definitions = ()
         text = "\n\n".join(filter(None, system))
         messages: list[Message] = [{"role": "user", "content": question}]
         if text and template.takes_system:
@@ -88,50 +62,85 @@ class ToolCallingAgent(SessionAgent):
             messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
         return Conversation.start(template, messages, definitions)
 
-    async def _results(
-        self, session: Session, call: Call, calls: Sequence[WrittenCall]
-    ) -> list[tuple[str, str]]:
-        """Run the calls at once; return the tool's name and the text of each result, in order."""
-        good = [each for each in calls if not each.problem]
-        number = len(session.turns)
-        wanted = [
-            (each.name, each.values, _call_id(number, place))
-            for place, each in enumerate(calls)
-            if not each.problem
+    def tell(self, message: Message, results: Sequence[str]) -> list[Message]:
+        """Return the messages that answer one with calls; a user's where there are no tool's."""
+        asked = [(call["function"]["name"], call["id"]) for call in message["tool_calls"]]
+        if self.template.takes_tools and self.template.takes_results:
+            return [
+                {"role": "tool", "name": name, "content": text, "tool_call_id": call_id}
+                for (name, call_id), text in zip(asked, results, strict=True)
+            ]
+        texts = [
+            f"Result of {name}:\n{text}" for (name, _), text in zip(asked, results, strict=True)
         ]
+        return [{"role": "user", "content": "\n\n".join(texts)}]
+
+
+class ToolCallingAgent(SessionAgent):
+    """See `Agent`."""
+
+    can_branch = True
+
+    def __init__(self, context: AgentContext) -> None:
+        super().__init__(context)
+        tokenizer = context.policies["planner"].tokenizer
+        cards = (tool.card for tool in context.tools.values())
+        self.chat = ToolChat.of(context.config, tokenizer, cards)
+
+    @staticmethod
+    def check(config: Config, tokenizer: ChatTokenizer) -> None:
+        """Go through two calls, with a thinking where the template knows of any.
+
+        Raises UserError for a chat template whose conversations cannot be trained.
+        """
+        check_template(config, "planner", tokenizer)
+        try:
+            chat = ToolChat.of(config, tokenizer, [ToolCard("Search", "finds")])
+            thinking = f"<think>\nx\n{THINK_END}\n\n" if THINK_END in chat.template.source else ""
+            calls = [WrittenCall("Search", "{}")]
+            text = thinking + chat.format.write(calls) + chat.template.closing
+            conversation = chat.begin("x")
+            for number in range(2):
+                message = _message(thinking, calls, number)
+                replied = conversation.add_response(chat.template.encode(text), message)
+                conversation = replied.add(chat.tell(message, ["x"]))
+        except TemplateRewrites as error:
+            key, path = config.path_of("planner")
+            raise UserError(
+                f"{key}={path!r} does not go with agent.name='tools', whose prompts hold what was "
+                f"sampled as it was: {error}"
+            ) from error
+
+    async def answer(self, session: Session) -> str:
+        template = self.chat.template
+        conversation = self.chat.begin(session.task.question)
+        while True:
+            call = await self.respond(session, conversation)
+            if call.finish_reason is FinishReason.DEADLINE:
+                raise RolloutEnded("time")
+            ended = call.finish_reason is FinishReason.STOP
+            said, calls = self.chat.format.parse(template.text_of(call.response_ids, ended))
+            if not calls:
+                return final_answer(said.rpartition(THINK_END)[2])
+            message = _message(said, calls, number=len(session.turns))
+            results = await self._results(session, call, calls, message)
+            conversation = conversation.add_response(call.response_ids, message, ended)
+            conversation = conversation.add(self.chat.tell(message, results))
+
+    async def respond(self, session: Session, conversation: Conversation) -> Call:
+        """Sample the next message; a scripted expert writes it instead."""
+        return await session.sample(conversation.prompt_ids)
+
+    async def _results(
+        self, session: Session, call: Call, calls: Sequence[WrittenCall], message: Message
+    ) -> list[str]:
+        """Run the calls at once and return the text of each result, in order."""
+        asked = zip(calls, message["tool_calls"], strict=True)
+        wanted = [(each.name, each.values, it["id"]) for each, it in asked if not each.problem]
         if problems := [each.problem for each in calls if each.problem]:
             session.record_malformed(call, problems[0])
-        outcomes = iter(await session.use_tools(call, wanted) if good else [])
-        return [
-            (each.name, f"Error: {each.problem}" if each.problem else next(outcomes).text)
-            for each in calls
-        ]
-
-    def _told(self, message: Message, results: Sequence[tuple[str, str]]) -> list[Message]:
-        """Return the messages that tell the policy the results."""
-        if not (self.template.takes_tools and self.template.takes_results):
-            text = "\n\n".join(f"Result of {name or 'the call'}:\n{text}" for name, text in results)
-            return [{"role": "user", "content": text}]
-        return [
-            {
-                "role": "tool",
-                "name": name or _UNREADABLE,
-                "content": text,
-                "tool_call_id": asked["id"],
-            }
-            for asked, (name, text) in zip(message["tool_calls"], results, strict=True)
-        ]
-
-    def _try(self) -> None:
-        """Go through two calls, with a thinking where the template knows of any."""
-        thinking = "<think>\nx\n</think>\n\n" if THINK_END in self.template.source else ""
-        calls = [WrittenCall(next(iter(self.context.tools)), "{}")]
-        ids = self.template.encode(thinking + self.format.write(calls) + self.template.closing)
-        conversation = self._start("x")
-        for number in range(2):
-            message = _message(thinking, calls, number)
-            conversation = conversation.add_response(ids, message)
-            conversation = conversation.add(self._told(message, [(calls[0].name, "x")]))
+        results = iter(await session.use_tools(call, wanted) if wanted else [])
+        return [f"Error: {each.problem}" if each.problem else next(results).text for each in calls]
 
 
 def definition(card: ToolCard) -> dict[str, Any]:
@@ -145,7 +154,7 @@ _UNREADABLE = "unreadable"
 """The name of the tool in a call that could not be read; templates want one."""
 
 
-def _message(said: str, calls: Sequence[WrittenCall], number: int) -> Mapping[str, Any]:
+def _message(said: str, calls: Sequence[WrittenCall], number: int) -> Message:
     """Return a response with calls as a message; `number` is that of the response."""
     asked = [
         {

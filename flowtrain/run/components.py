@@ -21,7 +21,6 @@ from flowtrain import report
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_agentflow, make_policy
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.policy import check_template
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
@@ -136,8 +135,7 @@ class RunComponents:
                 cleanup.callback(tool.close)
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
-            if config.agent.prompt == "full":
-                check_template(config, "planner", planner_tokenizer)
+            agent_kind.check(config, planner_tokenizer)
             cleanup.pop_all()
         return cls(
             config=config,
