@@ -23,6 +23,7 @@ BUILT_IN = {
     for name, target in {
         "agentflow": "build:AGENTFLOW",
         "single": "single_turn:SingleTurn",
+        "tools": "tool_calling:ToolCallingAgent",
     }.items()
 }
 """The agents of this package by name; imported only when a run uses them."""

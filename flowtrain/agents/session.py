@@ -141,7 +141,10 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise
-        seconds = time.monotonic() - started
+        return self.record(call, time.monotonic() - started)
+
+    def record(self, call: Call, seconds: float = 0.0) -> Call:
+        """Record a response as a turn; `sample` does so with its own."""
         return self._record(
             Turn(
                 calls={"planner": call},
