@@ -23,6 +23,7 @@ from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
+    MAX_TOOL_CALLS,
     Call,
     FinishReason,
     PolicyName,
@@ -37,8 +38,6 @@ from flowtrain.types import (
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable
 
-MAX_TOOL_CALLS = 64
-"""Calls of tools that a turn may hold."""
 _MAX_ERROR = 300
 _GRACE_S = 5.0
 """Seconds after the rollout's deadline in which a program may notice it and answer."""

@@ -6,6 +6,7 @@ imported here.
 """
 
 from flowtrain.types.rollout import (
+    MAX_TOOL_CALLS,
     Action,
     BranchPoint,
     Group,
@@ -29,6 +30,7 @@ from flowtrain.types.sampling import (
 from flowtrain.types.task import PlanStep, SubGoal, Task, UserError
 
 __all__ = [
+    "MAX_TOOL_CALLS",
     "Action",
     "BranchPoint",
     "Call",

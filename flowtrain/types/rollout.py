@@ -13,6 +13,9 @@ from flowtrain.types.task import Task
 PolicyName = Literal["planner", "verifier"]
 """Modules of the flow that can be trained, each with its own model, trainer and versions."""
 
+MAX_TOOL_CALLS = 64
+"""Calls of tools that a turn may hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-from flowtrain.agents.session import MAX_TOOL_CALLS
 from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Refused
 from flowtrain.rewards.functions import part_problem
-from flowtrain.types import Call, Group, PolicyName, Task, Trajectory, Turn
+from flowtrain.types import MAX_TOOL_CALLS, Call, Group, PolicyName, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True)
