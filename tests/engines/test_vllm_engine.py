@@ -294,9 +294,10 @@ class TestVllm:
     def test_any_agent_rolls_out(self, at_0: Setup, name: str) -> None:
         """The ids of its calls are those that vLLM has seen, and so are their log-probs."""
         tools = {"agentflow": ("Search",), "tools": ("Search",)}.get(name, ())
+        prompt = "full" if name == "tools" else "compact"
         config = Config.model_validate(
             {
-                "agent": {"name": name, "tools": tools, "prompt": "compact"},
+                "agent": {"name": name, "tools": tools, "prompt": prompt},
                 "rollout": {"max_new_tokens": 8},
             }
         )
