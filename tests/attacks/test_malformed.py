@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(connections, "_HEAD_S", 0.3)
     monkeypatch.setattr(connections, "_LINGER_S", 0.2)
-    monkeypatch.setattr(service_module, "_BODY_S", 0.3)
+    monkeypatch.setattr(serving, "BODY_S", 0.3)
     monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 1)
 
 
