@@ -12,6 +12,9 @@ from flowtrain.types import ToolResult
 from flowtrain.utils.text import encodable
 
 
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
 class ToolError(Exception):
     """A failure that the tool foresaw; the planner reads its text."""
 
@@ -51,6 +54,17 @@ class ToolCard:
     keeps_time: bool = False
     """It ends each call in bounded time by limits of its own, which do not depend on what else the
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the arguments as a JSON schema."""
+        return {
+            "type": "object",
+            "properties": {
+                p.name: {"type": _JSON_TYPES[p.kind], "description": p.meaning}
+                for p in self.parameters
+            },
+            "required": [p.name for p in self.parameters if p.is_required],
+        }
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
