@@ -21,6 +21,7 @@ BUILT_IN = {
     name: EntryPoint(name, f"flowtrain.agents.{target}", GROUP)
     for name, target in {
         "agentflow": "build:AGENTFLOW",
+        "gateway": "gateway.agent:GatewayAgent",
         "single": "single_turn:SingleTurn",
     }.items()
 }

@@ -24,7 +24,8 @@ NO_ENGINE = ("none", "rules", OWN)
 class Agent(Section):
     name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
-    the answer (RLVR); FILE.py:NAME or PACKAGE.MODULE:NAME of an agent of your own, or an entry
+    the answer (RLVR); gateway: a program of yours behind an OpenAI-compatible endpoint
+    ([gateway]); FILE.py:NAME or PACKAGE.MODULE:NAME of an agent of your own, or an entry
     point in the group flowtrain.agents (docs/agents)"""
     instructions: str = ""
     """name = "single": text after the question; of the response the content of the last

@@ -28,6 +28,8 @@ from flowtrain.utils.threads import LoopThread
 
 MAX_OUTPUT = 256 << 10
 """Bytes of a command's output that are kept, the last ones."""
+MAX_LATE = 64
+"""Plain functions that may be late at a time: no thread can be ended from outside."""
 _MAX_ERROR = 200
 _CLOSE_S = 2.0
 
@@ -38,6 +40,9 @@ class ProgramFailed(Exception):
 
 class Program(Protocol):
     """Solves one task through the gateway."""
+
+    is_bounded: bool
+    """So many of it run at a time as `gateway.max_programs` says."""
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
         """Return the outcome; when it is cancelled, nothing of the program goes on."""
@@ -65,6 +70,8 @@ def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
 
 class Command:
     """A command as a child process in a new folder, with few environment variables."""
+
+    is_bounded = True
 
     def __init__(self, options: Options) -> None:
         """Raises UserError for a program that is not there."""
@@ -170,22 +177,20 @@ class Function:
         with user_error(f"{origin} must take (task, base_url, api_key)", TypeError, ValueError):
             inspect.signature(call).bind(None, base_url="", api_key="")
         self._call: Callable[..., Any] = call
-        self._threads: BlockingPool | None = None
+        self._late: set[object] = set()
+        self._running: set[object] = set()
         self._loop: LoopThread | None = None
         if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
             self._loop = LoopThread("gateway programs")
-        else:
-            self._threads = BlockingPool(options.max_programs, "gateway program")
+        self.is_bounded = self._loop is None
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
-        call = functools.partial(
-            self._call, rollout.task, base_url=base_url, api_key=rollout.key
-        )
-        if self._threads is not None:
-            found = await self._threads.run(functools.partial(_guarded, call))
+        call = functools.partial(self._call, rollout.task, base_url=base_url, api_key=rollout.key)
+        if self._loop is not None:
+            deadline = time.monotonic() + rollout.session.left_s()
+            found = await self._loop.call(_guarded_async(call), deadline)
         else:
-            assert self._loop is not None
-            found = await self._loop.call(_guarded_async(call), time.monotonic() + rollout.session.left_s())
+            found = await self._in_thread(call)
         if rollout.outcome.done():
             return rollout.outcome.result()
         try:
@@ -193,19 +198,33 @@ class Function:
         except ValueError as error:
             raise ProgramFailed(str(error)) from None
 
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        """Call a plain function in a thread, which is lost where the function does not return."""
+        self._late.intersection_update(self._running)
+        if len(self._late) >= MAX_LATE:
+            raise ProgramFailed(f"{MAX_LATE} earlier calls have not returned yet")
+        token = object()
+        self._running.add(token)
+        pool = BlockingPool(1, "gateway program")
+        try:
+            return await pool.run(functools.partial(_guarded, call, self._running, token))
+        finally:
+            pool.close()
+            self._late.add(token)
+
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.close()
         if self._loop is not None:
             self._loop.close(_nothing, _CLOSE_S)
 
 
-def _guarded(call: Callable[[], Any]) -> Any:
-    """Call a program, which may not end this process."""
+def _guarded(call: Callable[[], Any], running: set[object], token: object) -> Any:
+    """Call a program, which may not end this process; it is in `running` until it returns."""
     try:
         return call()
     except SystemExit as error:
         raise ProgramFailed(f"it has called exit({error.code})") from error
+    finally:
+        running.discard(token)
 
 
 async def _guarded_async(call: Callable[[], Any]) -> Any:

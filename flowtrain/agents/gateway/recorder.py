@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, cast
 
 from flowtrain.agents.conversation import ChatTemplate, Conversation, TemplateRewrites
 from flowtrain.agents.gateway.protocol import (
@@ -24,9 +24,12 @@ from flowtrain.agents.gateway.protocol import (
     TextRequest,
 )
 from flowtrain.agents.session import Session
-from flowtrain.agents.tool_formats import ToolFormat
+from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from flowtrain.agents.tool_formats import ToolFormat
 
 _ID_CHARS = 9
 """Mistral's templates take no other length."""
@@ -36,11 +39,16 @@ class Recorder:
     """The conversations of one rollout; for the coroutines of its event loop."""
 
     def __init__(
-        self, session: Session, template: ChatTemplate, tool_format: ToolFormat | None
+        self,
+        session: Session,
+        template: ChatTemplate | None,
+        tool_format: ToolFormat | None,
+        max_result_chars: int,
     ) -> None:
         self._session = session
         self._template = template
         self._format = tool_format
+        self._max_result_chars = max_result_chars
         self._prompts: dict[bytes, Conversation] = {}
         """By the digest of their messages, which end where a reply begins."""
         self._answered: dict[bytes, Conversation] = {}
@@ -53,6 +61,8 @@ class Recorder:
 
     async def chat(self, asked: ChatRequest) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
+        if self._template is None:
+            raise Refusal("the model has no chat template: ask /v1/completions", status=404)
         path = _digests(asked.messages, asked.tools)
         conversation = self._find(asked, path)
         self._prompts[path[-1]] = conversation
@@ -112,16 +122,16 @@ class Recorder:
         if not asked.reads_calls or self._format is None:
             return _before_stop(call.text, asked.options.stop), ()
         whole = _before_stop(self._template.text_of(call.response_ids), asked.options.stop)
-        read = self._format.read(whole)
-        if read.problem:
-            self._session.record_malformed(call, read.problem)
-        if not read.calls:
+        content, written = self._format.parse(whole)
+        if problem := next((each.problem for each in written if each.problem), ""):
+            self._session.record_malformed(call, problem)
+        if problem or not written:
             return _before_stop(call.text, asked.options.stop), ()
         calls = [
             AskedCall(self._id(number, place), each.name, each.arguments)
-            for place, each in enumerate(read.calls)
+            for place, each in enumerate(written)
         ]
-        return read.text, tuple(calls)
+        return content.strip(), tuple(calls)
 
     def _reply(
         self,
@@ -154,6 +164,10 @@ class Recorder:
 
     def _text_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
+            num_tokens = len(cast(Sized, self._session.policy.tokenizer))
+            if not all(0 <= token < num_tokens for token in prompt):
+                text = f"prompt holds an id that is none of the model's {num_tokens} tokens"
+                raise Refusal(text, param="prompt")
             return prompt
         known = max(filter(prompt.startswith, self._texts), key=len, default="")
         return self._texts.get(known, ()) + self._session.policy.encode(prompt[len(known) :])
@@ -177,11 +191,10 @@ class Recorder:
 
     def _record_calls(self, named: str, results: Mapping[str, str]) -> None:
         """Record all calls of a response at once, so that they are in its order."""
-        most = self._session.max_result_chars
         call, calls = self._unanswered[named]
         for each in calls:
             del self._unanswered[each.id]
-            result = ToolResult(output=results.get(each.id, "")[:most])
+            result = ToolResult(shorten(results.get(each.id, ""), self._max_result_chars))
             self._session.record_tool(call, ToolCall(each.name, each.arguments, result, each.id))
 
 

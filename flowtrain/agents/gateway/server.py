@@ -44,12 +44,9 @@ _log = logging.getLogger(__name__)
 class Gateway:
     """An ASGI application, and the thread that serves it."""
 
-    def __init__(self, host: str, port: int, *, worker_token: str = "", public_url: str = "") -> None:
-        """Listen at once. Raises UserError for an address that cannot be had, or a bad token.
-
-        Args:
-            worker_token: what workers show; empty: there are none.
-            public_url: the base URL that workers are told; empty: that of host and port.
+    def __init__(self, host: str, port: int, worker_token: str = "") -> None:
+        """Serve at once; port 0 is any free one. Workers show a token; where it is empty there are
+        none. Raises UserError for an address that cannot be had, or a bad token.
         """
         serving.require("starlette.requests", "starlette.responses")
         protocol.require()
@@ -62,7 +59,7 @@ class Gateway:
         self._lock = threading.Lock()
         self._server, self._listener = serving.make_server(self, host, port)
         self.base_url = serving.address(self._listener) + PREFIX
-        self.waiting = Waiting(public_url or self.base_url)
+        self.waiting = Waiting()
         self._thread = threading.Thread(
             target=self._server.run,
             kwargs={"sockets": [self._listener]},
