@@ -16,8 +16,8 @@ class Gateway(Section):
     """
     function: str = ""
     """a function of this process instead, my_program.py:solve, called as solve(task, base_url=...,
-    api_key=...); with neither of the two, workers elsewhere ask for rollouts (docs/agents/gateway.md)
-    """
+    api_key=...); with neither of the two, workers elsewhere ask for rollouts
+    (docs/agents/gateway.md)"""
     host: str = "127.0.0.1"
     """address to listen at; others than this machine's own need TLS in front"""
     port: int = Field(0, ge=0, le=65535)

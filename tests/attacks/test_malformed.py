@@ -15,7 +15,6 @@ import pytest
 import torch
 from http_servers import running
 
-from flowtrain.dataflow import service as service_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
 from flowtrain.utils import connections, serving

@@ -23,6 +23,8 @@ from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.gateway.workers import Claim
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
+from flowtrain.agents.tool_formats import FORMATS, format_of
+from flowtrain.config.gateway import Gateway as Options
 from flowtrain.types import Task, Trajectory, UserError
 
 _claim: ContextVar[Claim] = ContextVar("_claim")
@@ -43,6 +45,8 @@ class GatewayAgent(SessionAgent):
                     "has its own"
                 )
         self._template = _template(context)
+        chat_template = context.policies["planner"].tokenizer.chat_template
+        self._format = FORMATS.get(format_of(chat_template or ""))
         self._program = _program(self._options)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
@@ -92,7 +96,7 @@ class GatewayAgent(SessionAgent):
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
         recorder = Recorder(
-            session, self._template, None, self.context.config.agent.max_result_chars
+            session, self._template, self._format, self.context.config.agent.max_result_chars
         )
         rollout = Rollout(
             session,
@@ -146,7 +150,7 @@ class GatewayAgent(SessionAgent):
             self._program.close()
 
 
-def _program(options: shared.Options) -> Program | None:
+def _program(options: Options) -> Program | None:
     """Make the program; None where workers solve the tasks."""
     if options.command:
         return Command(options)

@@ -76,7 +76,9 @@ class Command:
     def __init__(self, options: Options) -> None:
         """Raises UserError for a program that is not there."""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-        words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in options.command]
+        words = [
+            str(Path(word).resolve()) if Path(word).is_file() else word for word in options.command
+        ]
         if shutil.which(words[0], path=path) is None:
             raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")
         self._words = words

@@ -163,6 +163,8 @@ def read_chat(body: bytes) -> ChatRequest:
     """Read a request to /chat/completions. Raises Refusal."""
     given = _parameters(body, _OF_CHATS, _known_of_chats())
     options = _options(given)
+    if isinstance(given.get("messages"), list):
+        given["messages"] = [_without_nulls(each) for each in given["messages"]]
     try:
         checked: Any = _chat_type().validate_python(given)
         messages = tuple(_message(each) for each in checked["messages"])
@@ -244,6 +246,13 @@ def _number(given: Mapping[str, Any], name: str, kind: type) -> Any:
     if value is not None and not is_right:
         raise Refusal(f"{name} must be a number", param=name)
     return value
+
+
+def _without_nulls(message: Any) -> Any:
+    """Leave out the nulls that OpenAI's own objects have where they say nothing."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def _message(given: Mapping[str, Any]) -> Message:

@@ -61,16 +61,16 @@ class Recorder:
 
     async def chat(self, asked: ChatRequest) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
-        if self._template is None:
+        if (template := self._template) is None:
             raise Refusal("the model has no chat template: ask /v1/completions", status=404)
         path = _digests(asked.messages, asked.tools)
-        conversation = self._find(asked, path)
+        conversation = self._find(asked, path, template)
         self._prompts[path[-1]] = conversation
         self._note_results(asked.messages)
         call = await self._sample(conversation.prompt_ids, asked.options)
         number = self._num_replies
         self._num_replies += 1
-        text, calls = self._read(call, asked, number)
+        text, calls = self._read(call, asked, template, number)
         reply = self._reply(call, asked.options, text, calls, number=number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message)
@@ -95,7 +95,9 @@ class Recorder:
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _find(self, asked: ChatRequest, path: Sequence[bytes]) -> Conversation:
+    def _find(
+        self, asked: ChatRequest, path: Sequence[bytes], template: ChatTemplate
+    ) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
         if (found := self._prompts.get(path[-1])) is not None:
             return found
@@ -106,7 +108,7 @@ class Recorder:
                 except TemplateRewrites:
                     break
         try:
-            return Conversation.start(self._template, asked.messages, asked.tools)
+            return Conversation.start(template, asked.messages, asked.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
@@ -116,12 +118,12 @@ class Recorder:
         )
 
     def _read(
-        self, call: Call, asked: ChatRequest, number: int
+        self, call: Call, asked: ChatRequest, template: ChatTemplate, number: int
     ) -> tuple[str, tuple[AskedCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
         if not asked.reads_calls or self._format is None:
             return _before_stop(call.text, asked.options.stop), ()
-        whole = _before_stop(self._template.text_of(call.response_ids), asked.options.stop)
+        whole = _before_stop(template.text_of(call.response_ids), asked.options.stop)
         content, written = self._format.parse(whole)
         if problem := next((each.problem for each in written if each.problem), ""):
             self._session.record_malformed(call, problem)

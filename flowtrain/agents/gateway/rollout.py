@@ -221,9 +221,9 @@ class Rollout:
         """Return the attempt that a retry repeats, or a new one."""
         digest = hashlib.sha256(body).digest()
         name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
-        if retry_of is not None and (before := self._attempts.get(name)) is not None:
-            if not before.is_lost:
-                return before
+        before = None if retry_of is None else self._attempts.get(name)
+        if before is not None and not before.is_lost:
+            return before
         attempt = _Attempt(asyncio.get_running_loop().create_task(self._sample(asked)))
         self._attempts.pop(name, None)  # so that it counts as the youngest
         self._attempts[name] = attempt
@@ -263,5 +263,3 @@ def _refusal(ended: RolloutEnded) -> Refusal:
         )
     what = {"turns": "all turns are used up (agent.max_turns)"}.get(ended.reason, "time is up")
     return Refusal(f"the rollout has ended: {what}", status=410, code="rollout_ended")
-
-

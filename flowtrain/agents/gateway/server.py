@@ -100,9 +100,7 @@ class Gateway:
             refusal = Refusal(str(rejected), status=rejected.status)
             response = Response(refusal.body(), refusal.status, media_type="application/json")
         except Refusal as refusal:
-            response = Response(
-                refusal.body(), refusal.status, refusal.headers, "application/json"
-            )
+            response = Response(refusal.body(), refusal.status, refusal.headers, "application/json")
         await response(scope, receive, send)
 
     async def _route(self, request: Request) -> Response:
