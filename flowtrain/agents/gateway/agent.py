@@ -121,9 +121,9 @@ class GatewayAgent(SessionAgent):
             raise rollout.failure
         session.report(**outcome.reward)
         session.answer_so_far = outcome.answer
-        if rollout.ended is not None:
+        if rollout.ended is not None and rollout.ended.reason != "prompt":
             raise rollout.ended
-        return outcome.answer
+        return outcome.answer  # where a prompt was too long, the program has found another one
 
     async def _solve(self, rollout: Rollout, gateway: Gateway) -> Outcome:
         if self._program is None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,30 +114,50 @@ class Command:
 
     async def _run(self, folder: str, environment: Mapping[str, str]) -> tuple[int, str, str]:
         """Run the command; return its exit code and the ends of its output and its errors."""
-        child = await asyncio.create_subprocess_exec(
-            *self._words,
-            cwd=folder,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert child.stdout is not None and child.stderr is not None
-        reading = asyncio.gather(_tail(child.stdout), _tail(child.stderr))
-        try:
-            code = await child.wait()
-            # What the command has left running may hold the pipes open.
-            _kill_group(child.pid)
-            output, errors = await reading
-        finally:
-            _kill_group(child.pid)
-            reading.cancel()
-            await child.wait()
-        return code, output, errors
+        async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *self._words,
+                    cwd=folder,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output_end,
+                    stderr=errors_end,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(output_end)
+                os.close(errors_end)
+            reading = asyncio.gather(_tail(output), _tail(errors))
+            try:
+                code = await child.wait()
+                # What the command has left running may hold the pipes open.
+                _kill_group(child.pid)
+                return code, *(await reading)
+            finally:
+                _kill_group(child.pid)
+                reading.cancel()
+                await child.wait()
 
     def close(self) -> None:
         """It holds nothing."""
+
+
+@contextlib.asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """Open a pipe, whose end for the child is to be closed here. With pipes of asyncio's own the
+    end of a child waits for all that it has left running.
+    """
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: protocol, os.fdopen(read_end, "rb", buffering=0)
+    )
+    try:
+        yield reader, write_end
+    finally:
+        transport.close()
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
