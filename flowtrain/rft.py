@@ -24,9 +24,10 @@ from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import EARLY_STOP, ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.expert import EARLY_STOP, ScriptedCaller, ScriptedPlanner, ScriptedVerifier
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.verifier import PolicyVerifier
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
@@ -190,10 +191,10 @@ def _expert(components: RunComponents, agent: Agent) -> Agent:
     config = components.config
     if config.rft.expert == "policy":
         return agent
-    if not isinstance(agent, Flow):
+    if not isinstance(agent, Flow | ToolCallingAgent):
         raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow', which is "
-            f"{config.agent.name!r}, so use 'policy'"
+            "rft.expert='scripted' plays the planner of agent.name='agentflow' or the policy of "
+            f"'tools', and it is {config.agent.name!r}, so use 'policy'"
         )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:
@@ -202,6 +203,8 @@ def _expert(components: RunComponents, agent: Agent) -> Agent:
             "none, so use 'policy'"
         )
     ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
+    if isinstance(agent, ToolCallingAgent):
+        return ScriptedCaller(agent, config.rft.expert_error, ends["planner"])
     assert isinstance(agent.planner, PolicyPlanner)
     planner = ScriptedPlanner(agent.planner, config.rft.expert_error, ends["planner"])
     verifier = agent.verifier

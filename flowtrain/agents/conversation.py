@@ -43,6 +43,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         """Raises TemplateRewrites for one that does not show replies as they are."""
         self._tokenizer = tokenizer
+        self.source = str(tokenizer.chat_template)
         self.closing = self._closing()
         """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
 
@@ -70,9 +71,22 @@ class ChatTemplate:
         """Decode with special tokens, for people."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def text_of(self, response_ids: Sequence[int]) -> str:
-        """Decode a response without its end token; other special tokens may open tool calls."""
-        return self.decode(response_ids[:-1] if self._ends(response_ids) else response_ids)
+    def text_of(self, response_ids: Sequence[int], ended: bool = False) -> str:
+        """Decode a response without its end token (see `has_end`); other special tokens stay,
+        because they may open tool calls.
+        """
+        return self.decode(response_ids[:-1] if self.has_end(response_ids, ended) else response_ids)
+
+    def has_end(self, response_ids: Sequence[int], ended: bool = False) -> bool:
+        """Tell whether the last token of a response ends it: the template's token or the
+        tokenizer's, and any special one of a response of which it is known that it `ended`.
+        """
+        if not response_ids:
+            return False
+        last = response_ids[-1]
+        if last in (self._closing_id, getattr(self._tokenizer, "eos_token_id", None)):
+            return True
+        return ended and self._is_special(last)
 
     @cached_property
     def opening(self) -> str:
@@ -102,11 +116,10 @@ class ChatTemplate:
         system = {"role": "system", "content": f"{_MARK}system"}
         return f"{_MARK}system" in self._probe([system, _USER])
 
-    def gap_ids(self, text: str, response_ids: Sequence[int]) -> tuple[int, ...]:
+    def gap_ids(self, text: str, has_end: bool) -> tuple[int, ...]:
         """Encode what follows a response; the end of its message only where it lacks that."""
         ids = self.encode(text)
-        has_end = bool(ids) and ids[0] == self._closing_id and self._ends(response_ids)
-        return ids[1:] if has_end else ids
+        return ids[1:] if has_end and ids and ids[0] == self._closing_id else ids
 
     def without_thinking(self, response_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids after the thinking, as they were sampled. Raises TemplateRewrites."""
@@ -130,16 +143,11 @@ class ChatTemplate:
     def _closing_id(self) -> int | None:
         """The token that ends a message; None where text alone follows a reply."""
         ids = self.encode(self.closing)
-        # A special token is one that decoding can leave out.
-        is_special = bool(ids) and not self._tokenizer.decode(ids[:1], skip_special_tokens=True)
-        return ids[0] if is_special else None
+        return ids[0] if ids and self._is_special(ids[0]) else None
 
-    def _ends(self, response_ids: Sequence[int]) -> bool:
-        """Tell whether a response has its end token, the template's or another of the model's."""
-        if not response_ids:
-            return False
-        last = response_ids[-1]
-        return last in (self._closing_id, getattr(self._tokenizer, "eos_token_id", None))
+    def _is_special(self, token: int) -> bool:
+        """Tell whether decoding can leave a token out."""
+        return not self._tokenizer.decode([token], skip_special_tokens=True)
 
     def _closing(self) -> str:
         reply = {"role": "assistant", "content": f"{_MARK}reply"}
@@ -173,6 +181,8 @@ class _Response:
     """As sampled; without the thinking once the template has taken that out."""
     thinks: bool
     """The ids hold the end of a thinking."""
+    has_end: bool
+    """The ids hold the end of the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +228,20 @@ class Conversation:
         """The prompt as text, for people."""
         return self.template.decode(self.prompt_ids)
 
-    def add_response(self, response_ids: Sequence[int], message: Message) -> Conversation:
-        """Add the reply that was sampled after `prompt_ids`; of `message`, which was read from it,
-        the template learns no more than whether it calls tools.
+    def add_response(
+        self, response_ids: Sequence[int], message: Message, ended: bool = False
+    ) -> Conversation:
+        """Add the reply that was sampled after `prompt_ids`.
+
+        Args:
+            message: what was read from it; the template learns no more of it than whether it calls
+                tools.
+            ended: it was not cut, so that a special token at its end is the end of it.
         """
         assert len(self._gaps) > len(self._responses), "a response is the last message already"
-        thinks = THINK_END in self.template.text_of(response_ids)
-        response = _Response(len(self.messages), tuple(response_ids), thinks)
+        thinks = THINK_END in self.template.decode(response_ids)
+        has_end = self.template.has_end(response_ids, ended)
+        response = _Response(len(self.messages), tuple(response_ids), thinks, has_end)
         return replace(
             self,
             messages=(*self.messages, message),
@@ -246,7 +263,7 @@ class Conversation:
         gaps: list[_Gap] = []
         responses: list[_Response] = []
         place = 0
-        before: Sequence[int] = ()
+        has_end = False
         for gap, response, mark in zip(self._gaps, self._responses, marks, strict=True):
             slot = mark.find(text, place, template.closing)
             if not text.startswith(gap.text.removesuffix(template.opening), place):
@@ -257,11 +274,11 @@ class Conversation:
                 ids = template.without_thinking(response.ids)
                 response = replace(response, ids=ids, thinks=False)
                 new_text = text[place : slot.content]
-                gap = _Gap(new_text, template.gap_ids(new_text, before))
+                gap = _Gap(new_text, template.gap_ids(new_text, has_end))
             gaps.append(gap)
             responses.append(response)
-            place, before = slot.end, response.ids
-        gaps.append(_Gap(text[place:], template.gap_ids(text[place:], before)))
+            place, has_end = slot.end, response.has_end
+        gaps.append(_Gap(text[place:], template.gap_ids(text[place:], has_end)))
         return replace(self, messages=messages, _gaps=tuple(gaps), _responses=tuple(responses))
 
 

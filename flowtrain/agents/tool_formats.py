@@ -78,6 +78,8 @@ def format_of(chat_template: str) -> str:
         return "hermes"
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
+    if '<tool name="' in chat_template:
+        return "xml"
     return "llama3" if re.search(r'\\?"parameters\\?":', chat_template) else ""
 
 
@@ -104,7 +106,7 @@ def _read_tags(
     """Read calls between tags; the last closing tag may be missing, as where it was cut."""
     found = opening.search(text)
     content = text[: found.start()] if found else text
-    calls = []
+    calls: list[WrittenCall] = []
     while found and len(calls) <= MAX_CALLS:
         start = found.end()
         value, end, problem = _decode(text, start)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from flowtrain.types import ToolResult
 from flowtrain.utils.text import encodable
 
-
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 

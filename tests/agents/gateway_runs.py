@@ -99,6 +99,7 @@ def make_agent(
 ) -> GatewayAgent:
     options = {"name": "gateway", "max_turns": 8, **(agent or {})}
     config = Config.model_validate({"agent": options, "gateway": gateway})
+    GatewayAgent.check(config, engine.tokenizer)
     policy = Policy(engine, engine.tokenizer, 300, temperature=1.0, request_timeout_s=20.0)
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)
     return GatewayAgent(context)

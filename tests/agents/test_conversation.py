@@ -119,6 +119,18 @@ def test_another_end_token_of_the_model_ends_the_message_too() -> None:
     assert rest == own.encode(f"\n<|im_start|>user\n{QUESTION['content']}<|im_end|>\n{own.opening}")
 
 
+def test_a_special_token_ends_a_response_that_was_not_cut() -> None:
+    own = template("llama3.1")
+    start = Conversation.start(own, [QUESTION], TOOLS)
+    ids = own.encode("It is so.<|python_tag|>")
+    assert own.text_of(ids) == "It is so.<|python_tag|>" and own.text_of(ids, True) == "It is so."
+    gaps = [
+        start.add_response(ids, says("It is so."), ended).add([QUESTION]).prompt_ids
+        for ended in (False, True)
+    ]
+    assert len(gaps[0]) == len(gaps[1]) + 1
+
+
 TEXTS = st.text(alphabet='ab 1.\n<>{}"|_/é', min_size=1, max_size=12).map(str.strip).filter(bool)
 TURNS = st.lists(
     st.tuples(st.lists(TEXTS, min_size=0, max_size=2), TEXTS, TEXTS, st.booleans()),

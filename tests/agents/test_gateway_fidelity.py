@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import ChatTemplate
 from flowtrain.agents.gateway import protocol
+from flowtrain.agents.gateway.chat import Chat
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
@@ -36,9 +37,8 @@ class Program:
         context = AgentContext(config, {"planner": policy}, {}, {}, 1000)
         self.session = Session(TASK, 0, context)
         tool_format = FORMATS[FORMAT_OF.get(style, "xml")]
-        self.recorder = Recorder(
-            self.session, ChatTemplate(self.engine.tokenizer), tool_format, 1000
-        )
+        chat = Chat(ChatTemplate(self.engine.tokenizer), tool_format)
+        self.recorder = Recorder(self.session, chat, 1000)
 
     async def ask(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """The message of the response, as OpenAI's JSON has it."""

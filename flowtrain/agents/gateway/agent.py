@@ -17,14 +17,18 @@ from flowtrain.agents.base import AgentContext, BranchStart
 from flowtrain.agents.conversation import ChatTemplate, TemplateRewrites
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
 from flowtrain.agents.gateway import shared
+from flowtrain.agents.gateway.chat import Chat
 from flowtrain.agents.gateway.programs import Command, Function, Program, task_record
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.gateway.workers import Claim
+from flowtrain.agents.policy import check_prompt
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.tool_formats import FORMATS, format_of
+from flowtrain.agents.tool_calling import choose_format
+from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
+from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import Task, Trajectory, UserError
 
 _claim: ContextVar[Claim] = ContextVar("_claim")
@@ -35,24 +39,32 @@ class GatewayAgent(SessionAgent):
     """See `Agent`. The server starts with the first rollout."""
 
     def __init__(self, context: AgentContext) -> None:
-        """Raises UserError for a program that is not there, and options that nothing would read."""
+        """Raises UserError for a program that is not there."""
         super().__init__(context)
-        agent, self._options = context.config.agent, context.config.gateway
-        for key in ("tools", "instructions"):
-            if given := getattr(agent, key):
-                raise UserError(
-                    f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
-                    "has its own"
-                )
-        self._template = _template(context)
-        chat_template = context.policies["planner"].tokenizer.chat_template
-        self._format = FORMATS.get(format_of(chat_template or ""))
+        self._options = context.config.gateway
+        self._chat = _chat(context.config, context.policies["planner"].tokenizer)
         self._program = _program(self._options)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
+
+    @staticmethod
+    def check(config: Config, tokenizer: ChatTokenizer) -> None:
+        """Raises UserError for a program that is not there, options that nothing would read, and a
+        chat template that does not show replies as they are.
+        """
+        for key in ("tools", "instructions"):
+            if given := getattr(config.agent, key):
+                raise UserError(
+                    f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
+                    "has its own"
+                )
+        check_prompt(config, tokenizer)
+        _chat(config, tokenizer)
+        if (program := _program(config.gateway)) is not None:
+            program.close()
 
     @property
     def gateway(self) -> Gateway:
@@ -95,9 +107,7 @@ class GatewayAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
-        recorder = Recorder(
-            session, self._template, self._format, self.context.config.agent.max_result_chars
-        )
+        recorder = Recorder(session, self._chat, self.context.config.agent.max_result_chars)
         rollout = Rollout(
             session,
             recorder,
@@ -164,12 +174,13 @@ def _program(options: Options) -> Program | None:
     return None
 
 
-def _template(context: AgentContext) -> ChatTemplate | None:
+def _chat(config: Config, tokenizer: ChatTokenizer) -> Chat | None:
     """Read the chat template; None where there is none, and texts alone can be completed."""
-    tokenizer = context.policies["planner"].tokenizer
     if not tokenizer.chat_template:
         return None
     try:
-        return ChatTemplate(tokenizer)
+        template = ChatTemplate(tokenizer)
+        return Chat(template, choose_format(config, template))
     except TemplateRewrites as error:
-        raise UserError(f"model.path={context.config.model.path!r}: {error}") from None
+        key, path = config.path_of("planner")
+        raise UserError(f"{key}={path!r} does not go with agent.name='gateway': {error}") from None

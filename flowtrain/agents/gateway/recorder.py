@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from flowtrain.agents.conversation import ChatTemplate, Conversation, TemplateRewrites
+from flowtrain.agents.conversation import Conversation, TemplateRewrites
+from flowtrain.agents.gateway.chat import Chat
 from flowtrain.agents.gateway.protocol import (
     AskedCall,
     ChatRequest,
@@ -28,9 +29,6 @@ from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
 
-if TYPE_CHECKING:
-    from flowtrain.agents.tool_formats import ToolFormat
-
 _ID_CHARS = 9
 """Mistral's templates take no other length."""
 
@@ -41,13 +39,11 @@ class Recorder:
     def __init__(
         self,
         session: Session,
-        template: ChatTemplate | None,
-        tool_format: ToolFormat | None,
+        chat: Chat | None,
         max_result_chars: int,
     ) -> None:
         self._session = session
-        self._template = template
-        self._format = tool_format
+        self._chat = chat
         self._max_result_chars = max_result_chars
         self._prompts: dict[bytes, Conversation] = {}
         """By the digest of their messages, which end where a reply begins."""
@@ -61,19 +57,19 @@ class Recorder:
 
     async def chat(self, asked: ChatRequest) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
-        if (template := self._template) is None:
+        if (chat := self._chat) is None:
             raise Refusal("the model has no chat template: ask /v1/completions", status=404)
         path = _digests(asked.messages, asked.tools)
-        conversation = self._find(asked, path, template)
+        conversation = self._find(asked, path, chat)
         self._prompts[path[-1]] = conversation
         self._note_results(asked.messages)
         call = await self._sample(conversation.prompt_ids, asked.options)
         number = self._num_replies
         self._num_replies += 1
-        text, calls = self._read(call, asked, template, number)
+        text, calls = self._read(call, asked, chat, number)
         reply = self._reply(call, asked.options, text, calls, number=number)
         message = reply.message()
-        grown = conversation.add_response(call.response_ids, message)
+        grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered[_extended(path[-1], message)] = grown
         for each in calls:
             self._unanswered[each.id] = (call, calls)
@@ -95,20 +91,18 @@ class Recorder:
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _find(
-        self, asked: ChatRequest, path: Sequence[bytes], template: ChatTemplate
-    ) -> Conversation:
+    def _find(self, asked: ChatRequest, path: Sequence[bytes], chat: Chat) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
         if (found := self._prompts.get(path[-1])) is not None:
             return found
         for place in range(len(path) - 2, 0, -1):
             if (before := self._answered.get(path[place])) is not None:
                 try:
-                    return before.add(asked.messages[place:])
+                    return chat.add(before, asked.messages, place)
                 except TemplateRewrites:
                     break
         try:
-            return Conversation.start(template, asked.messages, asked.tools)
+            return chat.start(asked.messages, asked.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
@@ -118,13 +112,13 @@ class Recorder:
         )
 
     def _read(
-        self, call: Call, asked: ChatRequest, template: ChatTemplate, number: int
+        self, call: Call, asked: ChatRequest, chat: Chat, number: int
     ) -> tuple[str, tuple[AskedCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
-        if not asked.reads_calls or self._format is None:
+        if not asked.reads_calls:
             return _before_stop(call.text, asked.options.stop), ()
-        whole = _before_stop(template.text_of(call.response_ids), asked.options.stop)
-        content, written = self._format.parse(whole)
+        whole = chat.template.text_of(call.response_ids, _is_whole(call))
+        content, written = chat.format.parse(_before_stop(whole, asked.options.stop))
         if problem := next((each.problem for each in written if each.problem), ""):
             self._session.record_malformed(call, problem)
         if problem or not written:
@@ -144,7 +138,6 @@ class Recorder:
         *,
         number: int,
     ) -> Reply:
-        is_whole = call.finish_reason is FinishReason.STOP
         decode = self._session.policy.decode
         tokens: tuple[tuple[str, float], ...] = ()
         if options.logprobs:
@@ -154,7 +147,7 @@ class Recorder:
             id=f"chatcmpl-{self._id(number, -1)}",
             text=text,
             calls=calls,
-            finish_reason="tool_calls" if calls else "stop" if is_whole else "length",
+            finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
             num_prompt_tokens=len(call.prompt_ids),
             num_response_tokens=len(call.response_ids),
             logprobs=tokens,
@@ -198,6 +191,10 @@ class Recorder:
             del self._unanswered[each.id]
             result = ToolResult(shorten(results.get(each.id, ""), self._max_result_chars))
             self._session.record_tool(call, ToolCall(each.name, each.arguments, result, each.id))
+
+
+def _is_whole(call: Call) -> bool:
+    return call.finish_reason is FinishReason.STOP
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
