@@ -59,7 +59,9 @@ class LoggingEngine:
             except asyncio.CancelledError:
                 self.num_cancelled += 1
                 raise
-        text = self.replies.pop(0) if self.replies else self.reply(self.tokenizer.decode(prompt_ids))
+        text = (
+            self.replies.pop(0) if self.replies else self.reply(self.tokenizer.decode(prompt_ids))
+        )
         ids = spelled(self.tokenizer, text)
         for stop in sampling.stop_strings:
             if stop in text:

@@ -299,9 +299,7 @@ def test_the_same_seed_gives_the_same_ids(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         engine = logging_engine(call_text("area of Chad", "Chad"), "1284", style="mistral")
-        engine.replies[0] = (
-            '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "Chad"}}]'
-        )
+        engine.replies[0] = '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "Chad"}}]'
         with function_agent(tmp_path, TOOL_TURNS, engine) as agent:
             trajectory = roll_out(agent, seed=3, task=TASK)
         assert trajectory.error == ""

@@ -66,13 +66,15 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-texts = st.text(st.sampled_from("ab \n{}<>\"é中"), max_size=12)
+texts = st.text(st.sampled_from('ab \n{}<>"é中'), max_size=12)
 replies = st.one_of(
     texts,
     texts.map(
-        lambda text: "<tool_call>\n"
-        + json.dumps({"name": "search", "arguments": {"query": text}})
-        + "\n</tool_call>"
+        lambda text: (
+            "<tool_call>\n"
+            + json.dumps({"name": "search", "arguments": {"query": text}})
+            + "\n</tool_call>"
+        )
     ),
 )
 steps = st.lists(

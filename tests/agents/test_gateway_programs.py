@@ -53,7 +53,10 @@ def test_or_what_it_tells_the_gateway(tmp_path: Path) -> None:
         ASK.replace("/chat/completions", "/rollouts/done").replace(
             '["choices"][0]["message"]["content"]', ""
         )
-    ).replace('body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}', "body = {'answer': 'told', 'reward': 0.25}")
+    ).replace(
+        'body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}',
+        "body = {'answer': 'told', 'reward': 0.25}",
+    )
     trajectory = run_command(tmp_path, source + "print('log')")
     assert (trajectory.answer, trajectory.error) == ("told", "")
     assert trajectory.reported == {"reward": 0.25}
@@ -104,9 +107,7 @@ def test_at_the_deadline_a_command_is_killed_with_its_children(tmp_path: Path) -
 
 
 def test_what_a_command_leaves_running_is_killed(tmp_path: Path) -> None:
-    source = (
-        "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\nprint(child.pid)"
-    )
+    source = "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\nprint(child.pid)"
     started = time.monotonic()
     wait_until_gone(int(run_command(tmp_path, source).answer))
     assert time.monotonic() - started < 20
@@ -198,7 +199,9 @@ def test_a_function_that_fails_costs_one_rollout(
 
 
 def test_a_function_may_report_the_reward(tmp_path: Path) -> None:
-    source = "def solve(task, base_url, api_key): return {'answer': 'x', 'reward': {'a': 1, 'b': 0}}"
+    source = (
+        "def solve(task, base_url, api_key): return {'answer': 'x', 'reward': {'a': 1, 'b': 0}}"
+    )
     with function_agent(tmp_path, source) as agent:
         trajectory = roll_out(agent)
     assert trajectory.reported == {"a": 1.0, "b": 0.0} and trajectory.answer == "x"
@@ -223,8 +226,11 @@ def test_columns_are_shown_where_they_are_named() -> None:
     assert task_record(task, ()) == {"id": "t", "question": "q", "choices": ["x", "y"]}
     shown = task_record(task, ("repo", "answers"))
     assert shown == {
-        **{"id": "t", "question": "q", "choices": ["x", "y"]},
-        **{"repo": "r", "answers": ["a", "b"]},
+        "id": "t",
+        "question": "q",
+        "choices": ["x", "y"],
+        "repo": "r",
+        "answers": ["a", "b"],
     }
     with pytest.raises(UserError, match="'tests'"):
         task_record(task, ("tests",))

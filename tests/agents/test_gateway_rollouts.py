@@ -63,9 +63,7 @@ def solved(monkeypatch: pytest.MonkeyPatch, engine: Any, solve: Any, **options: 
         agent.close()
 
 
-async def post(
-    client: httpx2.AsyncClient, body: dict[str, Any], **headers: str
-) -> httpx2.Response:
+async def post(client: httpx2.AsyncClient, body: dict[str, Any], **headers: str) -> httpx2.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await client.post("/chat/completions", json=body, headers=named)
 
