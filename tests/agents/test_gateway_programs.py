@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -49,15 +50,15 @@ def test_or_what_it_marks_as_the_answer(tmp_path: Path) -> None:
 
 
 def test_or_what_it_tells_the_gateway(tmp_path: Path) -> None:
-    source = (
-        ASK.replace("/chat/completions", "/rollouts/done").replace(
-            '["choices"][0]["message"]["content"]', ""
-        )
-    ).replace(
-        'body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}',
-        "body = {'answer': 'told', 'reward': 0.25}",
-    )
-    trajectory = run_command(tmp_path, source + "print('log')")
+    told = {"answer": "told", "reward": 0.25}
+    source = f"""
+import json, os, urllib.request
+headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+url = os.environ["OPENAI_BASE_URL"] + "/rollouts/done"
+urllib.request.urlopen(urllib.request.Request(url, {json.dumps(told).encode()!r}, headers))
+print('log')
+"""
+    trajectory = run_command(tmp_path, source)
     assert (trajectory.answer, trajectory.error) == ("told", "")
     assert trajectory.reported == {"reward": 0.25}
 
@@ -132,8 +133,6 @@ def test_endless_output_takes_no_memory_and_its_end_counts(tmp_path: Path) -> No
 
 
 def test_only_so_many_commands_run_at_a_time(tmp_path: Path) -> None:
-    import asyncio
-
     source = (
         "import os, time\n"
         f"folder = {str(tmp_path)!r}\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,14 +146,21 @@ class Reply:
         return message
 
 
-def require() -> None:
-    """Raise UserError if OpenAI's library is not there."""
+def prepare() -> None:
+    """Import OpenAI's types and build their validators, which takes a second the first time.
+
+    Raises UserError if its library is not there.
+    """
     try:
         import openai.types.chat  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"agent.name='gateway' needs {error.name}: pip install 'flowtrain[gateway]'"
         ) from error
+    asked = read_chat(b'{"model": "", "messages": [{"role": "user", "content": ""}]}')
+    reply = Reply("", "", (), "stop", num_prompt_tokens=0, num_response_tokens=0)
+    for stream in (False, True):
+        chat_body(replace(asked.options, stream=stream), reply)
 
 
 # ---- requests

@@ -49,7 +49,7 @@ class Gateway:
         none. Raises UserError for an address that cannot be had, or a bad token.
         """
         serving.require("starlette.requests", "starlette.responses")
-        protocol.require()
+        protocol.prepare()
         from flowtrain.utils.connections import allow_files
 
         allow_files()
