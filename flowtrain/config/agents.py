@@ -33,8 +33,8 @@ class Agent(Section):
     """name = "single": text after the question; name = "tools": the system message; of the last
     response the content of the last <answer>...</answer> is the answer, or else all of it"""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
-    """name = "tools" or "gateway": how the policy writes calls, as docs/agents/tools.md shows; auto:
-    as its chat template does, or xml where the template takes no tools"""
+    """name = "tools" or "gateway": how the policy writes calls, as docs/agents/tools.md shows;
+    auto: as its chat template does, or xml where the template takes no tools"""
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
     four fields, through the chat template; with name = "single" compact is a plain text, and full
