@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import ChatTemplate
-from flowtrain.agents.gateway import protocol
 from flowtrain.agents.gateway.chat import Chat
 from flowtrain.agents.gateway.recorder import Recorder
+from flowtrain.agents.gateway.requests import read_chat
+from flowtrain.agents.gateway.responses import chat_body
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
 from flowtrain.agents.tool_formats import FORMATS
@@ -43,11 +44,11 @@ class Program:
     async def ask(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """The message of the response, as OpenAI's JSON has it."""
         body = {"model": "x", "messages": list(messages), **options}
-        asked = protocol.read_chat(json.dumps(body).encode())
+        asked = read_chat(json.dumps(body).encode())
         reply = await self.recorder.chat(asked)
-        message: dict[str, Any] = json.loads(protocol.chat_body(asked.options, reply))["choices"][
-            0
-        ]["message"]
+        message: dict[str, Any] = json.loads(chat_body(asked.options, reply))["choices"][0][
+            "message"
+        ]
         return message
 
     def check(self) -> None:

@@ -15,15 +15,8 @@ from typing import Any, cast
 
 from flowtrain.agents.conversation import Conversation, TemplateRewrites
 from flowtrain.agents.gateway.chat import Chat
-from flowtrain.agents.gateway.protocol import (
-    AskedCall,
-    ChatRequest,
-    Message,
-    Options,
-    Refusal,
-    Reply,
-    TextRequest,
-)
+from flowtrain.agents.gateway.requests import ChatRequest, Message, Options, Refusal, TextRequest
+from flowtrain.agents.gateway.responses import AskedCall, Reply
 from flowtrain.agents.session import Session
 from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult

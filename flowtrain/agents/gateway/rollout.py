@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowtrain.agents.gateway.protocol import ChatRequest, Refusal, Reply, TextRequest
 from flowtrain.agents.gateway.recorder import Recorder
+from flowtrain.agents.gateway.requests import ChatRequest, Refusal, TextRequest
+from flowtrain.agents.gateway.responses import Reply
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.types import Task
 

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowtrain.agents.gateway import protocol
-from flowtrain.agents.gateway.protocol import Refusal
+from flowtrain.agents.gateway import requests, responses
+from flowtrain.agents.gateway.requests import Refusal
 from flowtrain.agents.gateway.rollout import Outcome, Rollout, over
 from flowtrain.agents.gateway.workers import Waiting
 from flowtrain.utils import serving
@@ -49,7 +49,7 @@ class Gateway:
         none. Raises UserError for an address that cannot be had, or a bad token.
         """
         serving.require("starlette.requests", "starlette.responses")
-        protocol.prepare()
+        responses.prepare()
         from flowtrain.utils.connections import allow_files
 
         allow_files()
@@ -115,7 +115,7 @@ class Gateway:
             return await self._work(request, path)
         rollout = self._rollout(request)
         if path == "/models":
-            return _json(protocol.models_body(list(rollout.session.policies)))
+            return _json(responses.models_body(list(rollout.session.policies)))
         if rollout.num_requests >= rollout.max_requests:
             text = f"more than gateway.max_requests={rollout.max_requests} requests at a time"
             headers = {"Retry-After": "1"}
@@ -176,8 +176,8 @@ class Gateway:
 
 
 _POSTS: dict[str, Any] = {
-    "/chat/completions": (protocol.read_chat, protocol.chat_body),
-    "/completions": (protocol.read_text, protocol.text_body),
+    "/chat/completions": (requests.read_chat, responses.chat_body),
+    "/completions": (requests.read_text, responses.text_body),
     "/rollouts/next": None,
     "/rollouts/done": None,
 }
