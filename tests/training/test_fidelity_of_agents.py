@@ -41,7 +41,10 @@ TASKS = [Task(f"t-{n}", f"What is the area of Chad, {n}?", ("1284",)) for n in r
 CALL = '<tool name="Search">{"query": "area of Chad"}</tool>'
 SEARCHES = " area of Chad\nTool Name: Search"
 AGENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "agentflow": ({"name": "agentflow", "tools": ["Search"]}, [" area of Mali\nTool Name: None", SEARCHES]),
+    "agentflow": (
+        {"name": "agentflow", "tools": ["Search"]},
+        [" area of Mali\nTool Name: None", SEARCHES],
+    ),
     "single": ({"name": "single", "prompt": "compact"}, [" 1284", " 77", ""]),
     "tools": (
         {"name": "tools", "tools": ["Search"]},
