@@ -217,6 +217,23 @@ def solve(task, base_url, api_key): never.wait()
         sys.modules[str(tmp_path / "program.py")].never.set()
 
 
+def test_an_async_function_is_cancelled_at_the_deadline(tmp_path: Path) -> None:
+    source = """
+import asyncio
+cancelled = []
+async def solve(task, base_url, api_key):
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        cancelled.append(task.id)
+        raise
+"""
+    with function_agent(tmp_path, source, agent={"rollout_timeout_s": 0.2}) as agent:
+        trajectory = roll_out(agent)
+    assert (trajectory.truncated, trajectory.error) == ("time", "")
+    assert sys.modules[str(tmp_path / "program.py")].cancelled == ["t-1"]
+
+
 # ---- what programs see of a task
 
 

@@ -209,7 +209,8 @@ class Function:
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
         call = functools.partial(self._call, rollout.task, base_url=base_url, api_key=rollout.key)
         if self._loop is not None:
-            deadline = time.monotonic() + rollout.session.left_s()
+            # The rollout's deadline strikes first, and cancels the call.
+            deadline = time.monotonic() + rollout.session.left_s() + _CLOSE_S
             found = await self._loop.call(_guarded_async(call), deadline)
         else:
             found = await self._in_thread(call)
