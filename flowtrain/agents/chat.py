@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from flowtrain.agents.conversation import ChatTemplate, Conversation, Message
 from flowtrain.agents.session import Session
-from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import Call, FinishReason, UserError
 
 
@@ -19,7 +16,10 @@ class Chat:
     def __init__(self, session: Session, instructions: str = "") -> None:
         """`instructions` are a message of the role "system"."""
         self._session = session
-        self._template = _template(session.policy.tokenizer)
+        tokenizer = session.policy.tokenizer
+        if not tokenizer.chat_template:
+            raise UserError("model.path names a model without a chat template, which a chat needs")
+        self._template = ChatTemplate(tokenizer)
         self._news: list[Message] = []
         self._conversation: Conversation | None = None
         if instructions:
@@ -46,11 +46,3 @@ class Chat:
         """Return a reply without the end of its message."""
         ended = call.finish_reason is FinishReason.STOP
         return self._template.text_of(call.response_ids, ended).strip()
-
-
-@lru_cache(maxsize=8)
-def _template(tokenizer: ChatTokenizer) -> ChatTemplate:
-    """Probe a template once, not in every rollout."""
-    if not tokenizer.chat_template:
-        raise UserError("model.path names a model without a chat template, which a chat needs")
-    return ChatTemplate(tokenizer)
