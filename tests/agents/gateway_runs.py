@@ -45,6 +45,7 @@ class LoggingEngine:
     replies: list[str] = field(default_factory=list)
     reply: Callable[[str], str] = lambda prompt: "Yes."
     wait: Callable[[], Awaitable[Any]] | None = None
+    spell: Callable[[Any, str], tuple[int, ...]] = lambda tokenizer, text: spelled(tokenizer, text)
     log: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     asked: list[Sampling] = field(default_factory=list)
     num_cancelled: int = 0
@@ -62,10 +63,10 @@ class LoggingEngine:
         text = (
             self.replies.pop(0) if self.replies else self.reply(self.tokenizer.decode(prompt_ids))
         )
-        ids = spelled(self.tokenizer, text)
+        ids = self.spell(self.tokenizer, text)
         for stop in sampling.stop_strings:
             if stop in text:
-                ids = spelled(self.tokenizer, text[: text.index(stop) + len(stop)])
+                ids = self.spell(self.tokenizer, text[: text.index(stop) + len(stop)])
         reason = FinishReason.STOP
         if len(ids) > sampling.max_new_tokens:
             ids, reason = ids[: sampling.max_new_tokens], FinishReason.LENGTH

@@ -164,6 +164,23 @@ def test_a_reply_is_known_again_in_other_clothes(change: Any) -> None:
     assert later[: len(prompt) + len(said)] == prompt + said
 
 
+def test_the_same_messages_are_the_same_ids_though_a_reply_has_come_again_in_others() -> None:
+    program = Program("qwen2.5", *["It is so."] * 4)
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        longer = [*messages, await program.ask(messages), user("Sure?")]
+        await program.ask(longer)
+        program.engine.spell = lambda tokenizer, text: tuple(tokenizer.encode(text))
+        await program.ask(messages)
+        await program.ask(longer)
+
+    asyncio.run(run())
+    program.check()
+    assert program.engine.log[0][1] != program.engine.log[2][1]
+    assert program.engine.log[1][0] == program.engine.log[3][0]
+
+
 def test_other_tools_begin_another_conversation() -> None:
     program = Program("qwen2.5", "It is 1284.", "Yes.")
 
