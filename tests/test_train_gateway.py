@@ -10,7 +10,8 @@ from cli_runs import RFT, SMALL, Server, read
 pytest_plugins = ("cli_runs",)
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = ("--config", ROOT / "configs" / "tools.toml", *SMALL)
-CONFIG = ("--config", ROOT / "configs" / "gateway.toml", *SMALL)
+FACTS = ("--tasks.name", "facts", "--tasks.path", "")
+CONFIG = ("--config", ROOT / "configs" / "gateway.toml", *FACTS, *SMALL)
 PROGRAM = ("--gateway.function", f"{ROOT / 'examples' / 'gateway' / 'plain.py'}:solve")
 
 
