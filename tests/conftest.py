@@ -63,6 +63,7 @@ SLOW = (
     "test_train_algorithms.py",
     "test_train_cli.py",
     "test_train_dataflow.py",
+    "test_train_gateway.py",
     "test_train_numbers.py",
     "test_train_resume.py",
     "test_train_roles.py",

@@ -22,6 +22,7 @@ BUILT_IN = {
     name: EntryPoint(name, f"flowtrain.agents.{target}", GROUP)
     for name, target in {
         "agentflow": "build:AGENTFLOW",
+        "gateway": "gateway.agent:GatewayAgent",
         "single": "single_turn:SingleTurn",
         "tools": "tool_calling:ToolCallingAgent",
     }.items()

@@ -44,7 +44,7 @@ class ToolChat:
         """Raises UserError where calls cannot be read, TemplateRewrites for the template."""
         template = ChatTemplate(tokenizer)
         tools = tuple(definition(card) for card in cards)
-        return cls(template, _format(config, template), config.agent.instructions, tools)
+        return cls(template, choose_format(config, template), config.agent.instructions, tools)
 
     def begin(self, question: str) -> Conversation:
         """Begin with the question, the instructions, and tools that the template does not tell."""
@@ -69,9 +69,7 @@ class ToolChat:
                 {"role": "tool", "name": name, "content": text, "tool_call_id": call_id}
                 for (name, call_id), text in zip(asked, results, strict=True)
             ]
-        texts = [
-            f"Result of {name}:\n{text}" for (name, _), text in zip(asked, results, strict=True)
-        ]
+        texts = [result_text(name, text) for (name, _), text in zip(asked, results, strict=True)]
         return [{"role": "user", "content": "\n\n".join(texts)}]
 
 
@@ -150,6 +148,11 @@ def definition(card: ToolCard) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def result_text(name: str, text: str) -> str:
+    """Tell a result in a user's message, for templates that have none of tools."""
+    return f"Result of {name}:\n{text}"
+
+
 _UNREADABLE = "unreadable"
 """The name of the tool in a call that could not be read; templates want one."""
 
@@ -175,7 +178,7 @@ def _call_id(number: int, place: int) -> str:
     return f"{number:05}{place:04}"
 
 
-def _format(config: Config, template: ChatTemplate) -> ToolFormat:
+def choose_format(config: Config, template: ChatTemplate) -> ToolFormat:
     """Choose the format that `agent.tool_format` asks for."""
     name: str = config.agent.tool_format
     if name == "auto" and not template.takes_tools:

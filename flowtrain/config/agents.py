@@ -25,14 +25,16 @@ class Agent(Section):
     name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
     the answer (RLVR); tools: the policy calls tools through its own chat template and reads their
-    results until it answers (docs/agents/tools.md); FILE.py:NAME or PACKAGE.MODULE:NAME of an agent
-    of your own, or an entry point in the group flowtrain.agents (docs/agents)"""
+    results until it answers (docs/agents/tools.md); gateway: a program of yours that asks an
+    OpenAI-compatible endpoint ([gateway], docs/agents/gateway.md); FILE.py:NAME or
+    PACKAGE.MODULE:NAME of an agent of your own, or an entry point in the group flowtrain.agents
+    (docs/agents)"""
     instructions: str = ""
     """name = "single": text after the question; name = "tools": the system message; of the last
     response the content of the last <answer>...</answer> is the answer, or else all of it"""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
-    """name = "tools": how the policy writes calls, as docs/agents/tools.md shows; auto: as its chat
-    template does, or xml where the template takes no tools"""
+    """name = "tools" or "gateway": how the policy writes calls, as docs/agents/tools.md shows;
+    auto: as its chat template does, or xml where the template takes no tools"""
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
     four fields, through the chat template; with name = "single" compact is a plain text, and full

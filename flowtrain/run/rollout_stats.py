@@ -206,7 +206,9 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
             counts["prompt_tokens"] += each.num_prompt_tokens
             counts["response_tokens"] += each.num_response_tokens
             known = [name for name in each.tool_names if name in tool_names]
-            counts["malformed"] += each.is_malformed or len(known) < len(each.tool_names)
+            # Where the run has no tools, those of a program behind the gateway are not known here.
+            names_unknown = bool(tool_names) and len(known) < len(each.tool_names)
+            counts["malformed"] += each.is_malformed or names_unknown
             counts["tool_errors"] += each.is_error and bool(known)
             for name in known:
                 counts[name] += 1

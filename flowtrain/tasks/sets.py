@@ -120,7 +120,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
             question_key=tasks.question_key,
             answer_key=tasks.answer_key,
             scorer=tasks.scorer,
-            keeps_columns=bool(config.reward.function),
+            keeps_columns=bool(config.reward.function) or config.agent.name == "gateway",
         )
         sources.append(source)
         for task in source.tasks:

@@ -58,3 +58,8 @@ def test_calls_are_counted_by_tool_and_what_could_not_be_read_is_malformed() -> 
 def test_a_logged_rollout_gives_the_same_numbers() -> None:
     record = trajectory_record(TRAJECTORY, 0)
     assert Outcome.of_record(record) == Outcome.of(TRAJECTORY)
+
+
+def test_without_tools_of_the_run_any_name_may_be_the_programs() -> None:
+    stats = RolloutStats.of_outcomes([Outcome.of(TRAJECTORY)], ())
+    assert stats.tool_shares == {} and stats.malformed_share == 2 / 8

@@ -36,17 +36,22 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.types import Completion, FinishReason, Group, Sampling, Task, VersionSpan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
+PROGRAM = EXAMPLE.parent / "gateway" / "plain.py"
 TASKS = [Task(f"t-{n}", f"What is the area of Chad, {n}?", ("1284",)) for n in range(2)]
 CALL = '<tool name="Search">{"query": "area of Chad"}</tool>'
 SEARCHES = " area of Chad\nTool Name: Search"
 AGENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "agentflow": ({"tools": ["Search"]}, [" area of Mali\nTool Name: None", SEARCHES]),
+    "agentflow": (
+        {"name": "agentflow", "tools": ["Search"]},
+        [" area of Mali\nTool Name: None", SEARCHES],
+    ),
     "single": ({"name": "single", "prompt": "compact"}, [" 1284", " 77", ""]),
     "tools": (
         {"name": "tools", "tools": ["Search"]},
         [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"],
     ),
     "own": ({"name": f"{EXAMPLE}:MyAgent"}, ["It is 1284.", "1284"]),
+    "gateway": ({"name": "gateway"}, [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"]),
 }
 
 
@@ -106,7 +111,10 @@ def roll_out(
     path: str, options: Mapping[str, Any], replies: Sequence[str]
 ) -> tuple[list[Group], ScoringEngine]:
     """Roll the tasks out; the rewards of a group differ."""
-    config = Config.model_validate({"agent": options, "rollout": {"max_new_tokens": 160}})
+    sections: dict[str, Any] = {"agent": options, "rollout": {"max_new_tokens": 160}}
+    if options["name"] == "gateway":
+        sections["gateway"] = {"function": f"{PROGRAM}:solve"}
+    config = Config.model_validate(sections)
     tokenizer = models.load_tokenizer(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     engine = ScoringEngine(model, tokenizer, replies)
@@ -145,7 +153,7 @@ def test_what_was_sampled_is_what_is_trained(
     assert num_packed < sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
 
 
-@pytest.mark.parametrize("name", ["tools", "own"])
+@pytest.mark.parametrize("name", ["tools", "own", "gateway"])
 def test_later_prompts_hold_what_was_sampled(name: str, tiny_path: str) -> None:
     """The tokens of a reply are none that its text would be encoded to."""
     groups, engine = roll_out(tiny_path, *AGENTS[name])

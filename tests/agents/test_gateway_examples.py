@@ -1,0 +1,50 @@
+"""The example programs behind the gateway: OpenAI's client, and the Agents SDK if it is there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from gateway_runs import call_text, calls_of, logging_engine, make_agent, roll_out
+
+from examples.gateway import tools
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
+
+
+@pytest.mark.parametrize("program", ["plain", "agents_sdk"])
+def test_a_program_calls_tools_until_it_answers(program: str) -> None:
+    if program == "agents_sdk":
+        pytest.importorskip("agents")
+    asks = call_text("area of Chad", "area of Mali").replace("search", "Search")
+    engine = logging_engine(asks, call_text("6 * 7").replace("search", "Python_Coder"), "42")
+    agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
+    trajectory = roll_out(agent)
+    agent.close()
+    assert (trajectory.error, trajectory.answer) == ("", "42")
+    assert calls_of(trajectory) == engine.log
+    for (prompt, said), (later, _) in pairwise(engine.log):
+        assert later[: len(prompt) + len(said)] == prompt + said
+    first, second, third = trajectory.turns
+    assert ["Chad" in used.result.output for used in first.tool_calls] == [True, False]
+    assert [used.result.output for used in second.tool_calls] == ["42"]
+    assert third.tool_calls == ()
+
+
+@pytest.mark.parametrize("program", ["plain", "agents_sdk"])
+def test_a_program_gives_up_on_a_policy_that_never_answers(program: str) -> None:
+    if program == "agents_sdk":
+        pytest.importorskip("agents")
+    engine = logging_engine()
+    engine.reply = lambda prompt: call_text("Chad").replace("search", "Search")
+    agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
+    trajectory = roll_out(agent)
+    agent.close()
+    assert (trajectory.error, trajectory.answer, len(trajectory.turns)) == ("", "", 5)
+
+
+def test_the_calculator_takes_no_more_than_sums() -> None:
+    assert tools.calculate("2 * (3 - 5) / 4") == "-1.0"
+    for hostile in ("__import__('os')", "9 ** 9 ** 9", "(" * 500, "1 / 0", "x", "'a' * 9", ""):
+        assert tools.calculate(hostile).startswith("Error: ")
