@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 PLACES = (ROOT, ROOT / "flowtrain", ROOT / "kernels", ROOT / "docs", ROOT / "bench" / "results")
 NOT_OURS = ("runs/", "weights/v", "checkpoints/", "folder/NAME")
 

@@ -11,7 +11,16 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from flowtrain.config.agents import NO_ENGINE, OWN, Agent, Chat, Judge, Policy, Roles
+from flowtrain.config.agents import (
+    NO_ENGINE,
+    OWN,
+    Agent,
+    Chat,
+    Judge,
+    McpServer,
+    Policy,
+    Roles,
+)
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.model import Model, Tiny
@@ -41,6 +50,8 @@ class Config(Section):
     """Models of the policies that are not trained here, and how the verifier samples."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
+    mcp: dict[str, McpServer] = Field(default_factory=dict)
+    """MCP servers whose tools agent.tools names (pip install 'flowtrain[mcp]')."""
     reward: Reward = Reward()
     judge: Judge = Judge()
     web_search: WebSearch = WebSearch()
@@ -101,6 +112,7 @@ __all__ = [
     "Infoflow",
     "Judge",
     "Log",
+    "McpServer",
     "Model",
     "Policy",
     "Reward",

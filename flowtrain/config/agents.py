@@ -36,8 +36,8 @@ class Agent(Section):
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
-    """tools the planner may name, at least 1; also Web_Search, Wikipedia_Search, Web_Reader, and
-    those of installed packages (docs/tools.md)"""
+    """tools the planner may name, at least 1; also Web_Search, Wikipedia_Search, Web_Reader, those
+    of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -100,6 +100,20 @@ class Agent(Section):
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return tools
+
+
+class McpServer(Section):
+    command: tuple[str, ...] = ()
+    """program with its arguments, which speaks over stdin and stdout: ["python", "server.py"]"""
+    env: tuple[str, ...] = ()
+    """command: names of environment variables that the program gets of ours, besides HOME, LOGNAME,
+    PATH, SHELL, TERM and USER"""
+    url: str = ""
+    """instead of command: address of a server that speaks streamable HTTP"""
+    token_env: str = ""
+    """url: environment variable that holds the bearer token; empty: the server needs none"""
+    timeout_s: PositiveFloat = 30.0
+    """seconds per call, instead of agent.tool_timeout_s, and for the start"""
 
 
 class Chat(Section):

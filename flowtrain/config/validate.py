@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from flowtrain.config.agents import OWN, Policy
@@ -17,6 +18,7 @@ def validate(config: Config) -> None:
     _check_sampling(config)
     _check_ratios(config)
     _check_sandbox(config)
+    _check_mcp(config)
     _check_task_files(config)
     _check_reward(config)
     _check_policies(config)
@@ -71,6 +73,28 @@ def _check_sandbox(config: Config) -> None:
             f"agent.python_packages={list(agent.python_packages)} needs files, which "
             "agent.sandbox='seccomp' has not; 'auto' finds one that has"
         )
+
+
+def _check_mcp(config: Config) -> None:
+    for name, server in config.mcp.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            raise ValueError(
+                f"[mcp.{name}]: a server's name has 1 to 40 letters, digits, '_' and '-'"
+            )
+        if server.command and server.url:
+            raise ValueError(
+                f"mcp.{name}.command={list(server.command)} and mcp.{name}.url={server.url!r}: "
+                "give one of them"
+            )
+        if server.command and server.token_env:
+            raise ValueError(
+                f"mcp.{name}.token_env={server.token_env!r} goes with mcp.{name}.url; a command "
+                f"gets the variables of mcp.{name}.env"
+            )
+        if server.url and server.env:
+            raise ValueError(f"mcp.{name}.env={list(server.env)} goes with mcp.{name}.command")
+        if server.url and not server.url.startswith(("http://", "https://")):
+            raise ValueError(f"mcp.{name}.url={server.url!r} must begin with http:// or https://")
 
 
 def _check_task_files(config: Config) -> None:

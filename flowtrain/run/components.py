@@ -135,6 +135,7 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"))
             for tool in tools.values():
                 cleanup.callback(tool.close)
+            config = _with_tools(config, tools)
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             if config.agent.prompt == "full":
@@ -274,6 +275,12 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     if engine is None:
         return None
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
+
+
+def _with_tools(config: Config, tools: Mapping[str, Tool]) -> Config:
+    """Write each tool by its name, where `agent.tools` names all of an MCP server."""
+    agent = config.agent.model_copy(update={"tools": tuple(tools)})
+    return config.model_copy(update={"agent": agent})
 
 
 def _set_up_cpu(threads: int, device: torch.device) -> None:
