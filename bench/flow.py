@@ -32,7 +32,7 @@ from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, PolicyPlanner
-from flowtrain.agents.policy import ResponsePrefix
+from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import ToolCard
@@ -237,15 +237,8 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     engine: Any = InstantEngine(" area of Chad\nTool Name: Base_Generator")
     tokenizer: Any = Characters()
     tools = {"Base_Generator": GuessGenerator(["1284"])}
-    planner = PolicyPlanner(
-        engine,
-        tokenizer,
-        CompactPrompt(),
-        tool_names=("Base_Generator",),
-        max_new_tokens=48,
-        temperature=1.0,
-        request_timeout_s=60.0,
-    )
+    policy = Policy(engine, tokenizer, 48, temperature=1.0, request_timeout_s=60.0)
+    planner = PolicyPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
     flow = Flow(
         planner,
         RuleExecutor(tools, 2.0, 400),

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
-from flowtrain.agents.memory import Memory
 from flowtrain.agents.single_turn import QuestionPrompt
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set
@@ -135,7 +134,7 @@ def prompt(config: Config, task: Task) -> str | list[dict[str, str]]:
     through the template.
     """
     if config.agent.prompt == "compact":
-        return QuestionPrompt(config.agent.instructions, None).render(task.question, Memory())
+        return QuestionPrompt(config.agent.instructions, None).render(task.question)
     text = "\n\n".join(filter(None, [task.question, config.agent.instructions]))
     return [{"role": "user", "content": text}]
 

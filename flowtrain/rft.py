@@ -106,7 +106,9 @@ def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Agent, report.
         engines = components.make_policy_engines({config.train.policy: store})
     for engine in engines.values():
         cleanup.callback(engine.close)
-    agent = _expert(components, components.make_agent(engines, config.agent.max_turns))
+    made = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(made.close)
+    agent = _expert(components, made)
     run_dir = components.open_run_dir()
     if _asks_policy(config):
         publish_start(components, store)

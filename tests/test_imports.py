@@ -211,7 +211,7 @@ def offenders(edges: list[Edge]) -> str:
 
 ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
-    "flowtrain.types": (),
+    "flowtrain.types": ("flowtrain.types",),
     "flowtrain.utils.seeds": (),
     "flowtrain.config": (
         "pydantic",

@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.hints import Hints
-from flowtrain.types import BranchPoint, Task, Trajectory
+from flowtrain.agents.policy import Policy
+from flowtrain.config import Config
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.tools import Tool
+from flowtrain.types import BranchPoint, PolicyName, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +34,32 @@ class Agent(Protocol):
     ) -> Trajectory:
         """Roll out one task; the same task and seed give the same rollout.
 
+        Every call in the trajectory holds the ids that a policy of the agent's context read and
+        sampled, as they were: those are trained, and nothing is encoded again.
+
         Args:
             cutoff: ends many rollouts together; each then answers from the turns that it has.
-            start: the rollout is a branch, which takes over what its parent did before that point.
+            start: the rollout is a branch, which takes over what its parent did before that point;
+                given only where the agent can branch.
         """
 
     def with_hints(self, hints: Hints | None) -> Agent:
         """Return the agent that gives hints by this rule; None: it gives none."""
+
+    def close(self) -> None:
+        """Free what the agent holds; it makes no more rollouts. May be called twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """The parts that an agent is made from."""
+
+    config: Config
+    policies: Mapping[PolicyName, Policy]
+    """Those that are trained or could be; "planner" is always there."""
+    tools: Mapping[str, Tool]
+    """By name, those of `agent.tools`."""
+    chats: Mapping[str, ChatEngine]
+    """Frozen models, by the role that `[roles]` gives them."""
+    max_turns: int
+    """Turns of a rollout: those of training or of evaluation."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 from flowtrain import config as cfg
 from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
 from flowtrain.agents.analyst import Analyst
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import (
@@ -19,10 +19,10 @@ from flowtrain.agents.generator import (
     last_result,
 )
 from flowtrain.agents.planner import Planner, PolicyPlanner
-from flowtrain.agents.policy import PolicyModule
+from flowtrain.agents.policy import Policy, check_template
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
 from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
-from flowtrain.agents.single_turn import QuestionPrompt, SingleTurn
+from flowtrain.agents.registry import AgentKind
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
 from flowtrain.agents.verifier import (
     LLMVerifier,
@@ -59,82 +59,67 @@ def make_prompt(
     return FullPrompt(tools.values(), tokenizer, config.agent.prompt_order)
 
 
-def make_single_turn(
-    config: cfg.Config, engine: Engine, tokenizer: ChatTokenizer, temperature: float | None = None
-) -> SingleTurn:
-    """Make the agent of one turn; `temperature` None takes the config's."""
-    has_template = config.agent.prompt == "full"
-    if has_template:
-        check_template(config, "planner", tokenizer)
-    prompt = QuestionPrompt(config.agent.instructions, tokenizer if has_template else None)
-    policy = PolicyModule(engine, tokenizer, prompt, **_sampling(config, engine, temperature))
-    return SingleTurn(policy, config.agent.rollout_timeout_s)
-
-
-def make_verifier(
+def make_policy(
     config: cfg.Config,
+    name: PolicyName,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    tools: Mapping[str, Tool],
     temperature: float | None = None,
-) -> PolicyVerifier:
-    """Make the verifier that is a policy of its own; `temperature` None takes the config's."""
-    max_new_tokens, own_temperature = config.sampling_of("verifier")
-    _check_length("policies.verifier.max_new_tokens", max_new_tokens, engine)
-    prompt: VerdictPrompt = CompactVerdictPrompt()
-    if config.agent.prompt == "full":
-        check_template(config, "verifier", tokenizer)
-        prompt = FullVerdictPrompt(tools_text(tools.values()), tokenizer)
-    return PolicyVerifier(
+) -> Policy:
+    """Make a policy as agents see it; `temperature` None takes the config's."""
+    max_new_tokens, own_temperature = config.sampling_of(name)
+    key = "rollout" if name == "planner" else f"policies.{name}"
+    if max_new_tokens >= engine.max_tokens:
+        raise UserError(
+            f"{key}.max_new_tokens={max_new_tokens} must be below the model's "
+            f"{engine.max_tokens} positions"
+        )
+    rollout = config.rollout
+    return Policy(
         engine,
         tokenizer,
-        prompt,
         max_new_tokens=max_new_tokens,
         temperature=own_temperature if temperature is None else temperature,
-        request_timeout_s=config.rollout.request_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        top_k=rollout.top_k if name == "planner" else 0,
+        top_p=rollout.top_p if name == "planner" else 1.0,
     )
 
 
-def make_planner(
-    config: cfg.Config,
-    engine: Engine,
-    tokenizer: ChatTokenizer,
-    prompt: PlannerPrompt,
-    temperature: float | None = None,
-) -> PolicyPlanner:
-    """Make the planner; `temperature` None takes the config's."""
-    sampling = _sampling(config, engine, temperature)
-    return PolicyPlanner(engine, tokenizer, prompt, tool_names=config.agent.tools, **sampling)
+def make_verifier(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyVerifier:
+    """Make the verifier that is a policy of its own."""
+    prompt: VerdictPrompt = CompactVerdictPrompt()
+    if config.agent.prompt == "full":
+        check_template(config, "verifier", policy.tokenizer)
+        prompt = FullVerdictPrompt(tools_text(tools.values()), policy.tokenizer)
+    return PolicyVerifier(policy, prompt)
 
 
-def _sampling(config: cfg.Config, engine: Engine, temperature: float | None) -> dict[str, Any]:
-    """Return how the policy that plans, or answers, samples its responses."""
-    rollout = config.rollout
-    _check_length("rollout.max_new_tokens", rollout.max_new_tokens, engine)
-    return {
-        "max_new_tokens": rollout.max_new_tokens,
-        "temperature": rollout.temperature if temperature is None else temperature,
-        "request_timeout_s": rollout.request_timeout_s,
-        "top_k": rollout.top_k,
-        "top_p": rollout.top_p,
-    }
+def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
+    """Make the planner."""
+    prompt = make_prompt(config, tools, policy.tokenizer)
+    return PolicyPlanner(policy, prompt, tool_names=config.agent.tools)
 
 
-def _check_length(key: str, max_new_tokens: int, engine: Engine) -> None:
-    if max_new_tokens >= engine.max_tokens:
-        raise UserError(
-            f"{key}={max_new_tokens} must be below the model's {engine.max_tokens} positions"
-        )
+def make_agentflow(context: AgentContext) -> Flow:
+    """Make AgentFlow's flow around the policies of the context."""
+    config, tools, policies = context.config, context.tools, context.policies
+    verifier = None
+    if "verifier" in policies:
+        verifier = make_verifier(config, policies["verifier"], tools)
+    return make_flow(
+        config,
+        make_planner(config, policies["planner"], tools),
+        tools,
+        max_turns=context.max_turns,
+        chats=context.chats,
+        verifier=verifier,
+    )
 
 
-def check_template(config: cfg.Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError for a tokenizer without the chat template that the prompt needs."""
-    if not tokenizer.chat_template:
-        key, path = config.path_of(policy)
-        raise UserError(
-            f"{key}={path!r} has no chat template, which agent.prompt='full' needs; use "
-            "agent.prompt='compact'"
-        )
+AGENTFLOW = AgentKind(
+    make_agentflow, can_branch=True, takes_hints=True, trains=("planner", "verifier")
+)
 
 
 def rule_verifier(config: cfg.Config) -> RuleVerifier:

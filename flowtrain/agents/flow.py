@@ -144,6 +144,9 @@ class Flow:
     def with_hints(self, hints: Hints | None) -> Flow:
         return replace(self, hints=hints)
 
+    def close(self) -> None:
+        """It holds nothing: tools and engines are its maker's."""
+
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """The memory that the modules read in that turn, without a hint."""
         return self._shown(_memory_before(trajectory, turn))

@@ -61,7 +61,7 @@ class PolicyPlanner(PolicyModule):
         return self._read(await self.sample(prefix.prompt_ids, own_seed, deadline_s, prefix=prefix))
 
     def measure(self, memory: Memory) -> int:
-        return len(self.tokenizer.encode(self.prompt.steps(memory), add_special_tokens=False))
+        return len(self.policy.encode(self.prompt.steps(memory)))
 
     def _read(self, call: Call) -> Plan:
         return Plan(call, parse_action(self.prompt.prefix + call.text, self.tool_names))

@@ -1,14 +1,25 @@
-"""A module of the flow that is a policy: tokens in, tokens out, so that it can be trained."""
+"""Policies, and modules of the flow that are one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
+from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import Call, Completion, FinishReason, Sampling, Turn, VersionSpan
+from flowtrain.types import (
+    Call,
+    Completion,
+    FinishReason,
+    PolicyName,
+    Sampling,
+    Turn,
+    UserError,
+    VersionSpan,
+)
 
 
 class PromptTooLong(Exception):
@@ -63,17 +74,69 @@ class ResponsePrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyModule:
-    """Samples from a policy's engine; it reads the question and the memory, no more of the task."""
+class Policy:
+    """A policy as agents see it: token ids in, token ids out, so that it can be trained."""
 
     engine: Engine
     tokenizer: ChatTokenizer
-    prompt: Prompt
     max_new_tokens: int
     temperature: float
     request_timeout_s: float
     top_k: int = 0
     top_p: float = 1.0
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt and response together."""
+        return self.engine.max_tokens
+
+    async def sample(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        seed: int,
+        deadline_s: float,
+        prefix: ResponsePrefix | None = None,
+        max_new_tokens: int | None = None,
+        stop_strings: tuple[str, ...] = (),
+    ) -> Call:
+        """Sample a response, or what follows its `prefix`. Raises PromptTooLong.
+
+        Args:
+            max_new_tokens: fewer tokens than the policy's own.
+            stop_strings: the response ends with the first of these, which it contains.
+        """
+        most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
+        if len(prompt_ids) + most > self.max_tokens:
+            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
+        begun = () if prefix is None else prefix.response.ids
+        sampling = Sampling(
+            most - len(begun),
+            self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop_strings=stop_strings,
+            seed=seed,
+            deadline_s=min(self.request_timeout_s, deadline_s),
+        )
+        completion = await self.engine.generate(prompt_ids + begun, sampling)
+        if prefix is not None:
+            completion = prefix.joined(completion)
+        return Call.of(prompt_ids, completion, self.decode(completion.ids))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyModule:
+    """A module of the flow that is a policy; it reads the question and the memory alone."""
+
+    policy: Policy
+    prompt: Prompt
 
     async def sample(
         self,
@@ -83,29 +146,23 @@ class PolicyModule:
         prefix: ResponsePrefix | None = None,
     ) -> Call:
         """Sample a response, or what follows its `prefix`. Raises PromptTooLong."""
-        if len(prompt_ids) + self.max_new_tokens > self.engine.max_tokens:
-            raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        begun = () if prefix is None else prefix.response.ids
-        sampling = Sampling(
-            self.max_new_tokens - len(begun),
-            self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=seed,
-            deadline_s=min(self.request_timeout_s, deadline_s),
-        )
-        completion = await self.engine.generate(prompt_ids + begun, sampling)
-        if prefix is not None:
-            completion = prefix.joined(completion)
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        return Call.of(prompt_ids, completion, text)
+        return await self.policy.sample(prompt_ids, seed=seed, deadline_s=deadline_s, prefix=prefix)
 
     def imitate(self, question: str, memory: Memory, text: str, end_id: int) -> Call:
         """Return the call that answers `text`; its log-probs are 0, because nobody sampled it."""
-        ids = (*self.tokenizer.encode(text, add_special_tokens=False), end_id)
+        ids = (*self.policy.encode(text), end_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
         return Call.of(self.encode(question, memory), completion, text)
 
     def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
-        text = self.prompt.render(question, memory)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.policy.encode(self.prompt.render(question, memory))
+
+
+def check_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError for a tokenizer without the chat template that the prompt needs."""
+    if not tokenizer.chat_template:
+        key, path = config.path_of(policy)
+        raise UserError(
+            f"{key}={path!r} has no chat template, which agent.prompt='full' needs; use "
+            "agent.prompt='compact'"
+        )

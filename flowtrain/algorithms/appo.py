@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flowkernels import LossSpec, TokenLossFn
     from transformers import PreTrainedTokenizerFast
 
+    from flowtrain.agents.registry import AgentKind
     from flowtrain.training.trainer import Trainer
 
 
@@ -135,6 +136,13 @@ class Appo(Algorithm):
             "algorithm.name='appo' branches where the trainer's scores say, which a node has not; "
             "train it without a dataflow"
         )
+
+    def check_agent(self, kind: AgentKind) -> None:
+        if not kind.can_branch:
+            raise UserError(
+                "algorithm.name='appo' rewinds rollouts and branches, which agent.name="
+                f"{self.config.agent.name!r} cannot do"
+            )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         stateful = [name for name, tool in tools.items() if tool.card.is_stateful]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.hints import Hints
+    from flowtrain.agents.registry import AgentKind
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tools import Tool
     from flowtrain.training.token_scores import Scored
@@ -145,6 +146,9 @@ class Algorithm(ABC):
 
     def check_nodes(self) -> None:  # noqa: B027  # most algorithms have nothing to check
         """Raise UserError where rollout nodes cannot make this algorithm's rollouts."""
+
+    def check_agent(self, kind: AgentKind) -> None:  # noqa: B027
+        """Raise UserError for an agent whose rollouts the algorithm cannot do with."""
 
     def check_inputs(  # noqa: B027
         self, tasks: TaskSet, tools: Mapping[str, Tool]

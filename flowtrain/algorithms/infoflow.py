@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from flowtrain.agents.hints import Hints
+from flowtrain.agents.registry import AgentKind
 from flowtrain.algorithms.advantages import Mode
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.algorithms.flow_grpo import flow_grpo
@@ -52,12 +53,11 @@ class Infoflow(Algorithm):
         rate = options.hint_rate * max(0.0, 1 - (step - 1) / last_step)
         return Hints(rate, options.hint_turn, options.hint_patience) if rate > 0 else None
 
-    def check(self) -> None:
-        super().check()
-        if self.config.agent.name != "agentflow":
+    def check_agent(self, kind: AgentKind) -> None:
+        if not kind.takes_hints:
             raise UserError(
-                "algorithm.name='infoflow' rewards sub-goals and gives hints between turns, so it "
-                f"needs agent.name='agentflow', which is {self.config.agent.name!r}"
+                "algorithm.name='infoflow' rewards sub-goals and gives hints between turns, which "
+                f"agent.name={self.config.agent.name!r} does not take"
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:

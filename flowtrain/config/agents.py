@@ -22,9 +22,10 @@ NO_ENGINE = ("none", "rules", OWN)
 
 
 class Agent(Section):
-    name: Literal["agentflow", "single"] = "agentflow"
+    name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
-    the answer (RLVR)"""
+    the answer (RLVR); FILE.py:NAME or PACKAGE.MODULE:NAME of an agent of your own, or an entry
+    point in the group flowtrain.agents (docs/agents)"""
     instructions: str = ""
     """name = "single": text after the question; of the response the content of the last
     <answer>...</answer> is the answer, or else all of it"""
@@ -71,18 +72,21 @@ class Agent(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_turn(cls, options: Any) -> Any:
-        if isinstance(options, dict) and options.get("name") == "single":
-            return {"tools": (), "max_turns": 1, "eval_max_turns": 1, "prompt": "full"} | options
-        return options
+    def _defaults_of_its_name(cls, options: Any) -> Any:
+        if not isinstance(options, dict) or options.get("name", "agentflow") == "agentflow":
+            return options
+        defaults: dict[str, Any] = {"tools": (), "prompt": "full"}
+        if options["name"] == "single":
+            defaults |= {"max_turns": 1, "eval_max_turns": 1}
+        return defaults | options
 
     @model_validator(mode="after")
     def _fits_its_name(self) -> Agent:
-        if self.name == "agentflow":
-            if self.instructions:
-                raise ValueError(
-                    f"agent.instructions={self.instructions!r} goes with agent.name = 'single'"
-                )
+        if self.instructions and self.name == "agentflow":
+            raise ValueError(
+                f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+            )
+        if self.name != "single":
             return self
         for key, value in (("tools", ()), ("max_turns", 1), ("eval_max_turns", 1)):
             if (given := getattr(self, key)) != value:

@@ -144,7 +144,7 @@ def _check_policies(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    if config.agent.name == "agentflow":
+    if config.agent.name != "single":  # agents of users may have any
         return
     for role, engine in config.roles:
         if role != "judge" and engine not in ("none", "rules"):

@@ -90,6 +90,8 @@ def _with_policy(
         )
         for name in benchmarks
     }
+    for agent in agents.values():
+        cleanup.callback(agent.close)
     frozen = {
         f"policies.{name}": model.path
         for name, model in components.policies.items()

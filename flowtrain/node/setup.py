@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from flowtrain.agents.base import Agent
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import PolicyState
@@ -78,11 +79,14 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         engines = components.make_policy_engines(stores)
         for engine in engines.values():
             cleanup.callback(engine.close)
-        yield Sampler(_make_rollout(components, engines), engines, stores, layouts)
+        agent = components.make_agent(engines, components.config.agent.max_turns)
+        cleanup.callback(agent.close)
+        yield Sampler(_make_rollout(components, agent, engines), engines, stores, layouts)
 
 
-def _make_rollout(components: RunComponents, engines: Mapping[str, Engine]) -> Rollout:
-    agent = components.make_agent(engines, components.config.agent.max_turns)
+def _make_rollout(
+    components: RunComponents, agent: Agent, engines: Mapping[str, Engine]
+) -> Rollout:
     judge, functions = components.make_judge(), components.reward_functions
     policy = components.config.train.policy
 

@@ -5,6 +5,7 @@ users write.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ _REFUSALS = {
     *("not enough information", "insufficient information"),
 }
 
+REPORTED = "reported"
+"""`scored_by` of a reward that the rollout's environment or program reported."""
 FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
 """Scorers that no judge overrules: one grades, the others prove."""
 
@@ -38,7 +41,8 @@ def score(
 
     A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
     a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
-    stands. A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
+    stands. A reward that the rollout's environment or program reported takes the place of the rule.
+    A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
     Reward functions take the place of all that. Must not be called where an event loop runs.
     Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
     """
@@ -60,6 +64,8 @@ async def score_one(
     """Score one rollout as `score` does, in an event loop."""
     if functions is not None:
         return await functions.score(trajectory)
+    if trajectory.reported:
+        return _checked(_with_reported_reward(trajectory))
     scored = _with_rule_reward(trajectory)
     if _needs_verifier(scored):
         verdict = await gym.verify(scored.task, final_answer(scored.answer))
@@ -71,7 +77,10 @@ async def score_one(
 
 
 def _by_rules(trajectories: Sequence[Trajectory], judge: Judge | None) -> list[Trajectory]:
-    scored = [_with_rule_reward(trajectory) for trajectory in trajectories]
+    scored = [
+        _with_reported_reward(trajectory) if trajectory.reported else _with_rule_reward(trajectory)
+        for trajectory in trajectories
+    ]
     verified = [number for number, t in enumerate(scored) if _needs_verifier(t)]
     verdicts = gym.verify_all([(scored[n].task, final_answer(scored[n].answer)) for n in verified])
     for number, verdict in zip(verified, verdicts, strict=True):
@@ -114,13 +123,24 @@ def _with_rule_reward(trajectory: Trajectory) -> Trajectory:
     )
 
 
+def _with_reported_reward(trajectory: Trajectory) -> Trajectory:
+    if trajectory.error:
+        return trajectory
+    return replace(
+        trajectory,
+        reward=math.fsum(trajectory.reported.values()),
+        scored_by=REPORTED,
+        sub_goals=solved_weight(trajectory.task, trajectory.turns),
+    )
+
+
 def _no_rule(task: Task, answer: str) -> float:
     """Give 0 until the verifier has scored."""
     return 0.0
 
 
 def _needs_verifier(trajectory: Trajectory) -> bool:
-    return trajectory.task.scorer == gym.NAME and not trajectory.error
+    return trajectory.scored_by == gym.NAME
 
 
 def _with_verified_reward(trajectory: Trajectory, verified: gym.Verified) -> Trajectory:
@@ -138,6 +158,7 @@ def _may_be_right(trajectory: Trajectory) -> bool:
     answer = final_answer(trajectory.answer)
     return (
         trajectory.reward == 0
+        and trajectory.scored_by != REPORTED
         and trajectory.task.scorer not in FINAL_SCORERS
         and not is_refusal(answer)
         and len(answer) <= MAX_CHARS

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
 import logging
 import math
 import reprlib
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
@@ -30,6 +26,7 @@ from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import encodable, final_answer
 
@@ -326,47 +323,17 @@ def _load(name: str, weight: float) -> _Function:
     if name in SCORERS:
         call = functools.partial(_by_rule, SCORERS[name])
         return _Function(name, name, weight, call, is_async=False)
-    where, separator, attribute = name.rpartition(":")
-    if not separator or not where or not attribute:
+    if not plugins.names_object(name):
         raise UserError(
-            f"{origin} may be FILE.py:NAME or PACKAGE.MODULE:NAME of a function, or a built-in "
-            f"scorer: {', '.join((*SCORERS, gym.NAME))}"
+            f"{origin} may be {plugins.OBJECT} of a function, or a built-in scorer: "
+            f"{', '.join((*SCORERS, gym.NAME))}"
         )
-    module = _import(where, origin)
-    if attribute not in vars(module):
-        raise UserError(f"{origin}: {where} has no {attribute!r}")
-    call = vars(module)[attribute]
-    if not callable(call):
-        raise UserError(f"{origin}: {attribute!r} is {_shown(call)}, not a function")
+    attribute, found = plugins.load_object(name, origin)
+    if not callable(found):
+        raise UserError(f"{origin}: {attribute!r} is {_shown(found)}, not a function")
     with user_error(f"{origin} must take (task, answer, trajectory)", TypeError, ValueError):
-        inspect.signature(call).bind(None, None, None)
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-    return _Function(name, attribute, weight, call, is_async)
-
-
-def _import(where: str, origin: str) -> ModuleType:
-    """Import a file, once, or a module."""
-    try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        path = Path(where).resolve()
-        return sys.modules.get(str(path)) or _run_file(path)
-    # Foreign code may fail in any way.
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR]
-        raise UserError(f"{origin}: {reason}") from error
-
-
-def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # where its dataclasses look it up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[str(path)]
-        raise
-    return module
+        inspect.signature(found).bind(None, None, None)
+    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
+        type(found).__call__
+    )
+    return _Function(name, attribute, weight, found, is_async)

@@ -18,16 +18,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import report
-from flowtrain.agents.base import Agent
-from flowtrain.agents.build import (
-    check_template,
-    make_flow,
-    make_planner,
-    make_prompt,
-    make_single_turn,
-    make_verifier,
-)
+from flowtrain.agents.base import Agent, AgentContext
+from flowtrain.agents.build import make_agentflow, make_policy
 from flowtrain.agents.flow import Flow
+from flowtrain.agents.policy import check_template
+from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
@@ -66,6 +61,7 @@ class RunComponents:
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
+    agent_kind: AgentKind
     reward_functions: RewardFunctions | None
 
     @classmethod
@@ -128,6 +124,8 @@ class RunComponents:
     ) -> RunComponents:
         """Build what stands around the policies."""
         config = algorithm.config
+        agent_kind = load_kind(config)
+        algorithm.check_agent(agent_kind)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             planner_tokenizer = policies["planner"].tokenizer
             chats = make_chat_engines(config, planner_tokenizer, world.device)
@@ -151,6 +149,7 @@ class RunComponents:
             policies=policies,
             chats=chats,
             tools=tools,
+            agent_kind=agent_kind,
             reward_functions=functions,
         )
 
@@ -204,45 +203,28 @@ class RunComponents:
     def make_agent(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Agent:
-        """Build the agent that `agent.name` asks for; the arguments are those of `make_flow`."""
-        if self.config.agent.name == "single":
-            planner = self.policies["planner"]
-            return make_single_turn(self.config, engines["planner"], planner.tokenizer, temperature)
-        return self.make_flow(engines, max_turns, temperature)
+        """Build the agent that `agent.name` asks for; close it when done.
+
+        Args:
+            engines: those of `make_policy_engines`.
+            temperature: of all policies; None: each has its own.
+        """
+        return self.agent_kind.make(self._agent_context(engines, max_turns, temperature))
 
     def make_flow(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Flow:
-        """Build AgentFlow's flow on the engines of `make_policy_engines`.
+        """Build AgentFlow's flow; the arguments are those of `make_agent`."""
+        return make_agentflow(self._agent_context(engines, max_turns, temperature))
 
-        `temperature` holds for all policies; None: each has its own.
-        """
-        policies = self.policies
-        tokenizer = policies["planner"].tokenizer
-        planner = make_planner(
-            self.config,
-            engines["planner"],
-            tokenizer,
-            prompt=make_prompt(self.config, self.tools, tokenizer),
-            temperature=temperature,
-        )
-        verifier = None
-        if "verifier" in policies:
-            verifier = make_verifier(
-                self.config,
-                engines["verifier"],
-                policies["verifier"].tokenizer,
-                tools=self.tools,
-                temperature=temperature,
-            )
-        return make_flow(
-            self.config,
-            planner,
-            self.tools,
-            max_turns=max_turns,
-            chats=self.chats.roles,
-            verifier=verifier,
-        )
+    def _agent_context(
+        self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None
+    ) -> AgentContext:
+        policies = {
+            name: make_policy(self.config, name, engines[name], policy.tokenizer, temperature)
+            for name, policy in self.policies.items()
+        }
+        return AgentContext(self.config, policies, self.tools, self.chats.roles, max_turns)
 
     def make_judge(self) -> Judge | None:
         """Build the judge; None where `roles.judge` says so."""

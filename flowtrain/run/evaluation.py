@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,17 +85,19 @@ class Evaluator:
 
     def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
         config = self.components.config
-        found = evaluate(
-            self.components.make_agent(self.engines, config.agent.eval_max_turns, temperature),
-            self.components.tasks.held_out[split],
-            derive_seed(config.run.seed, "eval", step),
-            tool_names=config.agent.tools,
-            world=self.components.world,
-            max_in_flight=config.rollout.max_in_flight,
-            judge=self.judge,
-            functions=self.components.reward_functions,
-            samplers=self.samplers,
-        )
+        agent = self.components.make_agent(self.engines, config.agent.eval_max_turns, temperature)
+        with closing(agent):
+            found = evaluate(
+                agent,
+                self.components.tasks.held_out[split],
+                derive_seed(config.run.seed, "eval", step),
+                tool_names=config.agent.tools,
+                world=self.components.world,
+                max_in_flight=config.rollout.max_in_flight,
+                judge=self.judge,
+                functions=self.components.reward_functions,
+                samplers=self.samplers,
+            )
         share = found.stats.out_of_time_share
         if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
             _log.warning(

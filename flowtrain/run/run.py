@@ -237,6 +237,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cleanup.callback(engine.close)
     judge = components.make_judge()
     agent = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(agent.close)
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer

@@ -25,6 +25,7 @@ from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config import Config
@@ -152,12 +153,8 @@ def llm_flow(
         engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
         tools = {"Wiki": Wiki()}
         planner = PolicyPlanner(
-            engine,
-            CharTokenizer(),
+            Policy(engine, CharTokenizer(), 100, 1.0, 30.0),
             FullPrompt(list(tools.values()), CharTokenizer()),
-            100,
-            1.0,
-            30.0,
             tool_names=("Wiki",),
         )
         chat_engine = Endpoint("local", config.engines["local"])

@@ -19,6 +19,7 @@ from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
@@ -164,7 +165,7 @@ class TalkingEngine:
 def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
     constant = len(TOKENIZER.encode(PROMPTS[1].render(TASK.question, Memory())))
     engine = TalkingEngine(constant + 900 + 60)
-    planner = PolicyPlanner(engine, TOKENIZER, PROMPTS[1], 60, 1.0, 30.0, tool_names=("Flood",))
+    planner = PolicyPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
     tools = {"Flood": Flood()}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(

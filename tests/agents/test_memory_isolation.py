@@ -17,6 +17,7 @@ from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
@@ -73,7 +74,7 @@ def never(question: str, memory: Memory) -> bool:
 )
 def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, label: str) -> None:
     engine = FakeEngine(label)
-    planner = PolicyPlanner(engine, CharTokenizer(), prompt, 100, 1.0, 30.0, tool_names=("Echo",))
+    planner = PolicyPlanner(Policy(engine, CharTokenizer(), 100, 1.0, 30.0), prompt, ("Echo",))
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
     flow = Flow(
         planner, executor, RuleVerifier(never), RuleGenerator(last_result), FlowLimits(4, 60.0)
@@ -106,7 +107,7 @@ def test_no_prompt_holds_the_secret_of_another_rollout(prompt: PlannerPrompt, la
 def test_a_rollout_after_another_starts_with_an_empty_memory() -> None:
     engine = FakeEngine("")
     planner = PolicyPlanner(
-        engine, CharTokenizer(), CompactPrompt(), 100, 1.0, 30.0, tool_names=("Echo",)
+        Policy(engine, CharTokenizer(), 100, 1.0, 30.0), CompactPrompt(), ("Echo",)
     )
     executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 200)
     flow = Flow(

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.build import make_flow, make_planner, make_prompt
+from flowtrain.agents.build import make_flow, make_policy, make_prompt
 from flowtrain.agents.commands import find_command
 from flowtrain.agents.expert import ScriptedPlanner, next_step
 from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner, parse_action
+from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
 from flowtrain.config import Config
@@ -327,7 +328,7 @@ class FakeEngine:
 
 
 def expert(error: float) -> ScriptedPlanner:
-    like = PolicyPlanner(FakeEngine(), FakeTokenizer(), CompactPrompt(), 10, 1.0, 1.0)  # type: ignore[arg-type]
+    like = PolicyPlanner(Policy(FakeEngine(), FakeTokenizer(), 10, 1.0, 1.0), CompactPrompt())  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, end_id=999)
 
 
@@ -412,7 +413,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     with pytest.raises(
         UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     ):
-        make_planner(config, FakeEngine(), FakeTokenizer(), CompactPrompt(), 1.0)  # type: ignore[arg-type]
+        make_policy(config, "planner", FakeEngine(), FakeTokenizer())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

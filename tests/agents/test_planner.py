@@ -12,10 +12,10 @@ from char_tokenizer import CharTokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.build import make_planner
+from flowtrain.agents.build import make_planner, make_policy
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, match_tool, parse_action
-from flowtrain.agents.policy import PromptTooLong
+from flowtrain.agents.policy import Policy, PromptTooLong
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.config import Config
 from flowtrain.tools.base_generator import GuessGenerator
@@ -398,7 +398,7 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 
 def policy(engine: FakeEngine, **changes: object) -> PolicyPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
-    return PolicyPlanner(engine, FakeTokenizer(), CompactPrompt(), tool_names=TOOLS, **fields)  # type: ignore[arg-type]
+    return PolicyPlanner(Policy(engine, FakeTokenizer(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
 
 
 TASK = Task(
@@ -419,7 +419,7 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
     engine, config = FakeEngine(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
     asyncio.run(
-        make_planner(config, engine, FakeTokenizer(), CompactPrompt(), 0.7).plan(
+        make_planner(config, make_policy(config, "planner", engine, FakeTokenizer(), 0.7), {}).plan(  # type: ignore[arg-type]
             TASK, Memory(), 0, 0, 5.0
         )
     )

@@ -12,7 +12,7 @@ from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.build import make_flow, make_verifier
+from flowtrain.agents.build import make_flow, make_policy, make_verifier
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import ScriptedVerifier, steps_left
 from flowtrain.agents.flow import Flow, FlowLimits
@@ -75,7 +75,14 @@ def memory(*entries: tuple[str, str]) -> Memory:
 def verifier(
     engine: Engine, config: Config = OWN, temperature: float | None = None
 ) -> PolicyVerifier:
-    return make_verifier(config, engine, CharTokenizer(), {}, temperature)  # type: ignore[arg-type]
+    return make(config, engine, CharTokenizer(), temperature)
+
+
+def make(
+    config: Config, engine: Engine, tokenizer: CharTokenizer, temperature: float | None = None
+) -> PolicyVerifier:
+    policy = make_policy(config, "verifier", engine, tokenizer, temperature)  # type: ignore[arg-type]
+    return make_verifier(config, policy, {})
 
 
 def verify(engine: Engine, deadline_s: float = 5.0) -> Verification:
@@ -201,9 +208,9 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
     plain = CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"policies\.verifier\.path='v' has no chat template"):
-        make_verifier(full, Engine(), plain, {})  # type: ignore[arg-type]
+        make(full, Engine(), plain)
     engine = Engine("It is stated.\nConclusion: STOP", max_tokens=9000)
-    made = make_verifier(full, engine, Templated(), {})  # type: ignore[arg-type]
+    made = make(full, engine, Templated())
     assert (
         asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
         is Verdict.STOP

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from char_tokenizer import CharTokenizer
 
-from flowtrain.agents.base import BranchStart
-from flowtrain.agents.build import make_single_turn
+from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.single_turn import SingleTurn
@@ -68,7 +68,14 @@ def config(**agent: object) -> Config:
 
 
 def agent(engine: Speaker, temperature: float | None = None, **options: object) -> SingleTurn:
-    return make_single_turn(config(**options), engine, ChatChars(), temperature)  # type: ignore[arg-type]
+    return make(config(**options), engine, ChatChars(), temperature)
+
+
+def make(
+    config: Config, engine: Speaker, tokenizer: ChatChars, temperature: float | None = None
+) -> SingleTurn:
+    policy = make_policy(config, "planner", engine, tokenizer, temperature)  # type: ignore[arg-type]
+    return SingleTurn(AgentContext(config, {"planner": policy}, {}, {}, max_turns=1))
 
 
 def roll_out(engine: Speaker, **options: object) -> Trajectory:
@@ -186,7 +193,7 @@ def test_groups_of_one_turn_train_every_token_by_its_rollout() -> None:
         ({"agent": {"name": "single", "tools": ["Search"]}}, ("agent.tools", "Search", "single")),
         ({"agent": {"name": "single", "max_turns": 2}}, ("agent.max_turns=2", "single")),
         ({"agent": {"tools": []}}, ("agent.tools", "at least 1")),
-        ({"agent": {"instructions": "x"}}, ("agent.instructions='x'", "single")),
+        ({"agent": {"instructions": "x"}}, ("agent.instructions='x'", "agentflow")),
         (
             {"agent": {"name": "single"}, "roles": {"verifier": "policy"}},
             ("roles.verifier='policy'", "single"),
@@ -211,9 +218,9 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = ChatChars()
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"chat template.*agent\.prompt='compact'"):
-        make_single_turn(config(), Speaker("5"), tokenizer)  # type: ignore[arg-type]
+        make(config(), Speaker("5"), tokenizer)
     plain = config(prompt="compact")
-    make_single_turn(plain, Speaker("5"), tokenizer)  # type: ignore[arg-type]
+    make(plain, Speaker("5"), tokenizer)
 
 
 def test_a_response_longer_than_the_model_is_refused() -> None:

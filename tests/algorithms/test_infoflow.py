@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowtrain.agents.registry import load_kind
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.algorithms.registry import load_algorithm
@@ -112,5 +113,5 @@ def test_it_credits_the_verifiers_calls_too() -> None:
 
 def test_an_agent_of_one_turn_is_refused() -> None:
     config = Config.model_validate({"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}})
-    with pytest.raises(UserError, match=r"algorithm\.name='infoflow'.*agent\.name='agentflow'"):
-        load_algorithm(config)
+    with pytest.raises(UserError, match=r"algorithm\.name='infoflow'.*agent\.name='single'"):
+        load_algorithm(config).check_agent(load_kind(config))

@@ -105,9 +105,9 @@ def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     flow = dataclasses.replace(components, config=Config.model_validate(values)).make_flow(
         components.make_no_engines(), 3
     )
-    assert (flow.planner.temperature, flow.verifier.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
+    assert (flow.planner.policy.temperature, flow.verifier.policy.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
     greedy = components.make_flow(components.make_no_engines(), 3, temperature=0.0)
-    assert (greedy.planner.temperature, greedy.verifier.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
+    assert (greedy.planner.policy.temperature, greedy.verifier.policy.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
 
 
 def test_vllm_gets_the_location_of_the_store(

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.agents.policy import ResponsePrefix
+from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import stop_ids
@@ -266,7 +266,9 @@ class TestVllm:
         turn = Turn(calls, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
         opening = ResponsePrefix.of(turn, num_kept)
         planner = PolicyPlanner(
-            at_0.engine, at_0.tokenizer, CompactPrompt(), 12, 0.8, 60.0, 20, 0.9, ("Search",)
+            Policy(at_0.engine, at_0.tokenizer, 12, 0.8, 60.0, 20, 0.9),
+            CompactPrompt(),
+            ("Search",),
         )
         branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).call
         assert branch.response_ids[:num_kept] == root.ids[:num_kept]

@@ -14,6 +14,7 @@ from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
+from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Config
 from flowtrain.run.evaluation import Evaluation, evaluate
@@ -219,7 +220,7 @@ class FakeEngine:
 
 def expert(tasks: TaskSet, error: float) -> Planner:
     tokenizer = new_tokenizer([task.question for task in tasks.train], 300)
-    like = PolicyPlanner(FakeEngine(), tokenizer, CompactPrompt(), 10, 1.0, 1.0, tool_names=TOOLS)  # type: ignore[arg-type]
+    like = PolicyPlanner(Policy(FakeEngine(), tokenizer, 10, 1.0, 1.0), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, tokenizer.eos_token_id)
 
 

@@ -1,0 +1,101 @@
+"""The agents by name: our own, those of other packages by entry point `flowtrain.agents`, and those
+of users' files, `agent.name = "my_agent.py:MyAgent"`.
+
+Each name stands for a class, or another callable, that makes the agent from an `AgentContext`;
+docs/agents/custom.md shows one from end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+from flowtrain.agents.base import Agent, AgentContext
+from flowtrain.config import Config
+from flowtrain.types import PolicyName, UserError
+from flowtrain.utils import plugins
+
+GROUP = "flowtrain.agents"
+BUILT_IN = {
+    name: EntryPoint(name, f"flowtrain.agents.{target}", GROUP)
+    for name, target in {
+        "agentflow": "build:AGENTFLOW",
+        "single": "single_turn:SingleTurn",
+    }.items()
+}
+"""The agents of this package by name; imported only when a run uses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentKind:
+    """A kind of agent: how one is made, and what its rollouts can do besides running through.
+
+    A class that makes agents has these as attributes; what it lacks, it cannot do.
+    """
+
+    make: Callable[[AgentContext], Agent]
+    can_branch: bool = False
+    """A rollout can begin within another one (`start`), as APPO's do."""
+    takes_hints: bool = False
+    """It hands hints to stuck rollouts, as InfoFlow does."""
+    trains: tuple[PolicyName, ...] = ("planner",)
+    """The policies that it samples from."""
+
+    @classmethod
+    def of(cls, make: Callable[[AgentContext], Agent]) -> AgentKind:
+        """Read what the agents of a class can do off its attributes."""
+        return cls(
+            make,
+            can_branch=getattr(make, "can_branch", False),
+            takes_hints=getattr(make, "takes_hints", False),
+            trains=getattr(make, "trains", ("planner",)),
+        )
+
+
+def load_kind(config: Config) -> AgentKind:
+    """Load what `agent.name` names.
+
+    Raises UserError for an unknown name, for code that cannot be imported, and for a policy that
+    the agent does not sample from.
+    """
+    name = config.agent.name
+    kind = _load(name)
+    if left := [policy for policy in config.policy_names if policy not in kind.trains]:
+        raise UserError(
+            f"roles.{left[0]}='own' does not go with agent.name={name!r}, which samples from "
+            f"{' and '.join(kind.trains)} alone"
+        )
+    return kind
+
+
+def _load(name: str) -> AgentKind:
+    origin = f"agent.name={name!r}"
+    if plugins.names_object(name):
+        _, found = plugins.load_object(name, origin)
+    else:
+        offered = plugins.offered("agent", GROUP, BUILT_IN)
+        if name not in offered:
+            raise UserError(
+                f"{origin}: there is no such agent; there are {', '.join(offered)}, and "
+                f"{plugins.OBJECT} names one of your own"
+            )
+        found = _import(offered[name], origin)
+    if isinstance(found, AgentKind):
+        return found
+    if not callable(found):
+        raise UserError(f"{origin} is a {type(found).__name__}, not a class that makes agents")
+    return AgentKind.of(found)
+
+
+def _import(entry: EntryPoint, origin: str) -> object:
+    if entry.dist is None:
+        return entry.load()
+    try:
+        return entry.load()
+    # Foreign code may fail in any way, and a traceback would show our lines before its own.
+    except Exception as error:
+        raise UserError(
+            f"{origin} of package {plugins.package(entry)} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,315 @@
+"""One rollout under way, and the base class of agents that are written as a plain program.
+
+A program samples from the session's policies and uses its tools; the session records each call as a
+turn, keeps the limits, and makes the trajectory. A branch runs the program again: the calls and the
+tool results before its point are its parent's, so that only a program that asks the same again can
+branch. AgentFlow's flow does without a session, because its modules share an explicit memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
+from flowtrain.agents.hints import Hints
+from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
+from flowtrain.engines.protocol import EngineError
+from flowtrain.tools.base import Tool, run_tool
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    PolicyName,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+)
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import encodable
+
+_MAX_ERROR = 300
+_GRACE_S = 5.0
+"""Seconds after the rollout's deadline in which a program may notice it and answer."""
+
+
+class RolloutEnded(Exception):
+    """A limit ended the rollout; `reason` is a value of `Trajectory.truncated`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Session:
+    """One rollout under way, for the coroutines of one event loop.
+
+    `answer_so_far` is the answer of a rollout that a limit ends, `engine_error` the reason why the
+    policy's engine failed for good, which ends the run.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        context: AgentContext,
+        *,
+        tools: Mapping[str, Tool] | None = None,
+        start: BranchStart | None = None,
+    ) -> None:
+        """`tools` take the place of those of the context."""
+        self.task = task
+        self.seed = seed
+        self.policies = context.policies
+        self.tools = context.tools if tools is None else tools
+        self.answer_so_far = ""
+        self.engine_error: EngineError | None = None
+        self._options = context.config.agent
+        self._max_turns = context.max_turns
+        self._start = start
+        self._deadline = Deadline(self._options.rollout_timeout_s)
+        self._num_calls = 0
+        self._turns: list[Turn] = []
+        self._places: dict[int, int] = {}
+        self._reported: dict[str, float] = {}
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of most agents, which have no other."""
+        return self.policies["planner"]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns so far, in the order in which their responses were complete."""
+        return tuple(self._turns)
+
+    @property
+    def reported(self) -> Mapping[str, float]:
+        return self._reported
+
+    def left_s(self) -> float:
+        """The seconds that the rollout has left."""
+        return self._deadline.left_s()
+
+    async def sample(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        max_new_tokens: int | None = None,
+        stop_strings: tuple[str, ...] = (),
+    ) -> Call:
+        """Sample a response and record it as a turn; the arguments are those of `Policy.sample`.
+
+        Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
+        that its caller cancels, or that fails, is no turn.
+        """
+        if self._num_calls >= self._max_turns:
+            raise RolloutEnded("turns")
+        if not self.left_s():
+            raise RolloutEnded("time")
+        number = self._num_calls
+        self._num_calls += 1
+        if self._start is not None and number < self._start.point.turn:
+            return self._record(_again(self._start.parent.turns[number], prompt_ids))
+        prefix = None
+        if self._start is not None and number == self._start.point.turn:
+            left = _again(self._start.parent.turns[number], prompt_ids)
+            prefix = ResponsePrefix.of(left, self._start.point.token)
+        started = time.monotonic()
+        try:
+            call = await self.policy.sample(
+                prompt_ids,
+                seed=derive_seed(self.seed, number),
+                deadline_s=self.left_s(),
+                prefix=prefix,
+                max_new_tokens=max_new_tokens,
+                stop_strings=stop_strings,
+            )
+        except PromptTooLong:
+            raise RolloutEnded("prompt") from None
+        except EngineError as error:
+            self.engine_error = error
+            raise
+        seconds = time.monotonic() - started
+        return self._record(
+            Turn(
+                calls={"planner": call},
+                action=None,
+                command="",
+                result=ToolResult(),
+                verdict=Verdict.CONTINUE,
+                seconds=seconds,
+                plan_s=seconds,
+            )
+        )
+
+    async def use_tool(
+        self, call: Call, name: str, arguments: Mapping[str, object], id: str = ""
+    ) -> ToolResult:
+        """Run one tool, as `use_tools` does."""
+        (result,) = await self.use_tools(call, [(name, arguments, id)])
+        return result
+
+    async def use_tools(
+        self, call: Call, wanted: Sequence[tuple[str, Mapping[str, object], str]]
+    ) -> list[ToolResult]:
+        """Run what a response asked for at once, and record it in the turn of that response.
+
+        An unknown tool, wrong arguments and a failure are results, for the policy to read.
+
+        Args:
+            wanted: name, arguments and id of each, in the response's order.
+        """
+        if self._is_again(call):
+            return _results_again(self._turn(call), wanted)
+        started = time.monotonic()
+        results = await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
+        for (name, given, id), result in zip(wanted, results, strict=True):
+            self.record_tool(call, ToolCall(name, json.dumps(given), result, id))
+        self._amend(call, seconds=self._turn(call).seconds + time.monotonic() - started)
+        return results
+
+    def record_tool(self, call: Call, used: ToolCall) -> None:
+        """Record a tool that ran elsewhere in the turn of the response that asked for it."""
+        if not self._is_again(call):
+            self._amend(call, tool_calls=(*self._turn(call).tool_calls, used))
+
+    def record_malformed(self, call: Call, problem: str) -> None:
+        """Record why a response could not be read, which counts as a malformed action."""
+        self._amend(call, result=ToolResult(error=problem))
+
+    def report(self, **parts: float) -> None:
+        """Report parts of the reward, as an environment does that knows it."""
+        self._reported |= parts
+
+    def _record(self, turn: Turn) -> Call:
+        call = turn.calls["planner"]
+        self._places[id(call)] = len(self._turns)
+        self._turns.append(turn)
+        return call
+
+    def _turn(self, call: Call) -> Turn:
+        return self._turns[self._places[id(call)]]
+
+    def _is_again(self, call: Call) -> bool:
+        """Return whether the turn is the parent's, with all that belongs to it."""
+        return self._start is not None and self._places[id(call)] < self._start.point.turn
+
+    def _amend(self, call: Call, **fields: Any) -> None:
+        self._turns[self._places[id(call)]] = replace(self._turn(call), **fields)
+
+    async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
+        tool = self.tools.get(name)
+        if tool is None:
+            known = ", ".join(self.tools) or "none"
+            return ToolResult(error=f"there is no tool {name!r}; there are: {known}")
+        timeout_s = self.left_s()
+        if not tool.card.keeps_time:
+            timeout_s = min(self._options.tool_timeout_s, timeout_s)
+        return await run_tool(tool, arguments, timeout_s, self._options.max_result_chars)
+
+
+class SessionAgent(ABC):
+    """An agent that is written as a program: `answer` samples, and returns the final answer.
+
+    See `Agent`. Subclasses say by `can_branch` and the like what else they can do (`AgentKind`).
+    """
+
+    trains: ClassVar[tuple[PolicyName, ...]] = ("planner",)
+
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def answer(self, session: Session) -> str:
+        """Roll out `session.task` and return its final answer."""
+
+    async def run(
+        self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
+    ) -> Trajectory:
+        started = time.monotonic()
+        session = Session(task, seed, self.context, start=start)
+        answer, truncated, error = "", "", ""
+        try:
+            async with (cutoff or Cutoff())():
+                answer = await self._answer_in_time(session)
+        except RolloutEnded as ended:
+            answer, truncated = session.answer_so_far, ended.reason
+        except TurnsEnded:
+            answer, truncated = session.answer_so_far, "straggler"
+        except UserError:
+            raise
+        # A program is foreign code, whose crash costs one rollout: it is counted, not trained.
+        except Exception as failed:  # noqa: BLE001
+            if session.engine_error is not None:
+                raise session.engine_error from None
+            text = encodable(" ".join(f"{type(failed).__name__}: {failed}".split()))
+            error = f"agent: {text[:_MAX_ERROR]}"
+        return Trajectory(
+            task=task,
+            turns=_ended(session.turns, is_done=not truncated),
+            answer=encodable(answer),
+            seconds=time.monotonic() - started,
+            seed=seed,
+            truncated=truncated or _cut_short(session.turns),
+            error=error,
+            reported=dict(session.reported),
+            branch=None if start is None else start.point,
+        )
+
+    async def _answer_in_time(self, session: Session) -> str:
+        try:
+            async with asyncio.timeout(session.left_s() + _GRACE_S) as limit:
+                answer: object = await self.answer(session)
+        except TimeoutError:
+            if limit.expired():
+                raise RolloutEnded("time") from None
+            raise
+        if not isinstance(answer, str):
+            raise TypeError(f"the answer is a {type(answer).__name__}, not a string")
+        return answer
+
+    def with_hints(self, hints: Hints | None) -> Self:
+        assert hints is None, "it says that it takes none"
+        return self
+
+    def close(self) -> None:  # noqa: B027  # most agents hold nothing
+        """Free what the agent holds."""
+
+
+def _again(turn: Turn, prompt_ids: tuple[int, ...]) -> Turn:
+    """Return the parent's turn, where the program asks the same as it did then."""
+    if turn.calls["planner"].prompt_ids != prompt_ids:
+        raise ValueError("it cannot branch: the same task and seed gave another prompt")
+    return turn
+
+
+def _results_again(
+    turn: Turn, wanted: Sequence[tuple[str, Mapping[str, object], str]]
+) -> list[ToolResult]:
+    names = [name for name, _, _ in wanted]
+    if [used.name for used in turn.tool_calls] != names:
+        raise ValueError(f"it cannot branch: it asks for the tools {names}, and its parent did not")
+    return [used.result for used in turn.tool_calls]
+
+
+def _ended(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
+    """Let the last turn say STOP, where the agent and no limit ended the rollout."""
+    if not turns or not is_done:
+        return turns
+    return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP))
+
+
+def _cut_short(turns: tuple[Turn, ...]) -> str:
+    """Return "time" where the last response had no time to end."""
+    is_cut = turns and turns[-1].calls["planner"].finish_reason is FinishReason.DEADLINE
+    return "time" if is_cut else ""

@@ -1,0 +1,56 @@
+"""The records, in the order in which data flows: Task -> Turn -> Trajectory -> Group -> Sample.
+
+All are frozen; a later stage that knows more makes a new record with `dataclasses.replace`. Token
+ids are plain ints, log-probabilities natural logs, times seconds. Only the standard library is
+imported here.
+"""
+
+from flowtrain.types.rollout import (
+    Action,
+    BranchPoint,
+    Group,
+    PolicyName,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+from flowtrain.types.sample import FilterReason, Sample, SampleId, TrainBatch
+from flowtrain.types.sampling import (
+    Call,
+    Completion,
+    FinishReason,
+    Sampling,
+    SamplingMask,
+    TurnTraining,
+    VersionSpan,
+)
+from flowtrain.types.task import PlanStep, SubGoal, Task, UserError
+
+__all__ = [
+    "Action",
+    "BranchPoint",
+    "Call",
+    "Completion",
+    "FilterReason",
+    "FinishReason",
+    "Group",
+    "PlanStep",
+    "PolicyName",
+    "Sample",
+    "SampleId",
+    "Sampling",
+    "SamplingMask",
+    "SubGoal",
+    "Task",
+    "ToolCall",
+    "ToolResult",
+    "TrainBatch",
+    "Trajectory",
+    "Turn",
+    "TurnTraining",
+    "UserError",
+    "Verdict",
+    "VersionSpan",
+]

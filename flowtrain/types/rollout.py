@@ -1,0 +1,151 @@
+"""Records of rollouts: turns, the trajectories that they make up, and groups of those."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flowtrain.types.sampling import Call
+from flowtrain.types.task import Task
+
+PolicyName = Literal["planner", "verifier"]
+"""Modules of the flow that can be trained, each with its own model, trainer and versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """The planner's four fields, in AgentFlow's order."""
+
+    justification: str
+    context: str
+    sub_goal: str
+    tool_name: str
+    """Canonical name of a tool, or "No matched tool given: ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of one tool command: an output, or an error that says why there is none."""
+
+    output: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of code that the tool ran: without the wait for a process, and on a CPU; 0 for no code."""
+
+    @property
+    def text(self) -> str:
+        """The text that the memory keeps and the planner reads next."""
+        return self.output if self.error is None else f"Error: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that a response asked for, of agents whose turns may ask for several."""
+
+    name: str
+    arguments: str
+    """JSON, as the response has it."""
+    result: ToolResult = ToolResult()
+    id: str = ""
+    """Names the call within its rollout, where the messages to the model do."""
+
+
+class Verdict(enum.StrEnum):
+    """The verifier's decision, v^t."""
+
+    STOP = "STOP"
+    CONTINUE = "CONTINUE"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One pass of planner -> executor -> tool -> verifier, or one response of another agent."""
+
+    calls: Mapping[PolicyName, Call]
+    """The planner's call, always; the verifier's where that is a policy."""
+    action: Action | None
+    """None for an answer and, with an error as `result`, for a malformed response."""
+    command: str
+    """The command that the executor ran, or why it ran nothing."""
+    result: ToolResult
+    verdict: Verdict
+    seconds: float
+    plan_s: float = 0.0
+    """Seconds of the turn that the planner took."""
+    verdict_text: str = ""
+    """The verifier's reply; "" where a rule decided."""
+    retrieved: str = ""
+    """The tool's output, where a refiner made the result of it; else ""."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """All that the response asked for, in its order; AgentFlow's turns have `action` instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """The point at which a rollout left its parent; everything before it is the parent's."""
+
+    parent: int
+    """Number of the rollout it left, within its group."""
+    turn: int
+    token: int
+    """First token of that turn's response that was sampled again."""
+    score: float
+    """The score that the place was chosen by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout of one task."""
+
+    task: Task
+    turns: tuple[Turn, ...]
+    answer: str
+    """The generator's answer."""
+    seconds: float
+    seed: int
+    truncated: str = ""
+    """Why it ended before STOP, if it did: "turns", "time", "prompt" (too long), "straggler"."""
+    reward: float | None = None
+    """From `reward.low` to `reward.high`, by default 0 to 1; None until `rewards.score`."""
+    scored_by: str = ""
+    """Which rule, function or "judge" decided on the reward; ": " and why, where it failed."""
+    analysis: str = ""
+    """The analyst's text about the question, written before the first turn; "" without one."""
+    error: str = ""
+    """Why a frozen module failed ("generator: ..."): it gets no reward and is not trained."""
+    output: str = ""
+    """All that the generator wrote, the answer among it; "" where a rule answered."""
+    branch: BranchPoint | None = None
+    """None for a rollout that began with the question."""
+    sub_goals: float | None = None
+    """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
+    hint_turn: int | None = None
+    """The turn that read a hint first; None for a rollout without."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What reward functions gave, by name and before weights; {} without such functions."""
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward that the rollout's environment or program reported; {} where none did."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Planner tokens that were sampled for this rollout, without those of its parent."""
+        first, skipped = (0, 0) if self.branch is None else (self.branch.turn, self.branch.token)
+        return sum(len(turn.calls["planner"].response_ids) for turn in self.turns[first:]) - skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G trajectories of one task; branches come after the rollouts they left."""
+
+    index: int
+    """Place of the task within the step's batch over all ranks; decides the mini-batch."""
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def finished(self) -> tuple[Trajectory, ...]:
+        """The trajectories that did not fail: these have a reward, and algorithms read them."""
+        return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)

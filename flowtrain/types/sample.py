@@ -1,0 +1,73 @@
+"""Records of training: samples with their advantages, and the batch of a step."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flowtrain.types.sampling import SamplingMask
+
+
+class SampleId(NamedTuple):
+    """The call that a sample was made of; within a batch it names the sample."""
+
+    group: int
+    """`Group.index`"""
+    trajectory: int
+    """Number of the trajectory within its group."""
+    turn: int
+    """Number of the turn within its trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trained sequence: a call's tokens with what the algorithm decided about them."""
+
+    prompt_ids: tuple[int, ...]
+    """At least one token."""
+    response_ids: tuple[int, ...]
+    """At least one token; these are the trained ones."""
+    logprobs: tuple[float, ...]
+    """The sampler's, one per response token."""
+    advantages: tuple[float, ...]
+    """One per response token."""
+    loss_weights: tuple[float, ...]
+    """One per response token, before division by their sum over the global mini-batch."""
+    minibatch: int = 0
+    """Which optimizer step of the batch it belongs to."""
+    sample_id: SampleId | None = None
+    """None for a sample whose log-probs nobody asks for, as in imitation."""
+    sampling_mask: SamplingMask | None = None
+    """The ids that log-probs are taken among, the trainer's as the sampler's; None: all ids."""
+    old_logprobs: tuple[float, ...] = ()
+    """The trainer's own, where it has scored the sample before; else ()."""
+    ref_logprobs: tuple[float, ...] = ()
+    """The reference policy's, likewise."""
+
+
+class FilterReason(enum.StrEnum):
+    """Why a sample is left out of a batch."""
+
+    EMPTY = "empty"
+    """It has no response token."""
+    TOO_LONG = "too_long"
+    """It has more tokens than the model has positions."""
+    ADVANTAGE = "advantage"
+    """An advantage is not finite."""
+    LOGPROB = "logprob"
+    """The sampler's log-prob of a trained token is none that sampling gives."""
+    TOKEN = "token"
+    """A token is none of the model's, or outside of its mask; or the prompt is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The samples that an algorithm makes of a step's groups, and counts of what it left out."""
+
+    samples: tuple[Sample, ...]
+    num_groups_dropped: int = 0
+    """Groups without a signal: all rollouts failed, or in mode "paper" all have one reward."""
+    num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
+    """Samples that could not be trained."""

@@ -1,0 +1,148 @@
+"""Records of sampling: the request of one completion, its tokens, and the call that it became."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Int32s = array[int]
+else:
+    # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
+    Int32s = array
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """`max_new_tokens` was reached."""
+    DEADLINE = "deadline"
+    """The request ran out of time; what was sampled so far is returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one completion."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 means greedy; the log-probabilities are then those at temperature 1."""
+    top_k: int = 0
+    """Sample from so many most likely tokens, log-probs among them; 0, and greedy: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
+    stop_strings: tuple[str, ...] = ()
+    """Sampling ends once the decoded response contains one; its tokens are kept."""
+    ignore_end: bool = False
+    """Go on after an end-of-sequence token, for measurements of a fixed length."""
+    seed: int = 0
+    """The seed of this request alone: what shares its batch changes no more than roundings."""
+    deadline_s: float = 60.0
+    """Seconds from the call until the engine must answer."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Some tokens cannot be sampled."""
+        return self.top_k > 0 and self.temperature > 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were sampled by weights `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The ids that top-k and top-p left to choose from, token after token of a response."""
+
+    ids: Int32s
+    """int32; those of one token differ from each other."""
+    counts: Int32s
+    """int32, how many of the ids belong to each token of the response."""
+
+    @classmethod
+    def of(cls, sets: Iterable[Sequence[int]]) -> SamplingMask:
+        """Example: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
+        ids, counts = array("i"), array("i")
+        for each in sets:
+            ids.extend(each)
+            counts.append(len(each))
+        return cls(ids, counts)
+
+    def first(self, num_tokens: int) -> SamplingMask:
+        """The mask of the first tokens."""
+        counts = self.counts[:num_tokens]
+        return SamplingMask(self.ids[: sum(counts)], counts)
+
+    def __add__(self, later: SamplingMask) -> SamplingMask:
+        return SamplingMask(self.ids + later.ids, self.counts + later.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer of an engine to one prompt."""
+
+    ids: tuple[int, ...]
+    """Sampled ids, end-of-sequence included; () only when the deadline struck first."""
+    logprobs: tuple[float, ...]
+    """One per id, at the sampler's temperature and within the sampling mask."""
+    spans: tuple[VersionSpan, ...]
+    """Which weights sampled which ids; they cover [0, len(ids))."""
+    finish_reason: FinishReason
+    sampling_mask: SamplingMask | None = None
+    """The ids that each id was sampled from, itself included; None: all ids."""
+    entropies: tuple[float, ...] = ()
+    """One per id, in nats, over all tokens; () where the engine does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTraining:
+    """Statistics of a trained call, for the log."""
+
+    advantage: float
+    """Mean over the response's tokens."""
+    minibatch: int
+    """Its optimizer step in the batch: so many steps older were the sampler's weights."""
+    logprobs: tuple[float, ...]
+    """The trainer's at that step, one per token; NaN where a token did not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Tokens that one module read and sampled in one turn."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """Sampled and trained; () for a module that is no policy, and where no token came in time."""
+    logprobs: tuple[float, ...]
+    """The sampler's, one per response token."""
+    spans: tuple[VersionSpan, ...]
+    """The versions of this policy that sampled the response."""
+    finish_reason: FinishReason
+    text: str = ""
+    """The response decoded for people; training never reads it."""
+    sampling_mask: SamplingMask | None = None
+    """The engine's, as for `Completion`."""
+    entropies: tuple[float, ...] = ()
+    """The engine's; a branch has none of the turn that it leaves."""
+    prompt_text: str = ""
+    """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
+    training: TurnTraining | None = None
+    """Filled by `token_scores.with_training_stats`; None for a call that was not trained."""
+
+    @classmethod
+    def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
+        """The call of an engine with its completion."""
+        ids, logprobs, spans = completion.ids, completion.logprobs, completion.spans
+        reason, mask = completion.finish_reason, completion.sampling_mask
+        return cls(prompt_ids, ids, logprobs, spans, reason, text, mask, completion.entropies)

@@ -1,0 +1,66 @@
+"""Questions as records, and the error for what a user got wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+class UserError(ValueError):
+    """A user's mistake. The command line prints its one line and exits with code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One turn of a perfect planner."""
+
+    sub_goal: str
+    """The goal of the turn, e.g. "capital of Chad", or the expression to compute."""
+    tool_name: str
+    """Canonical name of the tool that finds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubGoal:
+    """A finding on the way, e.g. SubGoal(("Chad",), 0.5, "country of N'Djamena")."""
+
+    names: tuple[str, ...]
+    """Its accepted names."""
+    weight: float
+    """Importance; those of a task sum to 1."""
+    query: str = ""
+    """How to look for it, for a hint; "" where nobody wrote one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question, e.g. Task("t-1", "Capital of Chad?", ("N'Djamena",), "lookup", 1)."""
+
+    id: str
+    """Unique within a run; trajectories, seeds and resume refer to it."""
+    question: str
+    """The text that the planner reads."""
+    answers: tuple[str, ...]
+    """Accepted answers; for "gameof24" the four numbers, as any right expression counts."""
+    kind: str = ""
+    """A label to group results by ("lookup", "chain", "sum", ...)."""
+    num_turns: int = 1
+    """Turns a perfect planner needs; 0 where nobody knows."""
+    scorer: str = "exact"
+    """Name of the rule in `flowtrain.rewards` that scores an answer."""
+    plan: tuple[PlanStep, ...] = ()
+    """Steps of a perfect planner, for the scripted expert; the policy never sees them."""
+    choices: tuple[str, ...] = ()
+    """Options of a multiple-choice question, A first; () where the answer is free."""
+    entry: str = ""
+    """What a verifier of reasoning-gym reads, as a Python literal; the policy never sees it."""
+    sub_goals: tuple[SubGoal, ...] = ()
+    """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
+    columns: str = ""
+    """The row's other columns, as JSON; for a reward function alone."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The row's other columns by name; parsed at every call."""
+        return dict(json.loads(self.columns)) if self.columns else {}
