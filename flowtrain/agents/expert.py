@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from flowtrain.agents.flow import Flow
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, PlanStep, Task, Verdict
+from flowtrain.types import Action, PlanStep, PolicyName, Task, Verdict
 from flowtrain.utils.seeds import derive_seed
 
 EARLY_STOP = 0.3
@@ -66,6 +68,21 @@ class ScriptedVerifier:
         text = self.like.prompt.write(verdict)
         call = self.like.imitate(task.question, memory, text, self.end_id)
         return Verification(verdict, self.like.prompt.prefix + text, call)
+
+
+def scripted(flow: Flow, error: float, ends: Mapping[PolicyName, int]) -> Flow:
+    """Return the flow with scripts in the place of its policies; its tasks must have plans.
+
+    Args:
+        error: of the planner, see `ScriptedPlanner`.
+        ends: the end-of-sequence token of each policy.
+    """
+    assert isinstance(flow.planner, PolicyPlanner), "scripts write in a policy's tokens"
+    verifier = flow.verifier
+    if isinstance(verifier, PolicyVerifier):
+        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
+    planner = ScriptedPlanner(flow.planner, error, ends["planner"])
+    return replace(flow, planner=planner, verifier=verifier)
 
 
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:

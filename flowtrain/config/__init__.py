@@ -81,6 +81,11 @@ class Config(Section):
         """The modules that are policies, the planner first."""
         return ("planner", "verifier") if self.roles.verifier == OWN else ("planner",)
 
+    @property
+    def samples_here(self) -> bool:
+        """A run needs engines: for rollouts, or to evaluate what nodes roll out."""
+        return not self.dataflow.url or self.eval.at_ends or self.eval.every > 0
+
     def sampling_of(self, policy: PolicyName) -> tuple[int, float]:
         """A policy's tokens per response and its temperature."""
         own = self.policies.get(policy, Policy())
