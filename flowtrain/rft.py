@@ -25,6 +25,7 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.expert import scripted
 from flowtrain.agents.flow import Flow
+from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
@@ -187,10 +188,10 @@ def _expert(components: RunComponents, agent: Agent) -> Agent:
     config = components.config
     if config.rft.expert == "policy":
         return agent
-    if not isinstance(agent, Flow):
+    if not isinstance(agent, Flow | ToolCallingAgent):
         raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow', which is "
-            f"{config.agent.name!r}, so use 'policy'"
+            "rft.expert='scripted' plays the planner of agent.name='agentflow' or the policy of "
+            f"'tools', and it is {config.agent.name!r}, so use 'policy'"
         )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:

@@ -19,7 +19,7 @@ from flowtrain.agents.generator import (
     last_result,
 )
 from flowtrain.agents.planner import Planner, PolicyPlanner
-from flowtrain.agents.policy import Policy, check_template
+from flowtrain.agents.policy import Policy, check_prompt, check_template
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
 from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
 from flowtrain.agents.registry import AgentKind
@@ -55,7 +55,7 @@ def make_prompt(
 ) -> PlannerPrompt:
     if config.agent.prompt == "compact":
         return CompactPrompt()
-    check_template(config, "planner", tokenizer)
+    check_prompt(config, tokenizer)
     return FullPrompt(tools.values(), tokenizer, config.agent.prompt_order)
 
 
@@ -118,7 +118,11 @@ def make_agentflow(context: AgentContext) -> Flow:
 
 
 AGENTFLOW = AgentKind(
-    make_agentflow, can_branch=True, takes_hints=True, trains=("planner", "verifier")
+    make_agentflow,
+    can_branch=True,
+    takes_hints=True,
+    trains=("planner", "verifier"),
+    check=check_prompt,
 )
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from flowtrain.agents.conversation import Conversation
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.memory import Memory
+from flowtrain.agents.generator import last_result
+from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
+from flowtrain.agents.session import Session
+from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.tool_formats import WrittenCall
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, PlanStep, PolicyName, Task, Verdict
+from flowtrain.types import (
+    Action,
+    Call,
+    Completion,
+    FinishReason,
+    PlanStep,
+    PolicyName,
+    Task,
+    Verdict,
+)
 from flowtrain.utils.seeds import derive_seed
 
 EARLY_STOP = 0.3
@@ -70,19 +85,61 @@ class ScriptedVerifier:
         return Verification(verdict, self.like.prompt.prefix + text, call)
 
 
-def scripted(flow: Flow, error: float, ends: Mapping[PolicyName, int]) -> Flow:
-    """Return the flow with scripts in the place of its policies; its tasks must have plans.
+class ScriptedCaller(ToolCallingAgent):
+    """Calls the tools of `task.plan` one by one, then answers with the last result.
+
+    With probability `error` per call it asks the base generator instead, and answers with that.
+    Its tokens are those of the agent that learns from it.
+    """
+
+    def __init__(self, like: ToolCallingAgent, error: float, end_id: int) -> None:
+        super().__init__(like.context)
+        self._error = error
+        self._end_id = end_id
+
+    async def respond(self, session: Session, conversation: Conversation) -> Call:
+        task = session.task
+        assert task.plan, f"task {task.id} has no plan to follow"
+        memory = _memory(session)
+        left = steps_left(task, memory)
+        if not left or (memory.entries and memory.entries[-1].tool_name == "Base_Generator"):
+            text = last_result(memory)
+        else:
+            rng = random.Random(derive_seed(session.seed, len(session.turns)))
+            tool = "Base_Generator" if rng.random() < self._error else left[0].tool_name
+            arguments = json.dumps({"query": left[0].sub_goal}, ensure_ascii=False)
+            text = self.chat.format.write([WrittenCall(tool, arguments)])
+        ids = (*self.chat.template.encode(text), self._end_id)
+        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
+        return session.record(Call.of(conversation.prompt_ids, completion, text))
+
+
+def _memory(session: Session) -> Memory:
+    """Return the results so far as the steps of a plan."""
+    memory = Memory()
+    for used in (used for turn in session.turns for used in turn.tool_calls):
+        query = str(json.loads(used.arguments).get("query", ""))
+        memory = memory.add(MemoryEntry(used.name, query, used.arguments, used.result.text))
+    return memory
+
+
+def scripted(
+    agent: Flow | ToolCallingAgent, error: float, ends: Mapping[PolicyName, int]
+) -> Flow | ToolCallingAgent:
+    """Return the agent with scripts in the place of its policies; its tasks must have plans.
 
     Args:
-        error: of the planner, see `ScriptedPlanner`.
+        error: see `ScriptedPlanner` and `ScriptedCaller`.
         ends: the end-of-sequence token of each policy.
     """
-    assert isinstance(flow.planner, PolicyPlanner), "scripts write in a policy's tokens"
-    verifier = flow.verifier
+    if isinstance(agent, ToolCallingAgent):
+        return ScriptedCaller(agent, error, ends["planner"])
+    assert isinstance(agent.planner, PolicyPlanner), "scripts write in a policy's tokens"
+    verifier = agent.verifier
     if isinstance(verifier, PolicyVerifier):
         verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
-    planner = ScriptedPlanner(flow.planner, error, ends["planner"])
-    return replace(flow, planner=planner, verifier=verifier)
+    planner = ScriptedPlanner(agent.planner, error, ends["planner"])
+    return replace(agent, planner=planner, verifier=verifier)
 
 
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:

@@ -166,3 +166,9 @@ def check_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer)
             f"{key}={path!r} has no chat template, which agent.prompt='full' needs; use "
             "agent.prompt='compact'"
         )
+
+
+def check_prompt(config: Config, tokenizer: ChatTokenizer) -> None:
+    """Check the planner's tokenizer, where `agent.prompt` asks for its chat template."""
+    if config.agent.prompt == "full":
+        check_template(config, "planner", tokenizer)

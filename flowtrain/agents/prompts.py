@@ -22,6 +22,24 @@ from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Action
 
+CHAT_TEMPLATE = """\
+{% if tools %}
+Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}
+
+{% endif %}
+{% for message in messages %}
+{{ message.role + ':' + message.content }}
+{%- if message.role == 'assistant' %}
+{%- for call in message.tool_calls or [] %}
+<tool name="{{ call.function.name }}">{{ call.function.arguments | tojson }}</tool>
+{%- endfor %}
+{{- eos_token }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+"""The chat template of tiny models, which have some 200 positions: of tools it tells the names."""
+
 
 class PlannerPrompt(Prompt, Protocol):
     """Renders the prompt of the planner."""

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint
 
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.config import Config
+from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import PolicyName, UserError
 from flowtrain.utils import plugins
 
@@ -21,10 +22,16 @@ BUILT_IN = {
     name: EntryPoint(name, f"flowtrain.agents.{target}", GROUP)
     for name, target in {
         "agentflow": "build:AGENTFLOW",
+        "gateway": "gateway.agent:GatewayAgent",
         "single": "single_turn:SingleTurn",
+        "tools": "tool_calling:ToolCallingAgent",
     }.items()
 }
 """The agents of this package by name; imported only when a run uses them."""
+
+
+def _any(config: Config, tokenizer: ChatTokenizer) -> None:
+    """Take every config and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,9 @@ class AgentKind:
     """It hands hints to stuck rollouts, as InfoFlow does."""
     trains: tuple[PolicyName, ...] = ("planner",)
     """The policies that it samples from."""
+    check: Callable[[Config, ChatTokenizer], None] = _any
+    """Raises UserError, before any engine starts, for a config or a tokenizer of the planner that
+    it cannot work with."""
 
     @classmethod
     def of(cls, make: Callable[[AgentContext], Agent]) -> AgentKind:
@@ -50,6 +60,7 @@ class AgentKind:
             can_branch=getattr(make, "can_branch", False),
             takes_hints=getattr(make, "takes_hints", False),
             trains=getattr(make, "trains", ("planner",)),
+            check=getattr(make, "check", _any),
         )
 
 

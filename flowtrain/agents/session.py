@@ -37,6 +37,8 @@ from flowtrain.types import (
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable
 
+MAX_TOOL_CALLS = 64
+"""Calls of tools that a turn may hold."""
 _MAX_ERROR = 300
 _GRACE_S = 5.0
 """Seconds after the rollout's deadline in which a program may notice it and answer."""
@@ -139,7 +141,10 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise
-        seconds = time.monotonic() - started
+        return self.record(call, time.monotonic() - started)
+
+    def record(self, call: Call, seconds: float = 0.0) -> Call:
+        """Record a response as a turn; `sample` does so with its own."""
         return self._record(
             Turn(
                 calls={"planner": call},
@@ -171,6 +176,8 @@ class Session:
         """
         if self._is_again(call):
             return _results_again(self._turn(call), wanted)
+        if len(wanted) > MAX_TOOL_CALLS:
+            raise ValueError(f"a turn holds at most {MAX_TOOL_CALLS} calls of tools")
         started = time.monotonic()
         results = await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
         for (name, given, id), result in zip(wanted, results, strict=True):
@@ -180,8 +187,12 @@ class Session:
 
     def record_tool(self, call: Call, used: ToolCall) -> None:
         """Record a tool that ran elsewhere in the turn of the response that asked for it."""
-        if not self._is_again(call):
-            self._amend(call, tool_calls=(*self._turn(call).tool_calls, used))
+        if self._is_again(call):
+            return
+        before = self._turn(call).tool_calls
+        if len(before) == MAX_TOOL_CALLS:
+            raise ValueError(f"a turn holds at most {MAX_TOOL_CALLS} calls of tools")
+        self._amend(call, tool_calls=(*before, used))
 
     def record_malformed(self, call: Call, problem: str) -> None:
         """Record why a response could not be read, which counts as a malformed action."""

@@ -7,7 +7,7 @@ It has neither tools nor roles, so Flow-GRPO on it is GRPO. The answer is the co
 from __future__ import annotations
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.policy import check_template
+from flowtrain.agents.policy import check_prompt
 from flowtrain.agents.session import Session, SessionAgent
 from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.utils.text import final_answer
@@ -32,13 +32,13 @@ class SingleTurn(SessionAgent):
     """See `Agent`."""
 
     can_branch = True
+    check = staticmethod(check_prompt)
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
         config, tokenizer = context.config, context.policies["planner"].tokenizer
+        check_prompt(config, tokenizer)
         has_template = config.agent.prompt == "full"
-        if has_template:
-            check_template(config, "planner", tokenizer)
         self._prompt = QuestionPrompt(
             config.agent.instructions, tokenizer if has_template else None
         )

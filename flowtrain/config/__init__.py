@@ -23,6 +23,7 @@ from flowtrain.config.agents import (
 )
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
+from flowtrain.config.gateway import Gateway
 from flowtrain.config.model import Model, Tiny
 from flowtrain.config.reward import Reward
 from flowtrain.config.rollout import Rollout, Vllm
@@ -43,6 +44,7 @@ class Config(Section):
     tiny: Tiny = Tiny()
     tasks: Tasks = Tasks()
     agent: Agent = Agent()
+    gateway: Gateway = Gateway()
     roles: Roles = Roles()
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
@@ -113,6 +115,7 @@ __all__ = [
     "Corpus",
     "Dataflow",
     "Eval",
+    "Gateway",
     "GymSet",
     "Infoflow",
     "Judge",

@@ -24,21 +24,28 @@ NO_ENGINE = ("none", "rules", OWN)
 class Agent(Section):
     name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
-    the answer (RLVR); FILE.py:NAME or PACKAGE.MODULE:NAME of an agent of your own, or an entry
-    point in the group flowtrain.agents (docs/agents)"""
+    the answer (RLVR); tools: the policy calls tools through its own chat template and reads their
+    results until it answers (docs/agents/tools.md); gateway: a program of yours that asks an
+    OpenAI-compatible endpoint ([gateway], docs/agents/gateway.md); FILE.py:NAME or
+    PACKAGE.MODULE:NAME of an agent of your own, or an entry point in the group flowtrain.agents
+    (docs/agents)"""
     instructions: str = ""
-    """name = "single": text after the question; of the response the content of the last
-    <answer>...</answer> is the answer, or else all of it"""
+    """name = "single": text after the question; name = "tools": the system message; of the last
+    response the content of the last <answer>...</answer> is the answer, or else all of it"""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
+    """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
+    chat template does, or xml where the template takes no tools"""
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
     four fields, through the chat template; with name = "single" compact is a plain text, and full
-    the chat template around the question"""
+    the chat template around the question; name = "tools" needs full"""
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
-    """tools the planner may name, at least 1; also Web_Search, Wikipedia_Search, Web_Reader, those
-    of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
+    """tools the planner, or with name = "tools" the policy, may call, at least 1; also Web_Search,
+    Wikipedia_Search, Web_Reader, those of installed packages (docs/tools.md), and of [mcp.NAME]
+    "NAME.tool", or "NAME.*" for all"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -62,7 +69,7 @@ class Agent(Section):
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
     max_result_chars: PositiveInt = 400
-    """characters of a tool result that memory keeps"""
+    """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)
     """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
     commands never; 0: no bound"""
@@ -75,6 +82,8 @@ class Agent(Section):
     def _defaults_of_its_name(cls, options: Any) -> Any:
         if not isinstance(options, dict) or options.get("name", "agentflow") == "agentflow":
             return options
+        if options["name"] == "tools":
+            return {"prompt": "full"} | options
         defaults: dict[str, Any] = {"tools": (), "prompt": "full"}
         if options["name"] == "single":
             defaults |= {"max_turns": 1, "eval_max_turns": 1}
@@ -85,6 +94,11 @@ class Agent(Section):
         if self.instructions and self.name == "agentflow":
             raise ValueError(
                 f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+            )
+        if self.name == "tools" and self.prompt != "full":
+            raise ValueError(
+                f"agent.prompt={self.prompt!r} does not go with agent.name='tools', which needs "
+                "'full'"
             )
         if self.name != "single":
             return self
@@ -99,7 +113,7 @@ class Agent(Section):
     @field_validator("tools")
     @classmethod
     def _tool_names(cls, tools: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if not tools and info.data.get("name") == "agentflow":
+        if not tools and info.data.get("name") in ("agentflow", "tools"):
             raise ValueError("must name at least 1 tool")
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
             raise ValueError(f"{twice[0]!r} is listed twice")

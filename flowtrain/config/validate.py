@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from flowtrain.config.agents import OWN, Policy
+from flowtrain.config.gateway import Gateway
 from flowtrain.config.reward import Reward
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def validate(config: Config) -> None:
     _check_policies(config)
     _check_roles(config)
     _check_engine_ranks(config)
+    _check_gateway(config)
 
 
 def _check_sizes(config: Config) -> None:
@@ -167,3 +169,15 @@ def _check_engine_ranks(config: Config) -> None:
         raise ValueError(
             f"rollout.num_engine_ranks={num_ranks} must be 0 with dataflow.url: nodes sample"
         )
+
+
+def _check_gateway(config: Config) -> None:
+    if config.agent.name == "gateway":
+        return
+    default = dict(Gateway())
+    for key, value in config.gateway:
+        if value != default[key]:
+            raise ValueError(
+                f"gateway.{key}={value!r} needs agent.name='gateway', which is "
+                f"{config.agent.name!r}"
+            )

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from flowtrain.dataflow.wire import (
 )
 from flowtrain.types import UserError
 from flowtrain.utils import serving
-from flowtrain.utils.serving import SLOWEST
+from flowtrain.utils.serving import Rejected
 from flowtrain.utils.tokens import Access, Caller, Role, TokenFile
 
 if TYPE_CHECKING:
@@ -48,18 +48,7 @@ _log = logging.getLogger(__name__)
 _NUM_THREADS = 8
 _MAX_AT_WORK = 64
 """Requests read or answered at a time; those that wait for a batch to fill do not count."""
-_BODY_S = 20.0
-"""Seconds to receive a body, plus the time that its length may take."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-
-
-class _Rejected(Exception):
-    """The answer is this status with this message."""
-
-    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(text)
-        self.status = status
-        self.headers = headers
 
 
 class Service:
@@ -94,13 +83,13 @@ class Service:
 
         try:
             return Response(await self._answer(request), media_type=MEDIA_TYPE)
-        except _Rejected as error:
+        except Rejected as error:
             rejected = error
         except Refused as error:
-            rejected = _Rejected(422, str(error))
+            rejected = Rejected(422, str(error))
         except (Unavailable, UserError) as error:  # a full disk is a UserError until it is mended
             _log.warning("%s", error)
-            rejected = _Rejected(503, str(error))
+            rejected = Rejected(503, str(error))
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 
     async def _answer(self, request: Request) -> bytes:
@@ -111,7 +100,7 @@ class Service:
         name = self._method(request, caller)
         loop = asyncio.get_running_loop()
         with self._slot():
-            body = await _read(request, METHODS[name].max_bytes)
+            body = await serving.read_body(request, METHODS[name].max_bytes)
         began = loop.time()
         while True:
             with self._slot():
@@ -130,7 +119,7 @@ class Service:
         """Who asks, by the token."""
         caller = self._access.caller(request.headers.get("authorization", ""))
         if caller is None:
-            raise _Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+            raise Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         request.scope["admit"]()
         return caller
 
@@ -140,27 +129,27 @@ class Service:
         name = path.removeprefix(PREFIX)
         if re.match(r"/v\d+/", path) and name == path:
             version = path.split("/")[1].removeprefix("v")
-            raise _Rejected(
+            raise Rejected(
                 410,
                 f"the request is of protocol {version}, this service speaks {PROTOCOL}: install "
                 "the same flowtrain on both",
             )
         if path != PREFIX + name or name not in METHODS:
-            raise _Rejected(404, "there is no such method")
+            raise Rejected(404, "there is no such method")
         if request.method != "POST":
-            raise _Rejected(405, "methods are asked by POST", {"Allow": "POST"})
+            raise Rejected(405, "methods are asked by POST", {"Allow": "POST"})
         if METHODS[name].role not in (None, caller.role) and caller.role != Role.ALL:
-            raise _Rejected(
+            raise Rejected(
                 403, f"the token of the {caller.role} {caller.name!r} may not ask to {name}"
             )
         if request.headers.get(RUN_HEADER, self._run) != self._run:
-            raise _Rejected(409, "this service has another run now; join it again")
+            raise Rejected(409, "this service has another run now; join it again")
         return name
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
         if self._num_at_work >= _MAX_AT_WORK:
-            raise _Rejected(503, "too many requests at a time", {"Retry-After": "1"})
+            raise Rejected(503, "too many requests at a time", {"Retry-After": "1"})
         self._num_at_work += 1
         try:
             yield
@@ -175,10 +164,10 @@ class Service:
         try:
             asked: Any = unpack(body, kind)
         except Refused as error:
-            raise _Rejected(400, str(error)) from error
+            raise Rejected(400, str(error)) from error
         named = getattr(asked, METHODS[name].named_by)
         if caller.role != Role.ALL and named != caller.name:
-            raise _Rejected(
+            raise Rejected(
                 403,
                 f"the token is that of the {caller.role} {caller.name!r}, the request is of "
                 f"{named[:100]!r}",
@@ -187,27 +176,3 @@ class Service:
             return pack(ask(asked)), 0.0
         batch: Batch = ask(replace(asked, wait_s=0.0))
         return pack(batch), min(asked.wait_s, MAX_WAIT_S) if batch.num_missing else 0.0
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    from starlette.requests import ClientDisconnect
-
-    too_long = _Rejected(413, f"a request of more than {max_bytes} bytes")
-    # The number is one, and not long: the server has seen to that.
-    if int(request.headers.get("content-length", 0)) > max_bytes:
-        raise too_long
-    data = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S) as patience:
-            async for part in request.stream():
-                data += part
-                if len(data) > max_bytes:
-                    raise too_long
-                patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
-    except TimeoutError:
-        raise _Rejected(
-            408, f"the request came slower than {SLOWEST >> 10} KiB per second"
-        ) from None
-    except ClientDisconnect:
-        raise _Rejected(400, "the request was cut") from None
-    return bytes(data)

@@ -5,7 +5,7 @@ models in this process or in vLLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
@@ -23,7 +23,7 @@ class ChatTokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
 
 

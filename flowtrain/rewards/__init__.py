@@ -130,6 +130,7 @@ def _with_reported_reward(trajectory: Trajectory) -> Trajectory:
         trajectory,
         reward=math.fsum(trajectory.reported.values()),
         scored_by=REPORTED,
+        reward_parts=trajectory.reported,
         sub_goals=solved_weight(trajectory.task, trajectory.turns),
     )
 

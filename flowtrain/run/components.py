@@ -21,7 +21,7 @@ from flowtrain import report
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_agentflow, make_policy
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.policy import check_template
+from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
@@ -138,8 +138,7 @@ class RunComponents:
             config = _with_tools(config, tools)
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
-            if config.agent.prompt == "full":
-                check_template(config, "planner", planner_tokenizer)
+            agent_kind.check(config, planner_tokenizer)
             cleanup.pop_all()
         return cls(
             config=config,
@@ -320,7 +319,11 @@ def _trained_policy(
     if path != "tiny":
         return models.load_tokenizer(path), models.load_model(path, torch.float32)
     tiny = config.tiny
-    tokenizer = models.new_tokenizer(_tokenizer_corpus(config, tasks), tiny.vocab_size)
+    talks = config.agent.name not in ("agentflow", "single")
+    corpus = _chat_corpus(tasks) if talks else _tokenizer_corpus(config, tasks)
+    tokenizer = models.new_tokenizer(corpus, tiny.vocab_size)
+    if talks:
+        tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(derive_seed(config.run.seed, "new model"))
     model = models.new_model(
         tokenizer,
@@ -344,4 +347,17 @@ def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
             f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan
         )
         texts.append(f"Question: {task.question}\n{results}\n{actions}\n{closing}")
+    return texts
+
+
+def _chat_corpus(tasks: TaskSet) -> list[str]:
+    """Texts that the tokenizer of an agent with a chat template learns from."""
+    texts = []
+    for task in tasks.train[:5000]:
+        lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.question}"]
+        for step in task.plan:
+            lines.append(f'assistant:<tool name="{step.tool_name}">')
+            lines.append(f'">{{"query": "{step.sub_goal}"}}</tool>')
+            lines.append(f"tool:The {step.sub_goal} is")
+        texts.append("\n".join(lines))
     return texts

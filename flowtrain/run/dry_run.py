@@ -19,6 +19,7 @@ from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect, run_to_end
 from flowtrain.agents.expert import scripted
 from flowtrain.agents.flow import Flow
+from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm_process import check_installed
@@ -153,7 +154,9 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
     if missing:
         made = components.make_agent(components.make_no_engines(), config.agent.max_turns)
         cleanup.callback(made.close)
-        if not isinstance(made, Flow) or not all(task.plan for task in components.tasks.train):
+        if not isinstance(made, Flow | ToolCallingAgent) or not all(
+            task.plan for task in components.tasks.train
+        ):
             raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
         _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
         ends = {name: spec.tokenizer.eos_token_id for name, spec in components.policies.items()}

@@ -126,7 +126,7 @@ class Trajectory:
     hint_turn: int | None = None
     """The turn that read a hint first; None for a rollout without."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """What reward functions gave, by name and before weights; {} without such functions."""
+    """What reward functions gave, by name and before weights, or what was reported; else {}."""
     reported: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward that the rollout's environment or program reported; {} where none did."""
 

@@ -5,11 +5,12 @@ All of it is plain HTTP: outside a trusted network put a proxy with TLS in front
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from flowtrain.utils.errors import user_error
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 TOKEN_VARIABLE = "FLOWTRAIN_TOKEN"
@@ -32,6 +34,17 @@ PER_ADDRESS = 256
 SLOWEST = 64 << 10
 """Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
 for ever."""
+BODY_S = 20.0
+"""Seconds to receive a body, plus the time that its length may take."""
+
+
+class Rejected(Exception):
+    """The answer to a request is this status with this message."""
+
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
 
 
 def serve(
@@ -122,6 +135,31 @@ def make_server(
     )
     server = Server(options)
     return server, listener
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Receive the body of a request. Raises Rejected when it is too long, too slow or cut."""
+    from starlette.requests import ClientDisconnect
+
+    too_long = Rejected(413, f"a request of more than {max_bytes} bytes")
+    # The number is one, and not long: the server has seen to that.
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise too_long
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S) as patience:
+            async for part in request.stream():
+                data += part
+                if len(data) > max_bytes:
+                    raise too_long
+                patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+    except TimeoutError:
+        raise Rejected(
+            408, f"the request came slower than {SLOWEST >> 10} KiB per second"
+        ) from None
+    except ClientDisconnect:
+        raise Rejected(400, "the request was cut") from None
+    return bytes(data)
 
 
 def require(*modules: str) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from http_servers import running
 
-from flowtrain.dataflow import service as service_module
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
 from flowtrain.utils import connections, serving
@@ -38,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(connections, "_HEAD_S", 0.3)
     monkeypatch.setattr(connections, "_LINGER_S", 0.2)
-    monkeypatch.setattr(service_module, "_BODY_S", 0.3)
+    monkeypatch.setattr(serving, "BODY_S", 0.3)
     monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 1)
 
 

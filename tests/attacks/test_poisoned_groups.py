@@ -27,7 +27,7 @@ from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
-from flowtrain.types import FilterReason, Group, SamplingMask, Task
+from flowtrain.types import FilterReason, Group, SamplingMask, Task, ToolCall, ToolResult
 from tests.attacks.tally import Tally
 from tests.dataflow.fake_groups import TASKS, group, joined, lease, options, planner
 
@@ -76,6 +76,11 @@ def _with_rollout(whole: Group, **changes: Any) -> Group:
     return replace(whole, trajectories=(replace(first, **changes), *others))
 
 
+def _with_turn(whole: Group, **changes: Any) -> Group:
+    turn = whole.trajectories[0].turns[0]
+    return _with_rollout(whole, turns=(replace(turn, **changes),))
+
+
 IDS = (0, 1, 2, 3)
 HOLES: dict[str, Callable[[Group], Group]] = {
     "an id of -1": lambda g: _with_call(g, response_ids=(0, 1, 2, -1)),
@@ -102,6 +107,11 @@ HOLES: dict[str, Callable[[Group], Group]] = {
     "a mask of another length": lambda g: _with_call(g, sampling_mask=SamplingMask.of([(0,)])),
     "too many turns": lambda g: _with_rollout(g, turns=g.trajectories[0].turns * 50),
     "a branch of nobody": lambda g: _with_rollout(g, branch=_branch(g, parent=0)),
+    "tool calls without end": lambda g: _with_turn(g, tool_calls=(ToolCall("f", "{}"),) * 65),
+    "a tool's time that is no number": lambda g: _with_turn(
+        g, tool_calls=(ToolCall("f", "{}", ToolResult(seconds=math.nan)),)
+    ),
+    "reported parts that are no numbers": lambda g: _with_rollout(g, reported={"a": math.inf}),
     "time that is no number": lambda g: _with_rollout(g, seconds=math.nan),
     "another question by its name": lambda g: replace(
         g,

@@ -41,6 +41,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.wire import METHODS, Problem
 from flowtrain.types import UserError
+from flowtrain.utils import serving
 
 TOKEN = "a-token-of-the-tests"
 JOIN = pack(Join("n1", "a"))
@@ -215,7 +216,7 @@ def test_long_headers_are_refused(url: str) -> None:
 def test_a_body_that_comes_too_slowly_is_not_waited_for(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_BODY_S", 0.1)
+    monkeypatch.setattr(serving, "BODY_S", 0.1)
     status, body = raw(url, head("/v3/join", "Content-Length: 1000"), b"x")
     assert status == 408 and "slower than 64 KiB per second" in words(body)
 
@@ -223,8 +224,8 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(
 def test_a_long_body_has_the_time_that_its_length_takes(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "_BODY_S", 0.5)
-    monkeypatch.setattr(service_module, "SLOWEST", 1)
+    monkeypatch.setattr(serving, "BODY_S", 0.5)
+    monkeypatch.setattr(serving, "SLOWEST", 1)
 
     def parts() -> Iterator[bytes]:
         yield JOIN[:10]

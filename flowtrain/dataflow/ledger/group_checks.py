@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
+from flowtrain.agents.session import MAX_TOOL_CALLS
 from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Refused
@@ -103,12 +104,15 @@ class GroupLimits:
             low, high = self.config.reward.low, self.config.reward.high
             if trajectory.reward is None or not low <= trajectory.reward <= high:
                 return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
-            if problem := part_problem(trajectory.reward_parts):
-                return f"the reward: {problem}"
+            for parts in (trajectory.reward_parts, trajectory.reported):
+                if problem := part_problem(parts):
+                    return f"the reward: {problem}"
             sub_goals = trajectory.sub_goals
             is_missing = sub_goals is None and self.config.algorithm.name == "infoflow"
             if is_missing or not _is_share(sub_goals or 0.0):
                 return f"sub_goals is {sub_goals}, it must be from 0 to 1"
+        if any(len(turn.tool_calls) > MAX_TOOL_CALLS for turn in turns):
+            return f"a turn has more than {MAX_TOOL_CALLS} tool calls"
         durations = [trajectory.seconds, *(s for turn in turns for s in _seconds(turn))]
         if not all(isfinite(s) and s >= 0 for s in durations):
             return "a duration is negative or not finite"
@@ -168,5 +172,6 @@ def _is_share(value: float) -> bool:
 
 
 def _seconds(turn: Turn) -> tuple[float, ...]:
-    result = turn.result
-    return turn.seconds, turn.plan_s, result.seconds, result.wall_s, result.cpu_s
+    results = (turn.result, *(used.result for used in turn.tool_calls))
+    of_tools = [s for result in results for s in (result.seconds, result.wall_s, result.cpu_s)]
+    return turn.seconds, turn.plan_s, *of_tools

@@ -1,0 +1,370 @@
+"""Conversations whose token ids only grow, through a model's own chat template.
+
+The ids that a policy sampled are never decoded and encoded again. A later prompt is the earlier
+prompt, the sampled ids, and the ids of what the template writes after them: the end of the
+message where the sample lacks it, the new messages, and the beginning of the next reply. To find
+that text, the whole conversation is rendered with a placeholder for each sampled message. What
+stands between the placeholders must be what it was before, or else the template rewrites its
+history and `TemplateRewrites` is raised.
+
+Some templates take the thinking out of earlier replies. The later prompt is then a branch: of such
+a reply it has the sampled ids after the end of the thinking, and no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from flowtrain.engines.token_chat import ChatTokenizer
+
+Message = Mapping[str, Any]
+"""A message as OpenAI's chat completions have it: role, content, tool_calls, tool_call_id."""
+
+THINK_END = "</think>"
+_MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
+_ID = "0" * 9  # of a call: strict templates want nine letters or digits
+_USER: Message = {"role": "user", "content": f"{_MARK}user"}
+
+
+class TemplateRewrites(Exception):
+    """The chat template does not take these messages, or would change what stands before them."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, and what it can do."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        """Raises TemplateRewrites for one that does not show replies as they are."""
+        self._tokenizer = tokenizer
+        self.source = str(tokenizer.chat_template)
+        self.closing = self._closing()
+        """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
+
+    def render(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        reply: bool = True,
+    ) -> str:
+        """Render messages; with `reply` up to where the reply begins. Raises TemplateRewrites."""
+        options: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        plain = [_plain(message) for message in messages]
+        # A template is a program of the model's maker, which stops on messages that it cannot take.
+        try:
+            return self._tokenizer.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=reply, **options
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise TemplateRewrites(f"the chat template refuses the messages: {error}") from error
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with special tokens, for people."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def text_of(self, response_ids: Sequence[int], ended: bool = False) -> str:
+        """Decode a response without its end token (see `has_end`); other special tokens stay,
+        because they may open tool calls.
+        """
+        return self.decode(response_ids[:-1] if self.has_end(response_ids, ended) else response_ids)
+
+    def has_end(self, response_ids: Sequence[int], ended: bool = False) -> bool:
+        """Tell whether the last token of a response ends it: the template's token or the
+        tokenizer's, and any special one of a response of which it is known that it `ended`.
+        """
+        if not response_ids:
+            return False
+        last = response_ids[-1]
+        if last in (self._closing_id, getattr(self._tokenizer, "eos_token_id", None)):
+            return True
+        return ended and self._is_special(last)
+
+    @cached_property
+    def opening(self) -> str:
+        """The text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""
+        return self.render([_USER]).removeprefix(self.render([_USER], reply=False))
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """It describes tools to the model."""
+        function = {
+            "name": f"{_MARK}tool",
+            "description": "probe",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        return f"{_MARK}tool" in self._probe([_USER], [{"type": "function", "function": function}])
+
+    @cached_property
+    def takes_results(self) -> bool:
+        """It shows messages of the role "tool"."""
+        result = {"role": "tool", "name": "f", "content": f"{_MARK}result", "tool_call_id": _ID}
+        asks = {"role": "assistant", "content": "", "tool_calls": [_call("f", {})]}
+        return f"{_MARK}result" in self._probe([_USER, asks, result])
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """It shows a message of the role "system"."""
+        system = {"role": "system", "content": f"{_MARK}system"}
+        return f"{_MARK}system" in self._probe([system, _USER])
+
+    def gap_ids(self, text: str, has_end: bool) -> tuple[int, ...]:
+        """Encode what follows a response; the end of its message only where it lacks that."""
+        ids = self.encode(text)
+        return ids[1:] if has_end and ids and ids[0] == self._closing_id else ids
+
+    def without_thinking(self, response_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids after the thinking, as they were sampled. Raises TemplateRewrites."""
+        end = self.encode(THINK_END)
+        if len(end) != 1 or end[0] not in response_ids:
+            raise TemplateRewrites(
+                f"the chat template takes the thinking out of earlier replies, but {THINK_END!r} "
+                "is no single token, so the rest cannot be kept as it was sampled"
+            )
+        start = len(response_ids) - tuple(response_ids)[::-1].index(end[0])
+        texts = [self._tokenizer.decode([token]) for token in response_ids[start:]]
+        blank = next((n for n, text in enumerate(texts) if text.strip()), len(texts))
+        if texts[blank:] and texts[blank].startswith("\n"):
+            raise TemplateRewrites(
+                "the chat template takes the thinking out of earlier replies, but the first token "
+                "after it spans the end of a line, so the rest cannot be kept as it was sampled"
+            )
+        return tuple(response_ids[start + blank :])
+
+    @cached_property
+    def _closing_id(self) -> int | None:
+        """The token that ends a message; None where text alone follows a reply."""
+        ids = self.encode(self.closing)
+        return ids[0] if ids and self._is_special(ids[0]) else None
+
+    def _is_special(self, token: int) -> bool:
+        """Tell whether decoding can leave a token out."""
+        return not self._tokenizer.decode([token], skip_special_tokens=True)
+
+    def _closing(self) -> str:
+        reply = {"role": "assistant", "content": f"{_MARK}reply"}
+        _, found, after = self.render([_USER, reply], reply=False).rpartition(f"{_MARK}reply")
+        if not found:
+            raise TemplateRewrites("the chat template does not show what the assistant said")
+        return after
+
+    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            return self.render(messages, tools)
+        except TemplateRewrites:
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """What the template writes before a response, the beginning of the reply included."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """A message that was sampled."""
+
+    place: int
+    """Its number among the messages."""
+    ids: tuple[int, ...]
+    """As sampled; without the thinking once the template has taken that out."""
+    thinks: bool
+    """The ids hold the end of a thinking."""
+    has_end: bool
+    """The ids hold the end of the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages and their token ids. It never changes: what adds to it returns a new one, so that
+    several conversations can go on from one.
+
+    Example: c = Conversation.start(ChatTemplate(tokenizer), [{"role": "user", "content": "Hi"}])
+    c = c.add_response(ids, {"role": "assistant", "content": "Hello"}).add([...]); c.prompt_ids
+    """
+
+    template: ChatTemplate
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Definitions as OpenAI's chat completions have them, for the template."""
+    _gaps: tuple[_Gap, ...] = field(default=(), repr=False)
+    _responses: tuple[_Response, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def start(
+        cls,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Conversation:
+        """Begin with messages that nobody sampled here. Raises TemplateRewrites."""
+        text = template.render(messages, tools)
+        gap = _Gap(text, template.encode(text))
+        return cls(template, tuple(messages), tuple(tools), (gap,))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The ids up to where the reply begins."""
+        assert len(self._gaps) > len(self._responses), "a response is the last message"
+        ids: list[int] = list(self._gaps[0].ids)
+        for response, gap in zip(self._responses, self._gaps[1:], strict=True):
+            ids += response.ids
+            ids += gap.ids
+        return tuple(ids)
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, for people."""
+        return self.template.decode(self.prompt_ids)
+
+    def add_response(
+        self, response_ids: Sequence[int], message: Message, ended: bool = False
+    ) -> Conversation:
+        """Add the reply that was sampled after `prompt_ids`.
+
+        Args:
+            message: what was read from it; the template learns no more of it than whether it calls
+                tools.
+            ended: it was not cut, so that a special token at its end is the end of it.
+        """
+        assert len(self._gaps) > len(self._responses), "a response is the last message already"
+        thinks = THINK_END in self.template.decode(response_ids)
+        has_end = self.template.has_end(response_ids, ended)
+        response = _Response(len(self.messages), tuple(response_ids), thinks, has_end)
+        return replace(
+            self,
+            messages=(*self.messages, message),
+            _responses=(*self._responses, response),
+        )
+
+    def add(self, new_messages: Sequence[Message]) -> Conversation:
+        """Add messages that nobody sampled here, after a response. Raises TemplateRewrites."""
+        assert len(self._gaps) == len(self._responses), "there is no response to add them to"
+        template = self.template
+        messages = (*self.messages, *new_messages)
+        marks = [_Marks.of(messages, response.place) for response in self._responses]
+        shown = list(messages)
+        for response, mark in zip(self._responses, marks, strict=True):
+            shown[response.place] = mark.placeholder(
+                messages[response.place], response.thinks, with_calls=bool(template.closing)
+            )
+        text = template.render(shown, self.tools)
+        gaps: list[_Gap] = []
+        responses: list[_Response] = []
+        place = 0
+        has_end = False
+        for gap, response, mark in zip(self._gaps, self._responses, marks, strict=True):
+            slot = mark.find(text, place, template.closing)
+            if not text.startswith(gap.text.removesuffix(template.opening), place):
+                raise TemplateRewrites("the chat template changes what stands before a reply")
+            if response.thinks and not slot.has_thinking:
+                if slot.content < 0:
+                    raise TemplateRewrites("the chat template takes the thinking out of tool calls")
+                ids = template.without_thinking(response.ids)
+                response = replace(response, ids=ids, thinks=False)
+                new_text = text[place : slot.content]
+                gap = _Gap(new_text, template.gap_ids(new_text, has_end))
+            gaps.append(gap)
+            responses.append(response)
+            place, has_end = slot.end, response.has_end
+        gaps.append(_Gap(text[place:], template.gap_ids(text[place:], has_end)))
+        return replace(self, messages=messages, _gaps=tuple(gaps), _responses=tuple(responses))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The part of a rendered conversation that stands for a response."""
+
+    content: int
+    """Where the content begins; below 0 where the reply does not begin with it."""
+    end: int
+    """Where the template ends the message."""
+    has_thinking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Words that stand for the parts of a response; they occur in none of the messages."""
+
+    thinking: str
+    content: str
+    argument: str
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], place: int) -> _Marks:
+        text = json.dumps(messages, default=str)
+        own = f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}n{place}"
+        return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
+
+    def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
+        """Return a message of the same parts: a thinking, a content, and one call of a tool."""
+        thinking = f"<think>\n{self.thinking}\n{THINK_END}\n\n" if thinks else ""
+        shown = {"role": "assistant", "content": thinking + self.content}
+        calls = message.get("tool_calls") if with_calls else None
+        if not calls:
+            return shown
+        # One call alone, because some templates take no more.
+        first = calls[0]
+        call = _call(first["function"]["name"], {"text": self.argument}, first.get("id") or _ID)
+        return {**shown, "tool_calls": [call]}
+
+    def find(self, text: str, place: int, closing: str) -> _Slot:
+        """Find the response from `place` on. Raises TemplateRewrites."""
+        marks = (self.thinking, self.content, self.argument)
+        if max(text.count(mark) for mark in marks) > 1:
+            raise TemplateRewrites("the chat template repeats what the assistant said")
+        found = [text.find(mark, place) for mark in marks]
+        if max(found) < 0:
+            raise TemplateRewrites("the chat template leaves out what the assistant said")
+        last = max(start + len(mark) for start, mark in zip(found, marks, strict=True))
+        end = text.find(closing, last)
+        if end < 0:
+            raise TemplateRewrites("the chat template ends replies in more than one way")
+        thinking, content, argument = found
+        if 0 <= argument < content:
+            content = -1
+        return _Slot(content, end, thinking >= 0)
+
+
+def _call(name: str, arguments: Mapping[str, Any], call_id: str = _ID) -> dict[str, Any]:
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates read it: its content a text, the arguments of calls objects."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    plain["content"] = content or ""
+    if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)
+        return plain
+    plain["tool_calls"] = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+        for call in plain["tool_calls"]
+    ]
+    return plain
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call as an object, where their text is one."""
+    given = function.get("arguments", {})
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError):
+        return given

@@ -1,0 +1,1 @@
+"""Train a program that speaks to OpenAI's API: an endpoint before the policy's engine."""

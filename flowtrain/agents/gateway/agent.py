@@ -1,0 +1,186 @@
+"""The agent `gateway`: a program of somebody else's, trained token by token.
+
+The program knows nothing of training. It gets a task, the URL of an OpenAI-compatible endpoint and
+a key of its own for every rollout; what is sampled under the key is recorded in this process, where
+it is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from contextvars import ContextVar
+
+from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.conversation import ChatTemplate, TemplateRewrites
+from flowtrain.agents.deadlines import Cutoff, TurnsEnded
+from flowtrain.agents.gateway import shared
+from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.gateway.programs import Command, Function, Program, task_record
+from flowtrain.agents.gateway.recorder import Recorder
+from flowtrain.agents.gateway.rollout import Outcome, Rollout
+from flowtrain.agents.gateway.server import Gateway, new_key
+from flowtrain.agents.gateway.workers import Claim
+from flowtrain.agents.policy import check_prompt
+from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
+from flowtrain.agents.tool_calling import choose_format
+from flowtrain.config import Config
+from flowtrain.config.gateway import Gateway as Options
+from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.types import Task, Trajectory, UserError
+
+_claim: ContextVar[Claim] = ContextVar("_claim")
+"""That of the rollout that the running task makes, where workers solve tasks."""
+
+
+class GatewayAgent(SessionAgent):
+    """See `Agent`. The server starts with the first rollout."""
+
+    def __init__(self, context: AgentContext) -> None:
+        """Raises UserError for a program that is not there."""
+        super().__init__(context)
+        self._options = context.config.gateway
+        self._chat = _chat(context.config, context.policies["planner"].tokenizer)
+        self._program = _program(self._options)
+        self._gateway: Gateway | None = None
+        self._lock = threading.Lock()
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @staticmethod
+    def check(config: Config, tokenizer: ChatTokenizer) -> None:
+        """Raises UserError for a program that is not there, options that nothing would read, and a
+        chat template that does not show replies as they are.
+        """
+        for key in ("tools", "instructions"):
+            if given := getattr(config.agent, key):
+                raise UserError(
+                    f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
+                    "has its own"
+                )
+        check_prompt(config, tokenizer)
+        _chat(config, tokenizer)
+        if (program := _program(config.gateway)) is not None:
+            program.close()
+
+    @property
+    def gateway(self) -> Gateway:
+        """The server, which starts when it is first asked for."""
+        with self._lock:
+            if self._gateway is None:
+                self._gateway = shared.open_gateway(self._options)
+            return self._gateway
+
+    async def run(
+        self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
+    ) -> Trajectory:
+        """Wait for a place or a worker, and then begin the time of the rollout."""
+        if self._program is not None and not self._program.is_bounded:
+            return await super().run(task, seed, cutoff, start)
+        cutoff = cutoff or Cutoff()
+        is_late = Trajectory(task, (), "", seconds=0.0, seed=seed, truncated="straggler")
+        if self._program is not None:
+            place = self._places.setdefault(
+                asyncio.get_running_loop(), asyncio.Semaphore(self._options.max_programs)
+            )
+            try:
+                async with cutoff():
+                    await place.acquire()
+            except TurnsEnded:
+                return is_late
+            try:
+                return await super().run(task, seed, cutoff, start)
+            finally:
+                place.release()
+        claim = Claim()
+        with self.gateway.waiting.offered(claim):
+            try:
+                async with cutoff():
+                    await asyncio.shield(asyncio.wrap_future(claim.is_taken))
+            except TurnsEnded:
+                return is_late
+            _claim.set(claim)
+            return await super().run(task, seed, cutoff, start)
+
+    async def answer(self, session: Session) -> str:
+        gateway = self.gateway
+        recorder = Recorder(session, self._chat, self.context.config.agent.max_result_chars)
+        rollout = Rollout(
+            session,
+            recorder,
+            key=new_key(),
+            max_requests=self._options.max_requests,
+            is_strict=self._options.sampling == "strict",
+        )
+        with gateway.serving(rollout):
+            try:
+                outcome = await self._solve(rollout, gateway)
+            except RolloutEnded:
+                raise
+            except Exception:
+                # The program may have failed because of what it was answered.
+                if reason := rollout.ended or rollout.failure:
+                    raise reason from None
+                raise
+            finally:
+                await rollout.close()
+        if rollout.failure is not None:
+            raise rollout.failure
+        session.report(**outcome.reward)
+        session.answer_so_far = outcome.answer
+        if rollout.ended is not None and rollout.ended.reason != "prompt":
+            raise rollout.ended
+        return outcome.answer  # where a prompt was too long, the program has found another one
+
+    async def _solve(self, rollout: Rollout, gateway: Gateway) -> Outcome:
+        if self._program is None:
+            record = task_record(rollout.task, self._options.columns)
+            _claim.get().begin(rollout, record, self._options.public_url or gateway.base_url)
+            solving = asyncio.ensure_future(asyncio.shield(rollout.outcome))
+        else:
+            solving = asyncio.ensure_future(self._program.solve(rollout, gateway.base_url))
+        try:
+            await asyncio.wait({solving}, timeout=rollout.session.left_s())
+            if not solving.done():
+                raise RolloutEnded("time")
+            return solving.result()
+        finally:
+            solving.cancel()
+            await asyncio.wait({solving})
+
+    def close(self) -> None:
+        with self._lock:
+            gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            shared.release(gateway)
+        if self._program is not None:
+            self._program.close()
+
+
+def _program(options: Options) -> Program | None:
+    """Make the program; None where workers solve the tasks."""
+    if options.command:
+        return Command(options)
+    if options.function:
+        return Function(options)
+    if not os.environ.get(shared.WORKER_VARIABLE):
+        raise UserError(
+            "agent.name='gateway' needs gateway.command or gateway.function, or for workers "
+            f"elsewhere a token of theirs in the environment variable {shared.WORKER_VARIABLE}"
+        )
+    return None
+
+
+def _chat(config: Config, tokenizer: ChatTokenizer) -> Chat | None:
+    """Read the chat template; None where there is none, and texts alone can be completed."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        template = ChatTemplate(tokenizer)
+        return Chat(template, choose_format(config, template))
+    except TemplateRewrites as error:
+        key, path = config.path_of("planner")
+        raise UserError(f"{key}={path!r} does not go with agent.name='gateway': {error}") from None

@@ -1,0 +1,81 @@
+"""The messages of programs in the words of the policy's chat template.
+
+A template that knows neither tools nor a system message gets both in messages that it does know, in
+the same words as those of the agent `tools`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowtrain.agents.conversation import ChatTemplate, Conversation, Message
+from flowtrain.agents.tool_calling import result_text
+from flowtrain.agents.tool_formats import ToolFormat, WrittenCall
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """How the conversations of programs stand in prompts."""
+
+    template: ChatTemplate
+    format: ToolFormat
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Message]) -> Conversation:
+        """Begin a conversation. Raises TemplateRewrites."""
+        template = self.template
+        shown = self._shown(messages, messages)
+        described = "" if template.takes_tools or not tools else self.format.describe(tools)
+        system = [described] if described else []
+        if shown[0]["role"] == "system" and (described or not template.takes_system):
+            system.insert(0, shown.pop(0)["content"])
+        if text := "\n\n".join(filter(None, system)):
+            if template.takes_system or not shown or shown[0]["role"] != "user":
+                shown.insert(0, {"role": "system", "content": text})
+            else:
+                shown[0] = {**shown[0], "content": f"{text}\n\n{shown[0]['content']}"}
+        return Conversation.start(template, shown, () if described else tools)
+
+    def add(
+        self, conversation: Conversation, messages: Sequence[Message], num_known: int
+    ) -> Conversation:
+        """Go on with all but the first messages. Raises TemplateRewrites."""
+        return conversation.add(self._shown(messages[num_known:], messages))
+
+    def _shown(self, messages: Sequence[Message], whole: Sequence[Message]) -> list[Message]:
+        """Return messages that the template shows; `whole` tells which calls are answered."""
+        named = {
+            call["id"]: call["function"]["name"]
+            for message in whole
+            for call in message.get("tool_calls", ())
+        }
+        shown: list[Message] = []
+        texts: list[str] = []
+        knows_tools = self.template.takes_tools and self.template.takes_results
+        for message in messages:
+            name = named.get(message.get("tool_call_id", ""), "")
+            if knows_tools:
+                shown.append({"name": name, **message} if message["role"] == "tool" else message)
+                continue
+            if message["role"] == "tool":
+                texts.append(result_text(name, message["content"]))
+                continue
+            shown += _told(texts)
+            texts.clear()
+            shown.append(self._written(message))
+        return shown + _told(texts)
+
+    def _written(self, message: Message) -> Message:
+        """Write the calls of a message that nobody sampled here into its content."""
+        if not (asked := message.get("tool_calls")):
+            return message
+        calls = [
+            WrittenCall(call["function"]["name"], call["function"]["arguments"]) for call in asked
+        ]
+        text = "\n".join(filter(None, [message["content"], self.format.write(calls)]))
+        return {"role": "assistant", "content": text}
+
+
+def _told(texts: Sequence[str]) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": "\n\n".join(texts)}] if texts else []

@@ -1,0 +1,260 @@
+"""The programs that solve tasks through the gateway: commands, and functions of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flowtrain.agents.gateway.rollout import Outcome, Rollout
+from flowtrain.config.gateway import Gateway as Options
+from flowtrain.tools.blocking import BlockingPool
+from flowtrain.types import Task, UserError
+from flowtrain.utils import plugins
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import final_answer
+from flowtrain.utils.threads import LoopThread
+
+MAX_OUTPUT = 256 << 10
+"""Bytes of a command's output that are kept, the last ones."""
+MAX_LATE = 64
+"""Plain functions that may be late at a time: no thread can be ended from outside."""
+_MAX_ERROR = 200
+_CLOSE_S = 2.0
+
+
+class ProgramFailed(Exception):
+    """The program gave no answer."""
+
+
+class Program(Protocol):
+    """Solves one task through the gateway."""
+
+    is_bounded: bool
+    """So many of it run at a time as `gateway.max_programs` says."""
+
+    async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
+        """Return the outcome; when it is cancelled, nothing of the program goes on."""
+
+    def close(self) -> None: ...
+
+
+def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
+    """Return what programs in other processes see of a task. Raises UserError for a column that
+    its row does not have.
+    """
+    record: dict[str, Any] = {"id": task.id, "question": task.question}
+    if task.choices:
+        record["choices"] = list(task.choices)
+    extra = task.extra if columns else {}
+    for name in columns:
+        if name != "answers" and name not in extra:
+            raise UserError(f"gateway.columns={list(columns)}: task {task.id!r} has no {name!r}")
+        record[name] = list(task.answers) if name == "answers" else extra[name]
+    return record
+
+
+# ---- commands
+
+
+class Command:
+    """A command as a child process in a new folder, with few environment variables."""
+
+    is_bounded = True
+
+    def __init__(self, options: Options) -> None:
+        """Raises UserError for a program that is not there."""
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        words = [
+            str(Path(word).resolve()) if Path(word).is_file() else word for word in options.command
+        ]
+        if shutil.which(words[0], path=path) is None:
+            raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")
+        self._words = words
+        self._columns = options.columns
+        self._environment = {"PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
+        for name in options.environment:
+            if name not in os.environ:
+                raise UserError(f"gateway.environment: {name!r} is not set")
+            self._environment[name] = os.environ[name]
+
+    async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
+        with tempfile.TemporaryDirectory(
+            prefix="flowtrain-gateway-", ignore_cleanup_errors=True
+        ) as folder:
+            file = Path(folder) / "task.json"
+            file.write_text(json.dumps(task_record(rollout.task, self._columns)), encoding="utf-8")
+            environment = {
+                **self._environment,
+                "HOME": folder,
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": rollout.key,
+                "FLOWTRAIN_TASK": str(file),
+            }
+            code, output, errors = await self._run(folder, environment)
+        if code:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            last = _last_line(errors)[:_MAX_ERROR]
+            raise ProgramFailed(f"{self._words[0]}: {how}" + (f": {last}" if last else ""))
+        if rollout.outcome.done():
+            return rollout.outcome.result()
+        answer = final_answer(output)
+        return Outcome(answer if answer != output.strip() else _last_line(output))
+
+    async def _run(self, folder: str, environment: Mapping[str, str]) -> tuple[int, str, str]:
+        """Run the command; return its exit code and the ends of its output and its errors."""
+        async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *self._words,
+                    cwd=folder,
+                    env=environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output_end,
+                    stderr=errors_end,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(output_end)
+                os.close(errors_end)
+            reading = asyncio.gather(_tail(output), _tail(errors))
+            try:
+                code = await child.wait()
+                # What the command has left running may hold the pipes open.
+                _kill_group(child.pid)
+                return code, *(await reading)
+            finally:
+                _kill_group(child.pid)
+                reading.cancel()
+                await child.wait()
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@contextlib.asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """Open a pipe, whose end for the child is to be closed here. With pipes of asyncio's own the
+    end of a child waits for all that it has left running.
+    """
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: protocol, os.fdopen(read_end, "rb", buffering=0)
+    )
+    try:
+        yield reader, write_end
+    finally:
+        transport.close()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while part := await stream.read(MAX_OUTPUT):
+        kept = (kept + part)[-MAX_OUTPUT:]
+    return kept.decode(errors="replace")
+
+
+def _kill_group(pid: int) -> None:
+    """Kill the child with all that it has started, but for what has left its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+# ---- functions
+
+
+class Function:
+    """A function of this process: an async one on an event loop that all such calls share, so that
+    its clients live from step to step; a plain one in a thread.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Import the function. Raises UserError for one that is not there, or takes other
+        arguments.
+        """
+        origin = f"gateway.function={options.function!r}"
+        if not plugins.names_object(options.function):
+            raise UserError(f"{origin} must be {plugins.OBJECT}")
+        name, call = plugins.load_object(options.function, origin)
+        if not callable(call):
+            raise UserError(f"{origin}: {name!r} is a {type(call).__name__}, not a function")
+        with user_error(f"{origin} must take (task, base_url, api_key)", TypeError, ValueError):
+            inspect.signature(call).bind(None, base_url="", api_key="")
+        self._call: Callable[..., Any] = call
+        self._late: set[object] = set()
+        self._running: set[object] = set()
+        self._loop: LoopThread | None = None
+        if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
+            self._loop = LoopThread("gateway programs")
+        self.is_bounded = self._loop is None
+
+    async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
+        call = functools.partial(self._call, rollout.task, base_url=base_url, api_key=rollout.key)
+        if self._loop is not None:
+            deadline = time.monotonic() + rollout.session.left_s()
+            found = await self._loop.call(_guarded_async(call), deadline)
+        else:
+            found = await self._in_thread(call)
+        if rollout.outcome.done():
+            return rollout.outcome.result()
+        try:
+            return Outcome.of(found)
+        except ValueError as error:
+            raise ProgramFailed(str(error)) from None
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        """Call a plain function in a thread, which is lost where the function does not return."""
+        self._late.intersection_update(self._running)
+        if len(self._late) >= MAX_LATE:
+            raise ProgramFailed(f"{MAX_LATE} earlier calls have not returned yet")
+        token = object()
+        self._running.add(token)
+        pool = BlockingPool(1, "gateway program")
+        try:
+            return await pool.run(functools.partial(_guarded, call, self._running, token))
+        finally:
+            pool.close()
+            self._late.add(token)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close(_nothing, _CLOSE_S)
+
+
+def _guarded(call: Callable[[], Any], running: set[object], token: object) -> Any:
+    """Call a program, which may not end this process; it is in `running` until it returns."""
+    try:
+        return call()
+    except SystemExit as error:
+        raise ProgramFailed(f"it has called exit({error.code})") from error
+    finally:
+        running.discard(token)
+
+
+async def _guarded_async(call: Callable[[], Any]) -> Any:
+    try:
+        return await call()
+    except SystemExit as error:
+        raise ProgramFailed(f"it has called exit({error.code})") from error
+
+
+async def _nothing() -> None:
+    """There is nothing to close on the loop."""

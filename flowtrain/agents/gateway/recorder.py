@@ -1,0 +1,228 @@
+"""Join the requests of one rollout into conversations whose token ids only grow.
+
+A program sends the whole history with every request. What of it this rollout sampled is found by
+the longest recorded beginning, and stands in the prompt with the ids that were sampled, as the
+program may have changed no more than white space or the order of keys. Another history, or one that
+the chat template would rewrite, begins a conversation of its own, which is trained as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, cast
+
+from flowtrain.agents.conversation import Conversation, TemplateRewrites
+from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.gateway.protocol import (
+    AskedCall,
+    ChatRequest,
+    Message,
+    Options,
+    Refusal,
+    Reply,
+    TextRequest,
+)
+from flowtrain.agents.session import Session
+from flowtrain.tools.base import shorten
+from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
+from flowtrain.utils.seeds import derive_seed
+
+_ID_CHARS = 9
+"""Mistral's templates take no other length."""
+
+
+class Recorder:
+    """The conversations of one rollout; for the coroutines of its event loop."""
+
+    def __init__(
+        self,
+        session: Session,
+        chat: Chat | None,
+        max_result_chars: int,
+    ) -> None:
+        self._session = session
+        self._chat = chat
+        self._max_result_chars = max_result_chars
+        self._prompts: dict[bytes, Conversation] = {}
+        """By the digest of their messages, which end where a reply begins."""
+        self._answered: dict[bytes, Conversation] = {}
+        """Likewise, with the reply."""
+        self._texts: dict[str, tuple[int, ...]] = {}
+        """Ids of prompts of /completions with their responses, by both texts."""
+        self._unanswered: dict[str, tuple[Call, tuple[AskedCall, ...]]] = {}
+        """Calls of tools without a result yet, with all of their response, by id."""
+        self._num_replies = 0
+
+    async def chat(self, asked: ChatRequest) -> Reply:
+        """Sample the next message of a conversation. Raises Refusal and what the session raises."""
+        if (chat := self._chat) is None:
+            raise Refusal("the model has no chat template: ask /v1/completions", status=404)
+        path = _digests(asked.messages, asked.tools)
+        conversation = self._find(asked, path, chat)
+        self._prompts[path[-1]] = conversation
+        self._note_results(asked.messages)
+        call = await self._sample(conversation.prompt_ids, asked.options)
+        number = self._num_replies
+        self._num_replies += 1
+        text, calls = self._read(call, asked, chat, number)
+        reply = self._reply(call, asked.options, text, calls, number=number)
+        message = reply.message()
+        grown = conversation.add_response(call.response_ids, message, _is_whole(call))
+        self._answered[_extended(path[-1], message)] = grown
+        for each in calls:
+            self._unanswered[each.id] = (call, calls)
+        return reply
+
+    async def complete(self, asked: TextRequest) -> Reply:
+        """Sample what follows a text or ids."""
+        prompt_ids = self._text_ids(asked.prompt)
+        call = await self._sample(prompt_ids, asked.options)
+        number = self._num_replies
+        self._num_replies += 1
+        if isinstance(asked.prompt, str):
+            self._texts[asked.prompt + call.text] = call.prompt_ids + self._without_end(call)
+        text = _before_stop(call.text, asked.options.stop)
+        return self._reply(call, asked.options, text, (), number=number)
+
+    def finish(self) -> None:
+        """Record the calls of tools whose results no request has brought."""
+        while self._unanswered:
+            self._record_calls(next(iter(self._unanswered)), {})
+
+    def _find(self, asked: ChatRequest, path: Sequence[bytes], chat: Chat) -> Conversation:
+        """Return the conversation that the request goes on with, or begin one."""
+        if (found := self._prompts.get(path[-1])) is not None:
+            return found
+        for place in range(len(path) - 2, 0, -1):
+            if (before := self._answered.get(path[place])) is not None:
+                try:
+                    return chat.add(before, asked.messages, place)
+                except TemplateRewrites:
+                    break
+        try:
+            return chat.start(asked.messages, asked.tools)
+        except TemplateRewrites as error:
+            raise Refusal(str(error), param="messages") from None
+
+    async def _sample(self, prompt_ids: tuple[int, ...], options: Options) -> Call:
+        return await self._session.sample(
+            prompt_ids, max_new_tokens=options.max_new_tokens, stop_strings=options.stop
+        )
+
+    def _read(
+        self, call: Call, asked: ChatRequest, chat: Chat, number: int
+    ) -> tuple[str, tuple[AskedCall, ...]]:
+        """Return a response's text and calls of tools. One that is malformed is all text."""
+        if not asked.reads_calls:
+            return _before_stop(call.text, asked.options.stop), ()
+        whole = chat.template.text_of(call.response_ids, _is_whole(call))
+        content, written = chat.format.parse(_before_stop(whole, asked.options.stop))
+        if problem := next((each.problem for each in written if each.problem), ""):
+            self._session.record_malformed(call, problem)
+        if problem or not written:
+            return _before_stop(call.text, asked.options.stop), ()
+        calls = [
+            AskedCall(self._id(number, place), each.name, each.arguments)
+            for place, each in enumerate(written)
+        ]
+        return content.strip(), tuple(calls)
+
+    def _reply(
+        self,
+        call: Call,
+        options: Options,
+        text: str,
+        calls: tuple[AskedCall, ...],
+        *,
+        number: int,
+    ) -> Reply:
+        decode = self._session.policy.decode
+        tokens: tuple[tuple[str, float], ...] = ()
+        if options.logprobs:
+            pairs = zip(call.response_ids, call.logprobs, strict=True)
+            tokens = tuple((decode((token,)), logprob) for token, logprob in pairs)
+        return Reply(
+            id=f"chatcmpl-{self._id(number, -1)}",
+            text=text,
+            calls=calls,
+            finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
+            num_prompt_tokens=len(call.prompt_ids),
+            num_response_tokens=len(call.response_ids),
+            logprobs=tokens,
+        )
+
+    def _id(self, number: int, place: int) -> str:
+        """Name a call; the same rollout gives the same names, as they may be in its prompts."""
+        return f"{derive_seed(self._session.seed, 'call', number, place):016x}"[-_ID_CHARS:]
+
+    def _text_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            num_tokens = len(cast(Sized, self._session.policy.tokenizer))
+            if not all(0 <= token < num_tokens for token in prompt):
+                text = f"prompt holds an id that is none of the model's {num_tokens} tokens"
+                raise Refusal(text, param="prompt")
+            return prompt
+        known = max(filter(prompt.startswith, self._texts), key=len, default="")
+        return self._texts.get(known, ()) + self._session.policy.encode(prompt[len(known) :])
+
+    def _without_end(self, call: Call) -> tuple[int, ...]:
+        """Return a response without its end token, which the text that goes on does not have."""
+        ids = call.response_ids
+        is_ended = bool(ids) and not self._session.policy.decode(ids[-1:])
+        return ids[:-1] if is_ended else ids
+
+    def _note_results(self, messages: Sequence[Message]) -> None:
+        """Record the results of tools that ran in the program."""
+        results = {
+            message["tool_call_id"]: message["content"]
+            for message in messages
+            if message.get("tool_call_id") in self._unanswered
+        }
+        for named in results:
+            if named in self._unanswered:
+                self._record_calls(named, results)
+
+    def _record_calls(self, named: str, results: Mapping[str, str]) -> None:
+        """Record all calls of a response at once, so that they are in its order."""
+        call, calls = self._unanswered[named]
+        for each in calls:
+            del self._unanswered[each.id]
+            result = ToolResult(shorten(results.get(each.id, ""), self._max_result_chars))
+            self._session.record_tool(call, ToolCall(each.name, each.arguments, result, each.id))
+
+
+def _is_whole(call: Call) -> bool:
+    return call.finish_reason is FinishReason.STOP
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return a digest of the tools with the first 0, 1, ... of the messages."""
+    found = [hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()]
+    for message in messages:
+        found.append(_extended(found[-1], message))
+    return found
+
+
+def _extended(before: bytes, message: Message) -> bytes:
+    """Add a message to a digest, in a form that programs do not change when they send it back."""
+    calls = [
+        (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    named = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
+    identity = json.dumps([*named, message["content"].strip(), calls])
+    return hashlib.sha256(before + identity.encode()).digest()
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first stop string, whose tokens stay in the record."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=None)]

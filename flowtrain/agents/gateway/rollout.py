@@ -1,0 +1,265 @@
+"""One rollout behind the gateway: its key, what is asked under it, and how it ends.
+
+The rollout lives on the event loop that collects, the server on a loop of its own. All that is
+asked crosses over here, and nothing is left hanging when either of the two ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowtrain.agents.gateway.protocol import ChatRequest, Refusal, Reply, TextRequest
+from flowtrain.agents.gateway.recorder import Recorder
+from flowtrain.agents.session import RolloutEnded, Session
+from flowtrain.types import Task
+
+MAX_ANSWER = 1 << 20
+"""Characters of an answer."""
+MAX_PARTS = 32
+"""Parts of a reward, and"""
+MAX_PART_NAME = 64
+"""characters of a part's name."""
+_MAX_KEPT = 64
+"""Answers that are kept for retries."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a rollout as its program tells it."""
+
+    answer: str
+    reward: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward; {} where the program leaves that to others."""
+
+    @classmethod
+    def of(cls, found: object) -> Outcome:
+        """Read an answer, or {"answer": ..., "reward": number or parts by name}. Raises ValueError
+        for anything else.
+        """
+        if isinstance(found, Outcome):
+            return found
+        if not isinstance(found, Mapping):
+            return cls(_answer(found))
+        if unknown := [key for key in found if key not in ("answer", "reward")]:
+            raise ValueError(f"{str(unknown[0])[:100]!r} is neither answer nor reward")
+        reward = found.get("reward")
+        if reward is None:
+            return cls(_answer(found.get("answer", "")))
+        parts = reward if isinstance(reward, Mapping) else {"reward": reward}
+        return cls(_answer(found.get("answer", "")), _checked(parts))
+
+
+def _answer(found: object) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"the answer is a {type(found).__name__}, not a text")
+    if len(found) > MAX_ANSWER:
+        raise ValueError(f"the answer has more than {MAX_ANSWER} characters")
+    return found
+
+
+def _checked(parts: Mapping[Any, Any]) -> dict[str, float]:
+    if not 0 < len(parts) <= MAX_PARTS:
+        raise ValueError(f"a reward has 1 to {MAX_PARTS} parts")
+    for name, part in parts.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME:
+            raise ValueError(f"a part's name is a text of 1 to {MAX_PART_NAME} characters")
+        if not name.isprintable():
+            raise ValueError("a part's name has printable characters only")
+        is_number = isinstance(part, int | float) and not isinstance(part, bool)
+        if not is_number or not math.isfinite(part):
+            raise ValueError(f"the part {name!r} of the reward is no finite number")
+    return {name: float(part) for name, part in parts.items()}
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A response that is sampled or was, for all requests that ask for it."""
+
+    task: asyncio.Task[Reply]
+    num_waiting: int = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """It has no response and will have none."""
+        if not self.task.done():
+            return self.task.cancelling() > 0
+        return self.task.cancelled() or self.task.exception() is not None
+
+
+class Rollout:
+    """A rollout whose program works."""
+
+    def __init__(
+        self,
+        session: Session,
+        recorder: Recorder,
+        *,
+        key: str,
+        max_requests: int,
+        is_strict: bool = False,
+    ) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.key = key
+        self.num_requests = 0
+        """Requests that the server reads or answers; its own count."""
+        self.max_requests = max_requests
+        self.is_strict = is_strict
+        self.ended: RolloutEnded | None = None
+        """The limit that a request has met."""
+        self.failure: Exception | None = None
+        """What went wrong here, and not in the program."""
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        """As the program has told it by /rollouts/done."""
+        self._loop = asyncio.get_running_loop()
+        self._attempts: dict[bytes, _Attempt] = {}
+        self._lock = threading.Lock()
+        self._under_way: set[Future[Any]] = set()
+        self._is_over = False
+
+    @property
+    def task(self) -> Task:
+        return self.session.task
+
+    def check(self, asked: ChatRequest | TextRequest) -> None:
+        """Raise Refusal for sampling that training would take for another, where that is asked."""
+        if not self.is_strict:
+            return
+        policy, options = self.session.policy, asked.options
+        for name in ("temperature", "top_p"):
+            given, own = getattr(options, name), getattr(policy, name)
+            if given is not None and given != own:
+                raise Refusal(
+                    f"{name}={given:g} is not what is trained (gateway.sampling='strict'): leave "
+                    f"it out, or say {own:g}",
+                    param=name,
+                    code="unsupported_value",
+                )
+
+    async def ask(
+        self, asked: ChatRequest | TextRequest, body: bytes, *, retry_of: bytes | None
+    ) -> Reply:
+        """Answer a request; from any event loop.
+
+        A request that is cancelled is not recorded, unless its response was sampled already or a
+        retry waits for it, too.
+
+        Args:
+            retry_of: the request may have been made before; under this key, or with the same body
+                where it is empty.
+        """
+        return await self._cross(self._answer(asked, body, retry_of))
+
+    async def end_with(self, outcome: Outcome) -> None:
+        """Take the outcome; from any event loop. Raises Refusal for a second one."""
+        await self._cross(self._take(outcome))
+
+    async def close(self) -> None:
+        """Take no more requests, and end those under way."""
+        with self._lock:
+            self._is_over = True
+            under_way = tuple(self._under_way)
+        for future in under_way:
+            future.cancel()
+        tasks = [attempt.task for attempt in self._attempts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.recorder.finish()
+
+    async def _cross(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do work on the rollout's own loop."""
+        with self._lock:
+            if self._is_over:
+                work.close()
+                raise over()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._under_way.add(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise over() from None
+            raise
+        finally:
+            with self._lock:
+                self._under_way.discard(future)
+
+    async def _take(self, outcome: Outcome) -> None:
+        if self._is_over:
+            raise over()
+        if self.outcome.done():
+            raise Refusal("the outcome of this rollout is known already", status=409)
+        self.outcome.set_result(outcome)
+
+    async def _answer(
+        self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
+    ) -> Reply:
+        if self._is_over:
+            raise over()
+        attempt = self._attempt(asked, body, retry_of)
+        attempt.num_waiting += 1
+        try:
+            return await asyncio.shield(attempt.task)
+        finally:
+            attempt.num_waiting -= 1
+            if not attempt.num_waiting and not attempt.task.done():
+                attempt.task.cancel()
+
+    def _attempt(
+        self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
+    ) -> _Attempt:
+        """Return the attempt that a retry repeats, or a new one."""
+        digest = hashlib.sha256(body).digest()
+        name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
+        before = None if retry_of is None else self._attempts.get(name)
+        if before is not None and not before.is_lost:
+            return before
+        attempt = _Attempt(asyncio.get_running_loop().create_task(self._sample(asked)))
+        self._attempts.pop(name, None)  # so that it counts as the youngest
+        self._attempts[name] = attempt
+        done = [key for key, each in self._attempts.items() if each.task.done()]
+        for key in done[: max(0, len(self._attempts) - _MAX_KEPT)]:
+            del self._attempts[key]
+        return attempt
+
+    async def _sample(self, asked: ChatRequest | TextRequest) -> Reply:
+        try:
+            if isinstance(asked, ChatRequest):
+                return await self.recorder.chat(asked)
+            return await self.recorder.complete(asked)
+        except RolloutEnded as ended:
+            self.ended = self.ended or ended
+            raise _refusal(ended) from None
+        except Refusal:
+            raise
+        # Whatever the engine or a template raises ends this rollout, and not the server.
+        except Exception as error:
+            self.failure = self.failure or error
+            _log.debug("a request failed", exc_info=error)
+            text = f"the policy failed: {type(error).__name__}"
+            raise Refusal(text, status=500, code="policy_failed") from error
+
+
+def over() -> Refusal:
+    return Refusal("the rollout has ended, and this key with it", status=410, code="rollout_ended")
+
+
+def _refusal(ended: RolloutEnded) -> Refusal:
+    if ended.reason == "prompt":
+        return Refusal(
+            "the messages and the response do not fit into the model's positions",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    what = {"turns": "all turns are used up (agent.max_turns)"}.get(ended.reason, "time is up")
+    return Refusal(f"the rollout has ended: {what}", status=410, code="rollout_ended")

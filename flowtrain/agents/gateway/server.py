@@ -1,0 +1,240 @@
+"""The endpoint: requests of programs under the keys of their rollouts, and rollouts for workers.
+
+It runs on a thread with an event loop of its own, from the first rollout until it is closed. The
+responses of the policy are sampled where the rollouts live (rollout.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flowtrain.agents.gateway import protocol
+from flowtrain.agents.gateway.protocol import Refusal
+from flowtrain.agents.gateway.rollout import Outcome, Rollout, over
+from flowtrain.agents.gateway.workers import Waiting
+from flowtrain.utils import serving
+from flowtrain.utils.tokens import Access
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+PREFIX = "/v1"
+MAX_BODY = 16 << 20
+"""Bytes of a request."""
+_NUM_ENDED = 4096
+"""Keys of rollouts that have ended that are remembered, to be told apart from wrong ones."""
+_END_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """An ASGI application, and the thread that serves it."""
+
+    def __init__(self, host: str, port: int, worker_token: str = "") -> None:
+        """Serve at once; port 0 is any free one. Workers show a token; where it is empty there are
+        none. Raises UserError for an address that cannot be had, or a bad token.
+        """
+        serving.require("starlette.requests", "starlette.responses")
+        protocol.require()
+        from flowtrain.utils.connections import allow_files
+
+        allow_files()
+        self._access = Access(worker_token) if worker_token else None
+        self._rollouts: dict[bytes, Rollout] = {}
+        self._ended: dict[bytes, None] = {}
+        self._lock = threading.Lock()
+        self._server, self._listener = serving.make_server(self, host, port)
+        self.base_url = serving.address(self._listener) + PREFIX
+        self.waiting = Waiting()
+        self._thread = threading.Thread(
+            target=self._server.run,
+            kwargs={"sockets": [self._listener]},
+            name="gateway",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def serving(self, rollout: Rollout) -> Iterator[None]:
+        """Let requests in under the rollout's key inside the block."""
+        digest = _digest(rollout.key)
+        with self._lock:
+            self._rollouts[digest] = rollout
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._rollouts[digest]
+                self._ended[digest] = None
+                if len(self._ended) > _NUM_ENDED:
+                    del self._ended[next(iter(self._ended))]
+
+    def close(self) -> None:
+        """End the server; requests under way have a few seconds. May be called twice."""
+        self._server.should_exit = True
+        self._thread.join(_END_S)
+        self._listener.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import Request
+        from starlette.responses import Response
+
+        assert scope["type"] == "http", "the server is run without lifespan and websockets"
+        try:
+            response = await self._route(Request(scope, receive))
+        except serving.Rejected as rejected:
+            refusal = Refusal(str(rejected), status=rejected.status)
+            response = Response(refusal.body(), refusal.status, media_type="application/json")
+        except Refusal as refusal:
+            response = Response(refusal.body(), refusal.status, refusal.headers, "application/json")
+        await response(scope, receive, send)
+
+    async def _route(self, request: Request) -> Response:
+        path: str = request.scope["path"].removeprefix(PREFIX)
+        methods = {"/models": "GET", "/rollouts": "GET"}
+        if path not in (*methods, *_POSTS):
+            raise Refusal("there is no such path", status=404)
+        if request.method != methods.get(path, "POST"):
+            raise Refusal("the path is asked otherwise", status=405)
+        if path in ("/rollouts", "/rollouts/next"):
+            self._check_worker(request)
+            return await self._work(request, path)
+        rollout = self._rollout(request)
+        if path == "/models":
+            return _json(protocol.models_body(list(rollout.session.policies)))
+        if rollout.num_requests >= rollout.max_requests:
+            text = f"more than gateway.max_requests={rollout.max_requests} requests at a time"
+            headers = {"Retry-After": "1"}
+            raise Refusal(text, status=429, code="rate_limit_exceeded", headers=headers)
+        rollout.num_requests += 1
+        try:
+            return await self._answer(request, path, rollout)
+        finally:
+            rollout.num_requests -= 1
+
+    def _rollout(self, request: Request) -> Rollout:
+        """Return the rollout of the key. What is looked up is a digest, so that the time that it
+        takes tells nothing about keys.
+        """
+        digest = _digest(_bearer(request))
+        with self._lock:
+            rollout, is_over = self._rollouts.get(digest), digest in self._ended
+        if rollout is not None:
+            request.scope["admit"]()
+            return rollout
+        if is_over:
+            raise over()
+        raise Refusal("the key is missing or wrong", status=401, code="invalid_api_key")
+
+    async def _answer(self, request: Request, path: str, rollout: Rollout) -> Response:
+        body = await serving.read_body(request, MAX_BODY)
+        if path == "/rollouts/done":
+            try:
+                outcome = Outcome.of(_object(body))
+            except ValueError as error:
+                raise Refusal(str(error)) from None
+            await rollout.end_with(outcome)
+            return _json(b"{}")
+        asked: Any = _POSTS[path][0](body)
+        rollout.check(asked)
+        retry_of = _retry_of(request)
+        reply = await _while_connected(request, rollout.ask(asked, body, retry_of=retry_of))
+        media = "text/event-stream" if asked.options.stream else "application/json"
+        return _response(_POSTS[path][1](asked.options, reply), media)
+
+    def _check_worker(self, request: Request) -> None:
+        authorization = request.headers.get("authorization", "")
+        if self._access is None or self._access.caller(authorization) is None:
+            raise Refusal("the token is missing or wrong", status=401, code="invalid_api_key")
+        request.scope["admit"]()
+
+    async def _work(self, request: Request, path: str) -> Response:
+        if path == "/rollouts":
+            counts = {"waiting": len(self.waiting), "under_way": len(self._rollouts)}
+            return _json(json.dumps(counts).encode())
+        body = await serving.read_body(request, MAX_BODY)
+        wait_s = _object(body or b"{}").get("wait_s", 0.0)
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s >= 0:
+            raise Refusal("wait_s must be a number of seconds", param="wait_s")
+        is_ending = request.scope["is_ending"]
+        offer = await _while_connected(request, self.waiting.next(wait_s, is_ending))
+        return _json(b"{}" if offer is None else offer)
+
+
+_POSTS: dict[str, Any] = {
+    "/chat/completions": (protocol.read_chat, protocol.chat_body),
+    "/completions": (protocol.read_text, protocol.text_body),
+    "/rollouts/next": None,
+    "/rollouts/done": None,
+}
+"""What reads the requests of a path, and what writes the answers."""
+
+
+def new_key() -> str:
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return str(key.strip()) if scheme.lower() == "bearer" else ""
+
+
+def _retry_of(request: Request) -> bytes | None:
+    """Return what names the request among earlier ones; None where it is none of them again."""
+    if key := request.headers.get("idempotency-key", ""):
+        return str(key).encode()
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return b"" if count.isdecimal() and count.strip("0") else None
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do work, and cancel it when the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refusal("the client has left", status=499)
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    # RecursionError: brackets nested too deep.
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Refusal("the request must be a JSON object")
+    return found
+
+
+def _json(body: bytes) -> Response:
+    return _response(body, "application/json")
+
+
+def _response(body: bytes, media_type: str) -> Response:
+    from starlette.responses import Response
+
+    return Response(body, media_type=media_type)

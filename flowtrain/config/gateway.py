@@ -1,0 +1,49 @@
+"""Options of the endpoint behind which programs of others are trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from flowtrain.config.section import Section
+
+
+class Gateway(Section):
+    command: tuple[str, ...] = ()
+    """agent.name = "gateway": the words of a command that solves one task, ["python",
+    "my_program.py"], run in a new folder for every rollout; words that name a file keep naming it
+    """
+    function: str = ""
+    """a function of this process instead, my_program.py:solve, called as solve(task, base_url=...,
+    api_key=...); with neither of the two, workers elsewhere ask for rollouts
+    (docs/agents/gateway.md)"""
+    host: str = "127.0.0.1"
+    """address to listen at; others than this machine's own need TLS in front"""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free one; else the process of local rank r listens at port + r"""
+    public_url: str = ""
+    """base URL that workers on other machines use, /v1 included; empty: that of host and port"""
+    sampling: Literal["ours", "strict"] = "ours"
+    """ours: temperature, top_p and seed of a program's requests are ignored; strict: requests whose
+    temperature or top_p differ from those that are trained are refused"""
+    max_programs: PositiveInt = 64
+    """commands or plain functions that run at a time, per rank; other rollouts wait, at no cost of
+    their time"""
+    max_requests: PositiveInt = 32
+    """requests of one rollout under way at a time; further ones are answered 429"""
+    environment: tuple[str, ...] = ()
+    """environment variables that a command gets besides PATH, HOME, LANG and those of the rollout
+    """
+    columns: tuple[str, ...] = ()
+    """columns of a task's row that commands and workers get besides id, question and choices;
+    "answers" gives the accepted answers, which the policy may then come to see"""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Gateway:
+        if self.command and self.function:
+            raise ValueError(
+                f"gateway.command={list(self.command)} and gateway.function={self.function!r}: "
+                "one program is trained at a time"
+            )
+        return self

@@ -1,0 +1,211 @@
+"""What is trained is what the engine read and sampled, id for id, whatever programs do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from chat_templates import TEMPLATES
+from gateway_runs import SEARCH, TASK, logging_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.agents.base import AgentContext
+from flowtrain.agents.conversation import ChatTemplate
+from flowtrain.agents.gateway import protocol
+from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.gateway.recorder import Recorder
+from flowtrain.agents.policy import Policy
+from flowtrain.agents.session import Session
+from flowtrain.agents.tool_formats import FORMATS
+from flowtrain.config import Config
+
+FORMAT_OF = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "llama3", "mistral": "mistral"}
+
+
+class Program:
+    """A recorder for requests that are made directly, and the histories of a program."""
+
+    def __init__(self, style: str = "qwen2.5", *replies: str) -> None:
+        self.engine = logging_engine(*replies, style=style)
+        config = Config.model_validate({"agent": {"name": "gateway", "max_turns": 1000}})
+        policy = Policy(self.engine, self.engine.tokenizer, 300, 1.0, request_timeout_s=20.0)
+        context = AgentContext(config, {"planner": policy}, {}, {}, 1000)
+        self.session = Session(TASK, 0, context)
+        tool_format = FORMATS[FORMAT_OF.get(style, "xml")]
+        chat = Chat(ChatTemplate(self.engine.tokenizer), tool_format)
+        self.recorder = Recorder(self.session, chat, 1000)
+
+    async def ask(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
+        """The message of the response, as OpenAI's JSON has it."""
+        body = {"model": "x", "messages": list(messages), **options}
+        asked = protocol.read_chat(json.dumps(body).encode())
+        reply = await self.recorder.chat(asked)
+        message: dict[str, Any] = json.loads(protocol.chat_body(asked.options, reply))["choices"][
+            0
+        ]["message"]
+        return message
+
+    def check(self) -> None:
+        """Each call that is recorded has the ids of the engine's log, in the log's order."""
+        calls = [turn.calls["planner"] for turn in self.session.turns]
+        assert [_digest(call.prompt_ids, call.response_ids) for call in calls] == [
+            _digest(*each) for each in self.engine.log
+        ]
+
+
+def _digest(*ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps([list(each) for each in ids]).encode()).hexdigest()
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+texts = st.text(st.sampled_from('ab \n{}<>"é中'), max_size=12)
+replies = st.one_of(
+    texts,
+    texts.map(
+        lambda text: (
+            "<tool_call>\n"
+            + json.dumps({"name": "search", "arguments": {"query": text}})
+            + "\n</tool_call>"
+        )
+    ),
+)
+steps = st.lists(
+    st.tuples(st.integers(0, 7), st.sampled_from(["go on", "again", "rewrite", "new"]), replies),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=steps)
+def test_random_histories_are_recorded_as_they_were_sampled(
+    steps: list[tuple[int, str, str]],
+) -> None:
+    """A program keeps several histories, goes on with any, asks twice, and rewrites what was said.
+    Where it goes on with a reply as it was, the prompt begins with what was read and sampled.
+    """
+    program = Program()
+    histories: list[tuple[list[Any], tuple[int, ...]]] = [([user("Hi")], ())]
+
+    async def run() -> None:
+        for choice, how, reply in steps:
+            messages, begun = histories[choice % len(histories)]
+            if how == "new":
+                messages, begun = [user(f"question {choice}")], ()
+            elif messages[-1]["role"] == "assistant":
+                if how == "rewrite":
+                    changed = {"role": "assistant", "content": "changed here"}
+                    messages, begun = [*messages[:-1], changed], ()
+                calls = messages[-1].get("tool_calls") or []
+                results = [
+                    {"role": "tool", "tool_call_id": call["id"], "content": "1284"}
+                    for call in calls
+                ]
+                messages = [*messages, *(results or [user("And?")])]
+            program.engine.replies.append(reply)
+            message = await program.ask(messages, tools=[SEARCH])
+            prompt, said = program.engine.log[-1]
+            assert prompt[: len(begun)] == begun
+            if how == "again":
+                program.engine.replies.append(reply)
+                await program.ask(messages, tools=[SEARCH])
+                assert program.engine.log[-1][0] == prompt
+                prompt, said = program.engine.log[-1]
+            histories.append(([*messages, message], prompt + said))
+
+    asyncio.run(run())
+    program.check()
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_the_prompt_grows_in_every_style(style: str) -> None:
+    program = Program(style, "It is 1284.", "Yes.", "Sure.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("What is the area of Chad?")]
+        for _ in range(3):
+            messages += [await program.ask(messages), user("Are you sure?")]
+
+    asyncio.run(run())
+    program.check()
+    for (prompt, said), (later, _) in zip(program.engine.log, program.engine.log[1:], strict=False):
+        assert later[: len(prompt) + len(said)] == prompt + said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda message: {**message, "content": f"  {message['content']}\n"},
+        lambda message: {**message, "content": [{"type": "text", "text": message["content"]}]},
+        lambda message: {"role": "assistant", "content": message["content"]},
+        lambda message: {**message, "annotations": None, "audio": None},
+    ],
+)
+def test_a_reply_is_known_again_in_other_clothes(change: Any) -> None:
+    program = Program("qwen2.5", "It is 1284.", "Yes.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        message = await program.ask(messages)
+        await program.ask([*messages, change(message), user("Sure?")])
+
+    asyncio.run(run())
+    program.check()
+    (prompt, said), (later, _) = program.engine.log
+    assert later[: len(prompt) + len(said)] == prompt + said
+
+
+def test_other_tools_begin_another_conversation() -> None:
+    program = Program("qwen2.5", "It is 1284.", "Yes.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        message = await program.ask(messages)
+        await program.ask([*messages, message, user("Sure?")], tools=[SEARCH])
+
+    asyncio.run(run())
+    program.check()
+    assert "search" in program.engine.tokenizer.decode(program.engine.log[1][0])
+
+
+def test_a_history_that_the_template_would_rewrite_begins_anew() -> None:
+    """Qwen 3 takes thinking out of earlier replies; where that cannot be done to the ids, the whole
+    is read as text.
+    """
+    program = Program("qwen3", "<think>\nI think\n</think>\n\nIt is 1284.", "Yes.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        message = await program.ask(messages)
+        await program.ask([*messages, message, user("Sure?")])
+
+    asyncio.run(run())
+    program.check()
+    second = program.engine.tokenizer.decode(program.engine.log[1][0])
+    assert "I think" not in second and "It is 1284." in second
+
+
+def test_parallel_requests_of_a_rollout_stay_apart() -> None:
+    together = asyncio.Barrier(4)
+    program = Program()
+    program.engine.wait = together.wait
+    program.engine.reply = lambda prompt: prompt.rsplit("number ", 1)[1][0]
+
+    async def run() -> None:
+        histories: list[list[Any]] = [[user(f"number {n}")] for n in range(4)]
+        for _ in range(3):
+            said = await asyncio.gather(*map(program.ask, histories))
+            assert [each["content"] for each in said] == ["0", "1", "2", "3"]
+            for number, (history, message) in enumerate(zip(histories, said, strict=True)):
+                history += [message, user(f"number {number}")]
+
+    asyncio.run(run())
+    program.check()

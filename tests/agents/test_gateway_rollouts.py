@@ -1,0 +1,457 @@
+"""Keys, retries, clients that leave, limits, and the ends of rollouts behind the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from gateway_runs import TASK, calls_of, function_agent, logging_engine, make_agent, roll_out
+
+from flowtrain.agents.deadlines import Cutoff
+from flowtrain.agents.gateway import agent as agent_module
+from flowtrain.agents.gateway.agent import GatewayAgent
+from flowtrain.agents.gateway.rollout import Outcome
+from flowtrain.engines.protocol import EngineError
+from flowtrain.types import Trajectory, UserError
+
+HI = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class InProcess:
+    """A program of the test itself, in place of a file's."""
+
+    is_bounded = False
+
+    def __init__(self, solve: Callable[[httpx2.AsyncClient], Any]) -> None:
+        self.solve_with = solve
+        self.key = self.base_url = ""
+
+    async def solve(self, rollout: Any, base_url: str) -> Outcome:
+        self.key, self.base_url = rollout.key, base_url
+        async with client_of(base_url, rollout.key) as client:
+            return Outcome.of(await self.solve_with(client))
+
+    def close(self) -> None: ...
+
+
+def client_of(base_url: str, key: str) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        base_url=base_url, headers={"Authorization": f"Bearer {key}"}, timeout=10
+    )
+
+
+def solving(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, solve: Any, **options: Any
+) -> tuple[GatewayAgent, InProcess]:
+    """An agent whose program is a coroutine function of an HTTP client."""
+    program = InProcess(solve)
+    monkeypatch.setattr(agent_module, "_program", lambda options: program)
+    return make_agent(engine, **options), program
+
+
+def solved(monkeypatch: pytest.MonkeyPatch, engine: Any, solve: Any, **options: Any) -> Trajectory:
+    agent, _ = solving(monkeypatch, engine, solve, **options)
+    try:
+        return roll_out(agent)
+    finally:
+        agent.close()
+
+
+async def post(client: httpx2.AsyncClient, body: dict[str, Any], **headers: str) -> httpx2.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await client.post("/chat/completions", json=body, headers=named)
+
+
+def said(response: httpx2.Response) -> str:
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["message"]["content"]
+    return text
+
+
+# ---- retries
+
+
+@pytest.mark.parametrize("name", ["x_stainless_retry_count", "idempotency_key"])
+def test_a_retry_gets_the_recorded_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    first = {} if name == "x_stainless_retry_count" else {name: "1"}
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        before = await post(client, HI, **first)
+        again = await post(client, HI, **{name: "1"})
+        assert before.content == again.content
+        return said(again)
+
+    trajectory = solved(monkeypatch, logging_engine("one", "two"), solve)
+    assert trajectory.error == "" and trajectory.answer == "one" and len(trajectory.turns) == 1
+
+
+def test_a_retry_joins_the_request_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_wait = asyncio.Event()
+    engine = logging_engine("one", "two", wait=both_wait.wait)
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        first = asyncio.create_task(post(client, HI))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        again = asyncio.create_task(post(client, HI, x_stainless_retry_count="1"))
+        rollout = next(iter(agent.gateway._rollouts.values()))
+        while rollout.num_requests < 2:
+            await asyncio.sleep(0)
+        first.cancel()
+        while rollout.num_requests > 1:
+            await asyncio.sleep(0)
+        both_wait.set()
+        return said(await again)
+
+    agent, _ = solving(monkeypatch, engine, solve)
+    trajectory = roll_out(agent)
+    agent.close()
+    assert trajectory.error == "" and trajectory.answer == "one" and len(trajectory.turns) == 1
+    assert engine.num_cancelled == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (HI, {}),
+        (HI, {"x_stainless_retry_count": "0"}),
+        (HI, {"idempotency_key": "other"}),
+        ({**HI, "max_tokens": 9}, {"x_stainless_retry_count": "1"}),
+        ({**HI, "max_tokens": 9}, {"idempotency_key": "1"}),
+    ],
+)
+def test_what_is_no_retry_is_sampled_anew(
+    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    async def solve(client: httpx2.AsyncClient) -> str:
+        await post(client, HI, idempotency_key="1")
+        return said(await post(client, body, **headers))
+
+    trajectory = solved(monkeypatch, logging_engine("one", "two"), solve)
+    assert trajectory.answer == "two" and len(trajectory.turns) == 2
+
+
+# ---- clients that leave
+
+
+def test_a_client_that_leaves_cancels_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = asyncio.Event()
+    engine = logging_engine("one", wait=go_on.wait)
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        request = asyncio.create_task(post(client, HI))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        request.cancel()
+        while not engine.num_cancelled:
+            await asyncio.sleep(0)
+        go_on.set()
+        return said(await post(client, HI, x_stainless_retry_count="1"))
+
+    trajectory = solved(monkeypatch, engine, solve)
+    assert trajectory.error == "" and trajectory.answer == "one"
+    assert calls_of(trajectory) == engine.log and len(engine.log) == 1
+
+
+# ---- keys and limits
+
+
+def test_a_wrong_key_is_401_and_one_of_the_past_410(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = []
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        for key in ("wrong", "\xe9"):
+            bad = {"Authorization": f"Bearer {key}".encode("latin-1")}
+            response = await client.post("/chat/completions", json=HI, headers=bad)
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            statuses.append(response.status_code)
+        return said(await post(client, HI))
+
+    agent, program = solving(monkeypatch, logging_engine("one"), solve)
+    trajectory = roll_out(agent)
+    assert (trajectory.answer, trajectory.error) == ("one", "")
+
+    async def late() -> httpx2.Response:
+        async with client_of(program.base_url, program.key) as client:
+            return await post(client, HI)
+
+    response = asyncio.run(late())
+    agent.close()
+    assert statuses == [401, 401]
+    assert response.status_code == 410 and response.headers["x-should-retry"] == "false"
+
+
+def test_the_keys_of_two_rollouts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        keys.append(client.headers["authorization"])
+        return said(await post(client, HI))
+
+    agent, _ = solving(monkeypatch, logging_engine("one", "two"), solve)
+
+    async def both() -> list[Trajectory]:
+        return await asyncio.gather(agent.run(TASK, 0), agent.run(TASK, 1))
+
+    found = asyncio.run(both())
+    agent.close()
+    assert len(set(keys)) == 2 and [len(each.turns) for each in found] == [1, 1]
+
+
+def test_too_many_requests_at_a_time_are_429(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = asyncio.Event()
+    engine = logging_engine("one", wait=go_on.wait)
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        first = asyncio.create_task(post(client, HI))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        second = await post(client, HI)
+        assert second.status_code == 429 and second.headers["retry-after"] == "1"
+        go_on.set()
+        return said(await first)
+
+    assert solved(monkeypatch, engine, solve, max_requests=1).answer == "one"
+
+
+def test_beyond_the_turns_the_program_may_still_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def solve(client: httpx2.AsyncClient) -> str:
+        await post(client, HI)
+        response = await post(client, HI)
+        assert response.status_code == 410
+        return str(response.json()["error"]["message"])
+
+    trajectory = solved(monkeypatch, logging_engine("one"), solve, agent={"max_turns": 1})
+    assert trajectory.truncated == "turns" and "agent.max_turns" in trajectory.answer
+    assert trajectory.error == "" and len(trajectory.turns) == 1
+
+
+def test_a_program_that_fails_at_the_limit_is_cut_and_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def solve(client: httpx2.AsyncClient) -> str:
+        await post(client, HI)
+        return said(await post(client, HI))
+
+    trajectory = solved(monkeypatch, logging_engine("one"), solve, agent={"max_turns": 1})
+    assert (trajectory.truncated, trajectory.answer, trajectory.error) == ("turns", "", "")
+
+
+def test_a_prompt_that_is_too_long_is_400_and_the_rollout_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def solve(client: httpx2.AsyncClient) -> str:
+        long = {"model": "policy", "messages": [{"role": "user", "content": "x" * 5000}]}
+        response = await post(client, long)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        return said(await post(client, HI))
+
+    trajectory = solved(monkeypatch, logging_engine("short"), solve)
+    assert (trajectory.answer, trajectory.truncated, len(trajectory.turns)) == ("short", "", 1)
+
+
+def test_time_ends_the_rollout_and_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = logging_engine(wait=asyncio.Event().wait)
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        return said(await post(client, HI))
+
+    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.3})
+    assert (trajectory.truncated, trajectory.turns) == ("time", ())
+    assert engine.num_cancelled == 1
+
+
+def test_a_cutoff_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = logging_engine(wait=asyncio.Event().wait)
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        return said(await post(client, HI))
+
+    agent, _ = solving(monkeypatch, engine, solve)
+
+    async def run() -> Trajectory:
+        cutoff = Cutoff()
+        running = asyncio.create_task(agent.run(TASK, 0, cutoff))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        cutoff.set(asyncio.get_running_loop().time())
+        return await running
+
+    trajectory = asyncio.run(run())
+    agent.close()
+    assert trajectory.truncated == "straggler" and engine.num_cancelled == 1
+
+
+def test_an_engine_that_fails_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise EngineError("no GPU")
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        response = await post(client, HI)
+        assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
+        return "never mind"
+
+    with pytest.raises(EngineError, match="no GPU"):
+        solved(monkeypatch, logging_engine(wait=fail), solve)
+
+
+# ---- requests that are none
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/nothing", b"{}", 404),
+        ("GET", "/chat/completions", b"", 405),
+        ("POST", "/models", b"", 405),
+        ("POST", "/chat/completions", b"\xff", 400),
+        ("POST", "/chat/completions", b"[]", 400),
+        ("POST", "/chat/completions", b"[" * 100_000, 400),
+        ("POST", "/completions", b'{"model": "x", "prompt": [99999]}', 400),
+        ("POST", "/completions", b'{"model": "x", "prompt": [-1]}', 400),
+        ("POST", "/completions", b'{"model": "x", "prompt": ["a", "b"]}', 400),
+        ("POST", "/chat/completions", b" " * ((16 << 20) + 1), 413),
+        ("GET", "/rollouts", b"", 401),
+        ("POST", "/rollouts/next", b"", 401),
+        ("POST", "/rollouts/done", b'{"answer": 3}', 400),
+        ("POST", "/rollouts/done", b'{"answer": "x", "reward": "y"}', 400),
+        ("POST", "/rollouts/done", b'{"answer": "x", "reward": {"a\\n": 1}}', 400),
+        ("POST", "/rollouts/done", b'{"answer": "x", "reward": NaN}', 400),
+        ("POST", "/rollouts/done", b'{"answer": "x", "score": 1}', 400),
+    ],
+)
+def test_requests_that_are_none_are_refused_in_openais_form(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: bytes, status: int
+) -> None:
+    async def solve(client: httpx2.AsyncClient) -> str:
+        response = await client.request(method, path, content=body)
+        assert response.status_code == status, response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        return said(await post(client, HI))
+
+    assert solved(monkeypatch, logging_engine("still here"), solve).answer == "still here"
+
+
+# ---- workers
+
+
+def worker(base_url: str, token: str, results: list[Any], reward: Any = None) -> None:
+    """Ask for one rollout, solve it with one request, and tell the outcome twice."""
+    with httpx2.Client(base_url=base_url, timeout=20) as client:
+        known = {"Authorization": f"Bearer {token}"}
+        found = client.post("/rollouts/next", json={"wait_s": 15}, headers=known).json()
+        counts = client.get("/rollouts", headers=known).json()
+        headers = {"Authorization": f"Bearer {found['api_key']}"}
+        response = client.post("/chat/completions", json=HI, headers=headers)
+        done = {"answer": said(response), "reward": reward}
+        first = client.post("/rollouts/done", json=done, headers=headers)
+        again = client.post("/rollouts/done", json=done, headers=headers)
+        results += [found, counts, first.status_code, again.status_code]
+
+
+def test_a_worker_elsewhere_solves_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
+    agent = make_agent(logging_engine("1284"), columns=["level"], agent={"rollout_timeout_s": 20})
+    results: list[Any] = []
+    reward = {"right": 1, "short": 0.5}
+    arguments = (agent.gateway.base_url, "secret", results, reward)
+    thread = threading.Thread(target=worker, args=arguments)
+    thread.start()
+    trajectory = roll_out(agent)
+    thread.join()
+    agent.close()
+    assert trajectory.answer == "1284" and trajectory.reported == {"right": 1.0, "short": 0.5}
+    found, counts, first, again = results
+    assert found["task"] == {"id": "t-1", "question": TASK.question, "level": 3}
+    assert counts == {"waiting": 0, "under_way": 1}
+    assert first == 200 and again in (409, 410)
+
+
+def test_where_no_rollout_waits_a_worker_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
+    agent = make_agent(logging_engine())
+    headers = {"Authorization": "Bearer secret"}
+    url = f"{agent.gateway.base_url}/rollouts/next"
+    assert httpx2.post(url, json={"wait_s": 0}, headers=headers).json() == {}
+    wrong = httpx2.post(url, headers={"Authorization": "Bearer other"})
+    assert wrong.status_code == 401
+    assert httpx2.post(url, json={"wait_s": "x"}, headers=headers).status_code == 400
+    agent.close()
+
+
+def test_a_cutoff_ends_a_rollout_that_no_worker_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
+    agent = make_agent(logging_engine())
+
+    async def run() -> Trajectory:
+        cutoff = Cutoff()
+        running = asyncio.create_task(agent.run(TASK, 0, cutoff))
+        while not agent.gateway.waiting:
+            await asyncio.sleep(0)
+        cutoff.set(asyncio.get_running_loop().time())
+        return await running
+
+    trajectory = asyncio.run(run())
+    assert trajectory.truncated == "straggler" and len(agent.gateway.waiting) == 0
+    agent.close()
+
+
+# ---- agents
+
+
+def test_agents_share_the_server_of_a_fixed_port(tmp_path: Path) -> None:
+    with function_agent(tmp_path, "def solve(task, base_url, api_key): return 'x'") as first:
+        port = int(first.gateway.base_url.split(":")[2].split("/")[0])
+        first.close()
+        engine = logging_engine()
+        options = {"function": f"{tmp_path / 'program.py'}:solve", "port": port}
+        agents = [make_agent(engine, **options) for _ in range(2)]
+        assert agents[0].gateway is agents[1].gateway
+        agents[0].close()
+        agents[0].close()
+        assert roll_out(agents[1]).answer == "x"
+        agents[1].close()
+        assert httpx2_fails(f"http://127.0.0.1:{port}/v1/models")
+
+
+def httpx2_fails(url: str) -> bool:
+    try:
+        httpx2.get(url)
+    except httpx2.TransportError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "FLOWTRAIN_GATEWAY_TOKEN"),
+        ({"command": ["no-such-program"]}, "gateway.command"),
+        ({"function": "nowhere.py:solve"}, "nowhere.py"),
+        ({"function": "os.path:join"}, "base_url"),
+        ({"function": "solve"}, "FILE.py:NAME"),
+        ({"function": "json:dumps", "agent": {"tools": ["Search"]}}, "agent.tools"),
+        ({"command": ["ls"], "environment": ["NOT_SET_AT_ALL"]}, "NOT_SET_AT_ALL"),
+    ],
+)
+def test_a_program_that_is_not_there_is_a_mistake_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+) -> None:
+    monkeypatch.delenv("FLOWTRAIN_GATEWAY_TOKEN", raising=False)
+    with pytest.raises(UserError, match=named.replace(".", r"\.")):
+        make_agent(logging_engine(), **options)
+
+
+def test_the_outcome_may_be_told_as_a_mapping() -> None:
+    assert Outcome.of({"answer": "x", "reward": 1}) == Outcome("x", {"reward": 1.0})
+    assert Outcome.of(json.loads('{"answer": "x"}')) == Outcome("x")
+    for bad in (3, {"answer": "x", "reward": {}}, {"reward": True}, {"answer": None}):
+        with pytest.raises(ValueError):
+            Outcome.of(bad)

@@ -1,0 +1,396 @@
+"""Agents that are written as programs: what a session records, how it ends, and how it branches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from char_tokenizer import CharTokenizer
+
+from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.build import make_policy
+from flowtrain.agents.collect import collect
+from flowtrain.agents.deadlines import Cutoff
+from flowtrain.agents.registry import load_kind
+from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
+from flowtrain.algorithms.registry import load_algorithm
+from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError
+from flowtrain.rewards import score
+from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools.base import Parameter
+from flowtrain.types import (
+    BranchPoint,
+    Completion,
+    FinishReason,
+    Group,
+    Sampling,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    UserError,
+    Verdict,
+    VersionSpan,
+)
+
+TASK = Task("t-1", "What is 2 + 3?", ("5",))
+Program = Callable[[Session], Awaitable[Any]]
+
+
+class Engine:
+    """Says the seed of the request in two letters; remembers the requests."""
+
+    version = 2
+
+    def __init__(self, max_tokens: int = 500, *, hangs: bool = False, fails: bool = False) -> None:
+        self.max_tokens, self.hangs, self.fails = max_tokens, hangs, fails
+        self.asked: list[tuple[tuple[int, ...], Sampling]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.asked.append((tuple(prompt_ids), sampling))
+        if self.fails:
+            raise EngineError("it is gone")
+        if self.hangs:
+            await asyncio.Event().wait()
+        ids = tuple(ord("a") + sampling.seed // 26**n % 26 for n in range(2))
+        spans = (VersionSpan(0, len(ids), self.version),)
+        return Completion(ids, (-0.5,) * len(ids), spans, FinishReason.STOP)
+
+
+class Shout:
+    """A tool that shouts, later for a shorter text."""
+
+    card = ToolCard("Shout", "shouts", (Parameter("text", "what to shout"),))
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def execute(self, text: str) -> str:
+        for _ in range(10 - len(text)):
+            await asyncio.sleep(0)
+        self.heard.append(text)
+        return text.upper()
+
+    def close(self) -> None: ...
+
+
+class Agent(SessionAgent):
+    """Runs the program that a test gives it."""
+
+    program: Program
+
+    async def answer(self, session: Session) -> str:
+        answer: str = await self.program(session)
+        return answer
+
+
+def make(
+    program: Program, engine: Engine, tool: Tool | None = None, **agent: object
+) -> SessionAgent:
+    config = Config.model_validate({"agent": {"name": "x.py:X", **agent}})
+    policy = make_policy(config, "planner", engine, CharTokenizer())  # type: ignore[arg-type]
+    tools = {} if tool is None else {"Shout": tool}
+    made = Agent(AgentContext(config, {"planner": policy}, tools, {}, config.agent.max_turns))
+    made.program = program
+    return made
+
+
+def run(program: Program, engine: Engine | None = None, **options: Any) -> Trajectory:
+    return asyncio.run(make(program, engine or Engine(), **options).run(TASK, 11))
+
+
+async def two_turns(session: Session) -> str:
+    prompt = session.policy.encode(session.task.question)
+    first = await session.sample(prompt)
+    result = await session.use_tool(first, "Shout", {"text": first.text})
+    prompt += first.response_ids + session.policy.encode(result.text)
+    return (await session.sample(prompt)).text
+
+
+# ---- what is recorded
+
+
+def test_a_turn_holds_the_very_ids_and_the_tools_that_it_asked_for() -> None:
+    engine, tool = Engine(), Shout()
+    trajectory = run(two_turns, engine, tool=tool)
+    first, second = (turn.calls["planner"] for turn in trajectory.turns)
+    assert [call.prompt_ids for call in (first, second)] == [asked for asked, _ in engine.asked]
+    assert second.prompt_ids[: len(first.prompt_ids) + 2] == first.prompt_ids + first.response_ids
+    assert first.logprobs == (-0.5, -0.5) and first.spans == (VersionSpan(0, 2, 2),)
+    assert trajectory.answer == second.text and not trajectory.truncated and not trajectory.error
+    (used,) = trajectory.turns[0].tool_calls
+    assert (used.name, json.loads(used.arguments)) == ("Shout", {"text": first.text})
+    assert used.result.output == first.text.upper() and tool.heard == [first.text]
+    assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
+
+
+def test_seeds_differ_by_call_and_by_rollout() -> None:
+    engine = Engine()
+    agent = make(two_turns, engine, Shout())
+    for seed in (11, 11, 12):
+        asyncio.run(agent.run(TASK, seed))
+    seeds = [sampling.seed for _, sampling in engine.asked]
+    assert seeds[:2] == seeds[2:4] and len(set(seeds)) == 4
+
+
+def test_tools_of_one_response_run_at_once_and_are_recorded_in_its_order() -> None:
+    tool = Shout()
+
+    async def program(session: Session) -> str:
+        call = await session.sample((1, 2))
+        results = await session.use_tools(
+            call, [("Shout", {"text": t}, t) for t in ("a", "bbbb", "cccccc")]
+        )
+        return " ".join(result.output for result in results)
+
+    trajectory = run(program, tool=tool)
+    assert tool.heard == ["cccccc", "bbbb", "a"] and trajectory.answer == "A BBBB CCCCCC"
+    assert [used.id for used in trajectory.turns[0].tool_calls] == ["a", "bbbb", "cccccc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("Whisper", {"text": "a"}, "there is no tool 'Whisper'; there are: Shout"),
+        ("Shout", {"words": "a"}, "Shout takes (text: str); got (words: str)"),
+    ],
+)
+def test_a_wrong_tool_is_a_result(name: str, arguments: dict[str, object], error: str) -> None:
+    async def program(session: Session) -> str:
+        return (await session.use_tool(await session.sample((1,)), name, arguments)).text
+
+    trajectory = run(program, tool=Shout())
+    assert trajectory.answer == f"Error: {error}" and not trajectory.error
+    assert trajectory.turns[0].tool_calls[0].result.error == error
+
+
+def test_tools_that_ran_elsewhere_and_malformed_responses_are_recorded() -> None:
+    async def program(session: Session) -> str:
+        call = await session.sample((1,))
+        session.record_tool(call, ToolCall("their", "{}", ToolResult("so"), "c1"))
+        session.record_malformed(call, "no JSON")
+        return ""
+
+    (turn,) = run(program).turns
+    assert turn.tool_calls == (ToolCall("their", "{}", ToolResult("so"), "c1"),)
+    assert turn.result.error == "no JSON" and turn.action is None
+
+
+def test_an_environment_reports_the_reward() -> None:
+    async def program(session: Session) -> str:
+        await session.sample((1,))
+        session.report(solved=0.5, polite=0.25)
+        return "wrong"
+
+    trajectory = run(program)
+    assert trajectory.reported == {"solved": 0.5, "polite": 0.25}
+    (group,) = score([Group(0, (trajectory,))])
+    assert [(t.reward, t.scored_by) for t in group.trajectories] == [(0.75, "reported")]
+
+
+@pytest.mark.parametrize("part", [2.0, float("nan"), -0.1])
+def test_a_reported_reward_out_of_bounds_fails_the_rollout(part: float) -> None:
+    async def program(session: Session) -> str:
+        session.report(solved=part)
+        return "5"
+
+    (group,) = score([Group(0, (run(program),))])
+    assert group.trajectories[0].reward is None
+    assert "scorer reported: its reward is" in group.trajectories[0].error
+
+
+# ---- how it ends
+
+
+def test_a_program_that_crashes_costs_its_rollout_alone() -> None:
+    async def program(session: Session) -> str:
+        await session.sample((1,))
+        raise KeyError("no\nsuch key")
+
+    trajectory = run(program)
+    assert trajectory.error == "agent: KeyError: 'no\\nsuch key'"
+    assert len(trajectory.turns) == 1 and trajectory.answer == ""
+
+
+@pytest.mark.parametrize("answer", [None, 5])
+def test_an_answer_is_a_string(answer: object) -> None:
+    async def program(session: Session) -> Any:
+        return answer
+
+    assert "agent: TypeError: the answer is a " in run(program).error
+
+
+def test_an_engine_that_failed_for_good_ends_the_run() -> None:
+    with pytest.raises(EngineError, match="it is gone"):
+        run(two_turns, Engine(fails=True))
+
+
+def test_a_mistake_of_the_user_ends_the_run() -> None:
+    async def program(session: Session) -> str:
+        raise UserError("agent.name='x': wrong")
+
+    with pytest.raises(UserError, match="wrong"):
+        run(program)
+
+
+async def for_ever(session: Session) -> str:
+    session.answer_so_far = "so far"
+    while True:
+        await session.sample((1,))
+
+
+def test_turns_and_positions_are_limits() -> None:
+    by_turns = run(for_ever, max_turns=3)
+    assert (by_turns.truncated, by_turns.answer, len(by_turns.turns)) == ("turns", "so far", 3)
+    assert all(turn.verdict is Verdict.CONTINUE for turn in by_turns.turns)
+    by_prompt = run(two_turns, Engine(max_tokens=48 + len(TASK.question)), tool=Shout())
+    assert (by_prompt.truncated, len(by_prompt.turns)) == ("prompt", 1)
+
+
+def test_a_program_may_answer_when_a_limit_strikes() -> None:
+    async def program(session: Session) -> str:
+        try:
+            return await for_ever(session)
+        except RolloutEnded as ended:
+            return ended.reason
+
+    assert run(program).answer == "turns"
+
+
+def test_time_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.agents.session._GRACE_S", 0.0)
+    trajectory = run(two_turns, Engine(hangs=True), rollout_timeout_s=0.01)
+    assert (trajectory.truncated, trajectory.turns) == ("time", ())
+
+    async def stuck(session: Session) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    assert run(stuck, rollout_timeout_s=0.01).truncated == "time"
+
+
+def test_a_timeout_of_the_programs_own_is_a_crash() -> None:
+    async def program(session: Session) -> str:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+        return ""
+
+    assert run(program).error.startswith("agent: TimeoutError")
+
+
+def test_a_cutoff_ends_it() -> None:
+    async def cut() -> Trajectory:
+        cutoff = Cutoff()
+        cutoff.set(asyncio.get_running_loop().time())
+        return await make(two_turns, Engine(hangs=True)).run(TASK, 1, cutoff)
+
+    assert asyncio.run(cut()).truncated == "straggler"
+
+
+# ---- branches
+
+
+@pytest.mark.parametrize(("turn", "token"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_branch_runs_the_program_again_up_to_its_point(turn: int, token: int) -> None:
+    tool = Shout()
+    parent = run(two_turns, tool=tool)
+    engine = Engine()
+    start = BranchStart(parent, BranchPoint(0, turn, token, 1.0))
+    branch = asyncio.run(make(two_turns, engine, tool).run(TASK, 12, start=start))
+    assert branch.branch == start.point and not branch.error
+    assert branch.turns[:turn] == parent.turns[:turn]
+    before, after = parent.turns[turn].calls["planner"], branch.turns[turn].calls["planner"]
+    assert after.prompt_ids == before.prompt_ids
+    assert after.response_ids[:token] == before.response_ids[:token]
+    (asked, _), *_ = engine.asked
+    assert asked == before.prompt_ids + before.response_ids[:token]
+    assert len(engine.asked) == 2 - turn
+    assert len(tool.heard) == (1 if turn == 1 else 2), "a tool before the point runs once"
+
+
+def test_a_program_that_asks_something_else_cannot_branch() -> None:
+    async def counting(session: Session) -> str:
+        tries.append(0)
+        return (await session.sample((len(tries),))).text
+
+    tries: list[int] = []
+    agent = make(counting, Engine())
+    parent = asyncio.run(agent.run(TASK, 1))
+    start = BranchStart(parent, BranchPoint(0, 0, 1, 1.0))
+    branch = asyncio.run(agent.run(TASK, 2, start=start))
+    assert "it cannot branch: the same task and seed gave another prompt" in branch.error
+
+
+# ---- by name
+
+
+MINE = """
+from flowtrain.agents.session import Session, SessionAgent
+
+class Echo(SessionAgent):
+    async def answer(self, session: Session) -> str:
+        return (await session.sample(session.policy.encode(session.task.question))).text
+
+class Rewinds(Echo):
+    can_branch = True
+
+NOT_ONE = 5
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Any) -> str:
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path}/mine.py"
+
+
+def config(name: str, **sections: object) -> Config:
+    return Config.model_validate({"agent": {"name": name}, **sections})
+
+
+def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
+    chosen = config(f"{mine}:Echo")
+    policy = make_policy(chosen, "planner", Engine(), CharTokenizer())  # type: ignore[arg-type]
+    agent = load_kind(chosen).make(AgentContext(chosen, {"planner": policy}, {}, {}, 3))
+    (group,) = collect(agent, [TASK], group_size=4, seed=0)
+    assert len({t.answer for t in group.trajectories}) == 4
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("agentflo", ("there is no such agent; there are agentflow, single", "FILE.py:NAME")),
+        ("{mine}:Eco", ("has no 'Eco'",)),
+        ("{mine}:NOT_ONE", ("is a int, not a class that makes agents",)),
+        ("gone/agent.py:A", ("there is no file",)),
+        ("json:dumps.x", ("json has no 'dumps.x'",)),
+    ],
+)
+def test_a_name_that_names_no_agent_is_refused(
+    mine: str, name: str, words: tuple[str, ...]
+) -> None:
+    name = name.format(mine=mine)
+    with pytest.raises(UserError) as refusal:
+        load_kind(config(name))
+    assert all(word in str(refusal.value) for word in (f"agent.name={name!r}", *words))
+
+
+def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
+    appo = {"algorithm": {"name": "appo"}, "appo": {"num_roots": 2}}
+    plain = config(f"{mine}:Echo", **appo)
+    with pytest.raises(
+        UserError, match=r"'appo' rewinds rollouts and branches, which agent\.name="
+    ):
+        load_algorithm(plain).check_agent(load_kind(plain))
+    rewinds = config(f"{mine}:Rewinds", **appo)
+    load_algorithm(rewinds).check_agent(load_kind(rewinds))
+    infoflow = config(f"{mine}:Echo", algorithm={"name": "infoflow"})
+    with pytest.raises(UserError, match=r"hints between turns, which agent\.name="):
+        load_algorithm(infoflow).check_agent(load_kind(infoflow))
+    with pytest.raises(UserError, match=r"roles\.verifier='own' does not go with agent\.name="):
+        load_kind(config(f"{mine}:Echo", roles={"verifier": "own"}))

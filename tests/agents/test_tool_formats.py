@@ -1,0 +1,165 @@
+"""Tool calls in the formats of several model families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flowtrain.agents.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of
+
+ARGUMENTS = {"query": "area of Chad"}
+JSON = json.dumps(ARGUMENTS)
+OBJECT = f'{{"name": "Search", "arguments": {JSON}}}'
+CALL = WrittenCall("Search", JSON)
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.builds(
+    lambda name, values: WrittenCall(name, json.dumps(values, ensure_ascii=False)),
+    st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,20}", fullmatch=True),
+    st.dictionaries(
+        st.text() | st.sampled_from(["</tool>", "</tool_call>", "[TOOL_CALLS]"]),
+        JSON_VALUES | st.sampled_from(["</tool_call>", "<tool_call>", "</tool>", "; {", "}"]),
+        max_size=3,
+    ),
+)  # fmt: skip
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *("<tool_call>", "</tool_call>", '<tool name="', '">', "</tool>", "[TOOL_CALLS]"),
+            *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": 3}', "[", "]", ","),
+            *("<|python_tag|>", "{", "}", '"', "NaN", "\\ud800", "<think>", "</think>", ";", "["),
+            *("[ARGS]", "f{}", " ", "\n", "x"),
+        ]
+    )
+    | st.text(max_size=5),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=PIECES)
+@example(text='{"name":' * 100_000)
+@example(text="<tool_call>" + "[" * 100_000)
+@example(text='<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 10_000 + "}}</tool_call>")
+def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
+    content, calls = FORMATS[name].parse(text)
+    assert len(calls) <= MAX_CALLS
+    assert len(content) <= len(text)
+    for call in calls:
+        assert call.problem or _is_object(call)
+        (call.name + call.arguments + call.problem).encode()
+
+
+def _is_object(call: WrittenCall) -> bool:
+    try:
+        return isinstance(json.loads(call.arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(calls=st.lists(CALLS, min_size=1, max_size=3), said=st.sampled_from(["", "I look.\n"]))
+def test_what_is_written_is_read(name: str, calls: list[WrittenCall], said: str) -> None:
+    if name == "json":
+        calls = calls[:1]
+    if name in ("json", "llama3"):
+        said = ""  # a response with a call has nothing else
+    content, read = FORMATS[name].parse(said + FORMATS[name].write(calls))
+    assert list(read) == calls and content == said
+    assert [call.values for call in read] == [json.loads(call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("hermes", f"I look.\n<tool_call>\n{OBJECT}\n</tool_call>", "I look.\n", 1),
+        ("hermes", f'<tool_call>{{"arguments": {JSON}, "name": "Search"}}', "", 1),
+        ("hermes", f'<tool_call>{{"name": "Search", "arguments": {JSON}}}</tool_call>' * 2, "", 2),
+        ("hermes", "It is 12.", "It is 12.", 0),
+        ("llama3", f'<|python_tag|>{{"name": "Search", "parameters": {JSON}}}', "", 1),
+        ("llama3", f' {{"name": "Search", "arguments": {JSON}}}', "", 1),
+        ("llama3", f'{{"type": "function", "name": "Search", "parameters": {JSON}}}', "", 1),
+        ("llama3", f'{{"name": "Search", "parameters": {JSON}}}; ' * 2, "", 2),
+        ("llama3", 'It is {"name": 1}.', 'It is {"name": 1}.', 0),
+        ("mistral", f'[TOOL_CALLS] [{OBJECT[:-1]}, "id": "abc"}}]', "", 1),
+        ("mistral", f"I look.[TOOL_CALLS]Search{JSON}[TOOL_CALLS]Search{JSON}", "I look.", 2),
+        ("mistral", f"[TOOL_CALLS]Search[ARGS]{JSON}", "", 1),
+        ("xml", f'I look. <tool name="Search">{JSON}</tool>', "I look. ", 1),
+        ("xml", f'<tool name="Search">\n{JSON}', "", 1),
+        ("json", f'{{"name": "Search", "arguments": {JSON}}}\n', "", 1),
+        ("json", '{"answer": 4}', '{"answer": 4}', 0),
+    ],
+)  # fmt: skip
+def test_calls_as_models_write_them(name: str, text: str, content: str, num_calls: int) -> None:
+    assert FORMATS[name].parse(text) == (content, (CALL,) * num_calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", '<tool_call>{"name": "Search"</tool_call>', "no valid JSON"),
+        ("hermes", '<tool_call>{"name": "Search"}</tool_call>', 'no "arguments"'),
+        ("hermes", '<tool_call>{"name": "Search", "arguments": 3}</tool_call>', "no JSON object"),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
+        ("hermes", '<tool_call>["Search"]</tool_call>', "a call is"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} x</tool_call>', "follows"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN"),
+        ("llama3", '{"name": "Search", "parameters": {', "no valid JSON"),
+        ("llama3", "<|python_tag|>print(3)", "no valid JSON"),
+        ("llama3", "<|python_tag|>", "no valid JSON"),
+        ("mistral", "[TOOL_CALLS]", "no valid JSON"),
+        ("mistral", "[TOOL_CALLS] []", "no call"),
+        ("mistral", "[TOOL_CALLS]Search[1]", "no JSON object"),
+        ("xml", '<tool name="Search">area</tool>', "no valid JSON"),
+        ("json", '{"name": "f", "arguments": {}} {"name": "f", "arguments": {}}', "more than one"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 17, "more than 16"),
+    ],
+)  # fmt: skip
+def test_malformed_calls_stay_calls_with_a_problem(name: str, text: str, problem: str) -> None:
+    _, (call, *_) = FORMATS[name].parse(text)
+    assert problem in call.problem and not call.name
+
+
+def test_a_broken_call_does_not_hide_the_next() -> None:
+    text = f'<tool_call>{{oh</tool_call><tool_call>{{"name": "Search", "arguments": {JSON}}}'
+    _, (broken, good) = FORMATS["hermes"].parse(text)
+    assert broken.problem and good == CALL
+
+
+def test_text_after_a_call_in_the_newer_form_of_mistral_is_malformed() -> None:
+    _, calls = FORMATS["mistral"].parse(f"[TOOL_CALLS]Search{JSON} and so on")
+    assert calls[0] == CALL and calls[1].problem == "text after a call"
+
+
+def test_calls_within_a_thinking_do_not_count() -> None:
+    hermes = FORMATS["hermes"]
+    thought = "<think>\nI write <tool_call>{}</tool_call>\n</think>\n\n"
+    assert hermes.parse(f"{thought}It is 12.") == (f"{thought}It is 12.", ())
+    assert hermes.parse(thought + hermes.write([CALL])) == (thought, (CALL,))
+    assert hermes.parse("<think>\nI write <tool_call>{}</tool_call>")[1] == ()
+
+
+def test_the_format_is_read_off_the_template() -> None:
+    templates = (QWEN25, QWEN3, LLAMA31, MISTRAL, SMOLLM2, "<tool_call><function=", "")
+    assert [format_of(each) for each in templates] == [
+        *("hermes", "hermes", "llama3", "mistral", "", "", ""),
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_description_shows_tools_and_form(name: str) -> None:
+    tool = {"type": "function", "function": {"name": "Search", "description": "Looks é up."}}
+    text = FORMATS[name].describe([tool])
+    assert "Looks é up." in text and FORMATS[name].shape in text
