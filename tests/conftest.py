@@ -67,6 +67,7 @@ SLOW = (
     "test_train_numbers.py",
     "test_train_resume.py",
     "test_train_roles.py",
+    "test_train_tools.py",
     "test_train_verifier.py",
     "tools/test_mcp.py",
     "tools/test_sandbox_time.py",

@@ -20,7 +20,6 @@ from flowtrain.agents.conversation import (
     Message,
     TemplateRewrites,
 )
-from flowtrain.agents.policy import check_template
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
@@ -91,7 +90,9 @@ class ToolCallingAgent(SessionAgent):
 
         Raises UserError for a chat template whose conversations cannot be trained.
         """
-        check_template(config, "planner", tokenizer)
+        key, path = config.path_of("planner")
+        if not tokenizer.chat_template:
+            raise UserError(f"{key}={path!r} has no chat template, which agent.name='tools' needs")
         try:
             chat = ToolChat.of(config, tokenizer, [ToolCard("Search", "finds")])
             thinking = f"<think>\nx\n{THINK_END}\n\n" if THINK_END in chat.template.source else ""
@@ -103,7 +104,6 @@ class ToolCallingAgent(SessionAgent):
                 replied = conversation.add_response(chat.template.encode(text), message)
                 conversation = replied.add(chat.tell(message, ["x"]))
         except TemplateRewrites as error:
-            key, path = config.path_of("planner")
             raise UserError(
                 f"{key}={path!r} does not go with agent.name='tools', whose prompts hold what was "
                 f"sampled as it was: {error}"

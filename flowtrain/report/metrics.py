@@ -13,7 +13,7 @@ from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value
 from flowtrain.report.run_dir import atomic_write_text
-from flowtrain.types import Call, Group, ToolResult, Trajectory, Turn, UserError
+from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn, UserError
 from flowtrain.utils.files import writing
 
 
@@ -156,6 +156,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         0 if before is None else _num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
     )
     verifier = turn.calls.get("verifier")
+    used = turn.tool_calls
     return {
         "response_text": call.text,
         "action": turn.action and asdict(turn.action),
@@ -169,9 +170,24 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         "prompt_ids": list(call.prompt_ids[num_shared:]),
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
-        "tool_s": round(turn.result.seconds, 3),
+        # Calls of one response run at once.
+        "tool_s": round(max([turn.result.seconds, *(t.result.seconds for t in used)]), 3),
         **_code_seconds(turn.result),
+        **({"tool_calls": [_tool_call_record(each) for each in used]} if used else {}),
         **({} if verifier is None else {"verifier": _call_record(verifier)}),
+    }
+
+
+def _tool_call_record(used: ToolCall) -> dict[str, Any]:
+    """Convert a call of a tool that a response asked for."""
+    return {
+        "name": used.name,
+        "arguments": used.arguments,
+        "id": used.id,
+        "result": used.result.text,
+        "is_error": used.result.error is not None,
+        "seconds": round(used.result.seconds, 3),
+        **_code_seconds(used.result),
     }
 
 

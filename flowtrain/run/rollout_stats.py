@@ -36,9 +36,12 @@ _RATIOS = {
 class Pass(NamedTuple):
     """The counts of one turn."""
 
-    tool_name: str | None
-    """None where no tool was asked for; with an error the action could not be read."""
+    tool_names: tuple[str, ...]
+    """The tools that it asked for."""
+    is_malformed: bool
+    """What it asked for could not be read."""
     is_error: bool
+    """A tool gave an error."""
     num_prompt_tokens: int
     num_response_tokens: int
 
@@ -124,7 +127,7 @@ class RolloutStats:
     out_of_time_share: float
     """Rollouts that time or the model's positions ended."""
     tool_shares: dict[str, float]
-    """Turns by tool; what is missing to 1 was malformed."""
+    """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
     verifier_failures: dict[str, int] = field(default_factory=dict)
     """Answers over all ranks that the verifier of reasoning-gym could not score, by reason."""
 
@@ -199,25 +202,31 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
         counts["stragglers"] += outcome.truncated == "straggler"
         if outcome.verifier_failure in gym.FAILURES:
             counts[outcome.verifier_failure] += 1
-        for tool_name, is_error, num_prompt_tokens, num_response_tokens in outcome.passes:
-            counts["prompt_tokens"] += num_prompt_tokens
-            counts["response_tokens"] += num_response_tokens
-            if tool_name is None:
-                counts["malformed"] += is_error
-            elif tool_name not in tool_names:
-                counts["malformed"] += 1
-            else:
-                counts["tool_errors"] += is_error
-                counts[tool_name] += 1
+        for each in outcome.passes:
+            counts["prompt_tokens"] += each.num_prompt_tokens
+            counts["response_tokens"] += each.num_response_tokens
+            known = [name for name in each.tool_names if name in tool_names]
+            counts["malformed"] += each.is_malformed or len(known) < len(each.tool_names)
+            counts["tool_errors"] += each.is_error and bool(known)
+            for name in known:
+                counts[name] += 1
     return counts
 
 
 def _pass(turn: Turn) -> Pass:
-    tool_name = None if turn.action is None else turn.action.tool_name
-    is_error, call = turn.result.error is not None, turn.calls["planner"]
-    return Pass(tool_name, is_error, len(call.prompt_ids), len(call.response_ids))
+    call, is_error = turn.calls["planner"], turn.result.error is not None
+    lengths = len(call.prompt_ids), len(call.response_ids)
+    if turn.action is not None:
+        return Pass((turn.action.tool_name,), False, is_error, *lengths)
+    names = tuple(used.name for used in turn.tool_calls)
+    has_failed = any(used.result.error is not None for used in turn.tool_calls)
+    return Pass(names, is_error, has_failed, *lengths)
 
 
 def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
-    tool_name = None if turn["action"] is None else turn["action"]["tool_name"]
-    return Pass(tool_name, turn["is_error"], turn["num_prompt_tokens"], len(turn["response_ids"]))
+    is_error, lengths = turn["is_error"], (turn["num_prompt_tokens"], len(turn["response_ids"]))
+    if turn["action"] is not None:
+        return Pass((turn["action"]["tool_name"],), False, is_error, *lengths)
+    used = turn.get("tool_calls", ())
+    names = tuple(each["name"] for each in used)
+    return Pass(names, is_error, any(each["is_error"] for each in used), *lengths)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowtrain.agents.conversation import ChatTemplate, Conversation, Message, TemplateRewrites
+from flowtrain.training import model as models
 
+SMOLLM2_FOLDER = Path(os.environ.get("FLOWTRAIN_SMOLLM2", "models/SmolLM2-135M-Instruct"))
 TOOLS = [
     {
         "type": "function",
@@ -251,6 +255,17 @@ def test_tools_that_move_to_the_new_question_are_refused() -> None:
 def test_messages_that_the_template_does_not_take_are_refused() -> None:
     with pytest.raises(TemplateRewrites, match="only user, assistant and tool"):
         Conversation.start(template("mistral"), [{"role": "system", "content": "x"}])
+
+
+@pytest.mark.skipif(not (SMOLLM2_FOLDER / "source.json").is_file(), reason="see `make smollm2`")
+def test_a_real_tokenizer_and_template() -> None:
+    own = ChatTemplate(models.load_tokenizer(str(SMOLLM2_FOLDER)))
+    conversation = Conversation.start(own, [QUESTION])
+    for text in ("The area of Chad?\n\n 1284.", '{"é": [1]}\n', "So."):
+        sampled = (*own.encode(text), *own.encode("<|im_end|>"))
+        conversation = conversation.add_response(sampled, says(text)).add([QUESTION])
+        assert conversation.prompt_ids == whole(conversation)
+    assert (own.takes_tools, own.takes_results) == (False, True)
 
 
 def test_several_conversations_go_on_from_one() -> None:

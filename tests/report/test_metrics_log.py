@@ -22,6 +22,7 @@ from flowtrain.types import (
     Call,
     FinishReason,
     Group,
+    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -317,6 +318,36 @@ def test_a_turn_that_ran_code_has_its_times(trajectory: Trajectory) -> None:
     turn = dataclasses.replace(trajectory.turns[1], result=result)
     (line,) = trajectory_record(dataclasses.replace(trajectory, turns=(turn,)), 0)["turns"]
     assert (line["tool_s"], line["code_wall_s"], line["code_cpu_s"]) == (3.0, 1.235, 0.5)
+
+
+def test_calls_of_tools_are_written(trajectory: Trajectory) -> None:
+    good = ToolCall("Search", '{"query": "x"}', ToolResult("y", seconds=0.5), "id-1")
+    bad = ToolCall("Look", "{}", ToolResult(error="none", seconds=0.25, wall_s=0.2, cpu_s=0.1))
+    turn = dataclasses.replace(
+        trajectory.turns[1], action=None, result=ToolResult(), tool_calls=(good, bad)
+    )
+    (line,) = trajectory_record(dataclasses.replace(trajectory, turns=(turn,)), 0)["turns"]
+    assert line["tool_s"] == 0.5
+    assert line["tool_calls"] == [
+        {
+            "name": "Search",
+            "arguments": '{"query": "x"}',
+            "id": "id-1",
+            "result": "y",
+            "is_error": False,
+            "seconds": 0.5,
+        },
+        {
+            "name": "Look",
+            "arguments": "{}",
+            "id": "",
+            "result": "Error: none",
+            "is_error": True,
+            "seconds": 0.25,
+            "code_wall_s": 0.2,
+            "code_cpu_s": 0.1,
+        },
+    ]
 
 
 def with_call(turn: Turn, **changes: Any) -> Turn:

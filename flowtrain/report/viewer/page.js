@@ -227,7 +227,7 @@ const rewardText = (rollout) => (rollout.reward == null ? "not scored" : String(
 
 function haystack(rollout) {
   rollout.text ??= [rollout.id, rollout.task_id, rollout.question, rollout.answer, ...rollout.answers, ...rollout.turns.flatMap((turn) =>
-    [turn.response_text, turn.command, turn.result, turn.action?.tool_name])].join("\n").toLowerCase();
+    [turn.response_text, turn.command, turn.result, turn.action?.tool_name, ...usedTools(turn).flatMap((used) => [used.name, used.arguments, used.result])])].join("\n").toLowerCase();
   return rollout.text;
 }
 
@@ -335,8 +335,15 @@ function rolloutTime(rollout) {
     legendOf([...seen.map((kind) => [TIME_COLORS[kind], `${kind} `, h("b", {}, seconds(sum(kind)))]), ["transparent", "all ", h("b", {}, seconds(rollout.seconds))]])];
 }
 
-const isAnswer = (turn) => !turn.action && !turn.is_error;
-const turnName = (turn) => (turn.action ? visible(turn.action.tool_name) : isAnswer(turn) ? "answer" : "malformed");
+const usedTools = (turn) => turn.tool_calls ?? [];
+const hasError = (turn) => turn.is_error || usedTools(turn).some((used) => used.is_error);
+const isAnswer = (turn) => !turn.action && !turn.is_error && !usedTools(turn).length;
+const turnName = (turn) => (turn.action ? visible(turn.action.tool_name) : isAnswer(turn) ? "answer"
+  : [...usedTools(turn).map((used) => visible(used.name)), ...(turn.is_error ? ["malformed"] : [])].join(", "));
+const callRows = (turn) => usedTools(turn).flatMap((used) => [
+  row("Call", [h("b", {}, visible(used.name)), " ", visible(used.arguments)], "mono"),
+  row(used.is_error ? "Error" : "Result", visible(used.result), used.is_error ? "mono wrong" : "mono"),
+  row("Code", used.code_wall_s != null && `${seconds(used.code_wall_s)}, ${seconds(used.code_cpu_s)} of them on a core`)]);
 
 function drawTurn(rollout, turn, index) {
   const action = turn.action;
@@ -345,10 +352,11 @@ function drawTurn(rollout, turn, index) {
   const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
     row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))]
-    : [row("Action", h("span", { class: "wrong" }, "malformed: no tool ran"))];
-  const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), fields,
-    row("Command", visible(turn.command), "mono"),
-    row(turn.is_error ? "Error" : "Result", visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
+    : turn.is_error ? [row("Action", h("span", { class: "wrong" }, usedTools(turn).length ? "malformed" : "malformed: no tool ran"))] : [];
+  const asked = action || turn.is_error;
+  const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), callRows(turn), fields,
+    row("Command", asked && visible(turn.command), "mono"),
+    row(turn.is_error ? "Error" : "Result", asked && visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
     row("Code", turn.code_wall_s != null && `${seconds(turn.code_wall_s)}, ${seconds(turn.code_cpu_s)} of them on a core`),
     row("Verdict", turn.verdict && [visible(turn.verdict), turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
   return h("article", { class: "card turn" },
@@ -448,7 +456,7 @@ function drawMembers(members) {
       h("span", { class: "soft small" }, advantage(rollout) == null ? "" : `advantage ${signed(advantage(rollout))}`)),
     h("div", {}, rollout.answer ? visible(rollout.answer.slice(0, 300)) : h("span", { class: "soft" }, "(empty)")),
     h("ol", {}, rollout.turns.map((turn) => h("li", {}, h("b", {}, turnName(turn)), " ",
-      turn.action ? visible(turn.action.sub_goal.slice(0, 300)) : "", turn.is_error && h("span", { class: "wrong" }, " → error")))),
+      turn.action ? visible(turn.action.sub_goal.slice(0, 300)) : "", usedTools(turn).map((used) => visible(used.arguments).slice(0, 300)).join(" · "), hasError(turn) && h("span", { class: "wrong" }, " → error")))),
     rollout.truncated && h("div", { class: "warn small" }, ENDS[rollout.truncated] ?? visible(rollout.truncated)))));
 }
 
@@ -488,7 +496,7 @@ function turnText(rollout, index, from, branches) {
   return h("p", {},
     h("span", { class: "soft small" }, `${index + 1} `, rollout.branch && index === rollout.branch.turn && `⑂ ${score(rollout)} … `),
     h("span", { class: "tokens" }, turn.response_ids.slice(from).map((id, place) => [left(from + place), textOf(turn, from + place)]), left(turn.response_ids.length)),
-    h("span", { class: "soft small" }, " → ", turn.is_error ? h("span", { class: "wrong" }, "error") : visible((turn.result ?? "").slice(0, 120))));
+    h("span", { class: "soft small" }, " → ", hasError(turn) ? h("span", { class: "wrong" }, "error") : visible((usedTools(turn).map((used) => used.result).join(" · ") || turn.result || "").slice(0, 120))));
 }
 
 // ---- where one is: the fragment of the address

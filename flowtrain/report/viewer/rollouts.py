@@ -46,7 +46,9 @@ def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list
         "wrong": place.reward is not None and not is_right(place.reward),
         "malformed": any(malformed),
         "tool error": any(
-            turn["is_error"] and not bad for turn, bad in zip(turns, malformed, strict=True)
+            (turn["is_error"] and not bad)
+            or any(used["is_error"] for used in turn.get("tool_calls", ()))
+            for turn, bad in zip(turns, malformed, strict=True)
         ),
         "truncated": bool(truncated) or any(turn["finish_reason"] in _CUT_OFF for turn in turns),
     }
@@ -74,6 +76,8 @@ def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> l
 
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     shown = {key: value for key, value in turn.items() if key not in ("prompt_ids", "verifier")}
+    if used := turn.get("tool_calls"):
+        shown["tool_calls"] = [_cut(each) for each in used]
     return _cut(shown) | {
         "num_new_tokens": len(turn["prompt_ids"]),
         "texts": None if tokenizer is None else pieces(tokenizer, turn["response_ids"]),

@@ -14,7 +14,7 @@ import pytest
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.report.viewer.data import Run
 from flowtrain.report.viewer.rollouts import LONGEST_TEXT
-from flowtrain.types import Action, FinishReason, Group, ToolResult
+from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
 
 
 def data(run: Path, number: int = 100) -> dict[str, Any]:
@@ -89,6 +89,17 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
     assert rollouts["held-out.4.3.0"]["split"] == "held-out"
 
 
+def test_calls_of_tools_come_out_as_they_went_in_unless_too_long(run: Path, runs: Any) -> None:
+    used = ToolCall("Search", '{"query": "x"}', ToolResult("y" * 20_001, seconds=0.25), "1")
+    turn = runs.turn("x", action=None, result=ToolResult(), tool_calls=(used,))
+    trajectory = dataclasses.replace(runs.trajectory("x", 1.0, 0), turns=(turn,))
+    (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
+    TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, (trajectory,))])
+    (shown,) = data(run)["rollouts"][0]["turns"][0]["tool_calls"]
+    assert (shown["name"], shown["arguments"], shown["seconds"]) == ("Search", used.arguments, 0.25)
+    assert shown["result"].endswith(" … (1 more characters)")
+
+
 def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
     TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
     rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
@@ -125,6 +136,16 @@ def test_outcomes(runs: Any, run: Path) -> None:
         ),
         ({"action": None, "result": ToolResult()}, {}, 1.0, ["right"]),  # the answer itself
         ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
+        (
+            {
+                "action": None,
+                "result": ToolResult(),
+                "tool_calls": (ToolCall("Search", "{}", ToolResult(error="timed out")),),
+            },
+            {},
+            1.0,
+            ["right", "tool error"],
+        ),
         ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, ["wrong", "truncated"]),
         ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, ["wrong", "truncated"]),
         ({}, {"truncated": "prompt"}, 0.0, ["wrong", "truncated"]),
