@@ -42,10 +42,13 @@ class Agent(Section):
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
+    environment: str = ""
+    """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
+    of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
-    """tools the planner, or with name = "tools" the policy, may call, at least 1; also Web_Search,
-    Wikipedia_Search, Web_Reader, those of installed packages (docs/tools.md), and of [mcp.NAME]
-    "NAME.tool", or "NAME.*" for all"""
+    """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
+    environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages
+    (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -83,7 +86,8 @@ class Agent(Section):
         if not isinstance(options, dict) or options.get("name", "agentflow") == "agentflow":
             return options
         if options["name"] == "tools":
-            return {"prompt": "full"} | options
+            has_own = {"tools": ()} if options.get("environment") else {}
+            return {"prompt": "full"} | has_own | options
         defaults: dict[str, Any] = {"tools": (), "prompt": "full"}
         if options["name"] == "single":
             defaults |= {"max_turns": 1, "eval_max_turns": 1}
@@ -94,6 +98,11 @@ class Agent(Section):
         if self.instructions and self.name == "agentflow":
             raise ValueError(
                 f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+            )
+        if self.environment and self.name != "tools":
+            raise ValueError(
+                f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
+                f"{self.name!r}"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(
@@ -113,7 +122,8 @@ class Agent(Section):
     @field_validator("tools")
     @classmethod
     def _tool_names(cls, tools: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if not tools and info.data.get("name") in ("agentflow", "tools"):
+        has_own = bool(info.data.get("environment"))
+        if not tools and not has_own and info.data.get("name") in ("agentflow", "tools"):
             raise ValueError("must name at least 1 tool")
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
             raise ValueError(f"{twice[0]!r} is listed twice")
