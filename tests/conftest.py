@@ -27,6 +27,7 @@ for _path in _HERE.rglob("*.py"):
 from tests.attacks.tally import table  # noqa: E402 - after what it sets
 
 SLOW = (
+    "agents/test_verifiers.py",
     "attacks/test_composed_programs.py",
     "attacks/test_full_disk.py",
     "attacks/test_hostile_own_servers.py",

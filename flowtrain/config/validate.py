@@ -109,6 +109,17 @@ def _check_task_files(config: Config) -> None:
             f"tasks.gym={list(tasks.gym)} goes with tasks.name = 'reasoning-gym', which is "
             f"{tasks.name!r}"
         )
+    if (tasks.name == "verifiers") != bool(tasks.verifiers):
+        raise ValueError(
+            f"tasks.verifiers={tasks.verifiers} goes with tasks.name = 'verifiers', which is "
+            f"{tasks.name!r}"
+        )
+    if tasks.verifiers and config.agent.name != "gateway":
+        raise ValueError(
+            "tasks.name='verifiers': its environments drive their rollouts themselves; set "
+            "agent.name = 'gateway' and gateway.function = "
+            "'flowtrain.agents.gateway.verifiers:solve'"
+        )
     if tasks.path and tasks.mixture:
         raise ValueError(
             f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "
