@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from cli_runs import Server, read
@@ -32,3 +33,7 @@ def test_a_run_of_one_turn(place: Path, server: Server, words: tuple[str, ...]) 
         assert turn["action"] is None and not turn["is_error"]
         assert rollout["answer"] == turn["response_text"].strip()
         assert turn["prompt_ids"] and turn["response_ids"]
+    told = re.findall("nothing to learn from in step ([0-9]+)", "\n".join(lines))
+    summary = json.loads((run / "summary.json").read_text())
+    assert told and summary["idle_steps"] == list(map(int, told))
+    assert summary["last_cause"].startswith("all 32 rewards are 0")

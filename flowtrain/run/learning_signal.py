@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowtrain.config import Config
 from flowtrain.training.world import World
@@ -37,6 +37,9 @@ class LearningSignal:
     world: World
     num_idle: int = field(default=0, init=False)
     num_broken: int = field(default=0, init=False)
+    idle_steps: list[int] = field(default_factory=list, init=False)
+    """All steps since this process began that had nothing to learn from."""
+    last_cause: str = field(default="", init=False)
 
     def watch(self, step: int, groups: Sequence[Group], batch: TrainBatch) -> None:
         """Look at this rank's part of a step: its groups, and the batch after filtering.
@@ -48,6 +51,8 @@ class LearningSignal:
         self.num_broken = 0 if cause is None or not cause.is_broken else self.num_broken + 1
         if cause is None:
             return
+        self.idle_steps.append(step)
+        self.last_cause = cause.text
         in_a_row = f" ({self.num_idle} steps in a row)" if self.num_idle > 1 else ""
         text = f"nothing to learn from in step {step}{in_a_row}: {cause.text}"
         most = self.config.train.max_idle_steps
@@ -58,6 +63,12 @@ class LearningSignal:
             )
         if self.world.is_main and _is_told(self.num_idle):
             _log.warning("%s. %s", text, cause.cure)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the idle steps and the cause of the last, for summary.json; {} without any."""
+        if not self.idle_steps:
+            return {}
+        return {"idle_steps": self.idle_steps, "last_cause": self.last_cause}
 
     def _cause(self, groups: Sequence[Group], batch: TrainBatch) -> Cause | None:
         """Why no token of the batch is drawn to or from; None where one is. Collective."""

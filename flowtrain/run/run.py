@@ -173,7 +173,7 @@ class Run:
         if self.batch_source is not None:
             self.batch_source.report_progress(last_step, last_step, is_done=True)
         trained, _ = self.evaluator.compare() if self.config.eval.at_ends else ({}, ())
-        self.logger.report(self.memory_plan, warm, trained)
+        self.logger.report(self.memory_plan, warm, trained, self.signal.summary())
 
     def evaluate_warm(self) -> dict[str, Any]:
         """Measure the policy that training starts from, once per run; {} where ends are not."""

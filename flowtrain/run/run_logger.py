@@ -26,6 +26,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.token_scores import with_training_stats
 from flowtrain.types import Group, TrainBatch, Trajectory
+from flowtrain.utils.text import printable
 
 
 class RunLogger:
@@ -174,11 +175,18 @@ class RunLogger:
             speed["mfu"] = 1e12 * stats["train_tflop"] / train_s / self._peak_flops
         return speed
 
-    def report(self, plan: MemoryPlan, warm: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    def report(
+        self,
+        plan: MemoryPlan,
+        warm: Mapping[str, Any],
+        trained: Mapping[str, Any],
+        signal: Mapping[str, Any],
+    ) -> None:
         """Write summary.json and curves.png, and print the comparison; collective.
 
         Args:
             warm, trained: comparisons before and after training; empty where neither was measured.
+            signal: steps that had nothing to learn from; empty where all had.
         """
         self.progress.close()
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
@@ -188,6 +196,7 @@ class RunLogger:
         summary = {
             "warm": warm,
             "trained": trained,
+            **signal,
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
@@ -196,6 +205,9 @@ class RunLogger:
         plot_curves(path)
         if trained:
             print(report.comparison_table(warm, trained))
+        if idle_steps := signal.get("idle_steps"):
+            cause = printable(signal["last_cause"])
+            print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")

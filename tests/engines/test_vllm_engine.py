@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +26,14 @@ from flowkernels import LossSpec
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.agents.base import AgentContext
+from flowtrain.agents.build import make_policy
+from flowtrain.agents.collect import collect
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
-from flowtrain.agents.prompts import CompactPrompt
-from flowtrain.config import Vllm
+from flowtrain.agents.prompts import CHAT_TEMPLATE, CompactPrompt
+from flowtrain.agents.registry import load_kind
+from flowtrain.config import Config, Vllm
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm_engine import VllmEngine
@@ -41,6 +46,7 @@ from flowtrain.engines.vllm_process import (
     explain,
     without_main,
 )
+from flowtrain.tools.search import Search
 from flowtrain.training import attention, lm_head
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -52,6 +58,7 @@ from flowtrain.types import (
     FinishReason,
     Sample,
     Sampling,
+    Task,
     ToolResult,
     Turn,
     UserError,
@@ -60,6 +67,7 @@ from flowtrain.types import (
 )
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 T = TypeVar("T")
@@ -281,6 +289,33 @@ class TestVllm:
         ]
         expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
+
+    @pytest.mark.parametrize("name", ["agentflow", "single", "tools", f"{EXAMPLE}:MyAgent"])
+    def test_any_agent_rolls_out(self, at_0: Setup, name: str) -> None:
+        """The ids of its calls are those that vLLM has seen, and so are their log-probs."""
+        tools = {"agentflow": ("Search",), "tools": ("Search",)}.get(name, ())
+        config = Config.model_validate(
+            {
+                "agent": {"name": name, "tools": tools, "prompt": "compact"},
+                "rollout": {"max_new_tokens": 8},
+            }
+        )
+        tokenizer = copy.copy(at_0.tokenizer)
+        tokenizer.chat_template = CHAT_TEMPLATE
+        policy = make_policy(config, "planner", at_0.engine, tokenizer)
+        search = {"Search": Search(["The area of Chad is 1284."])} if tools else {}
+        context = AgentContext(config, {"planner": policy}, search, {}, config.agent.max_turns)
+        agent = load_kind(config).make(context)
+        (group,) = collect(agent, [Task("t", "Area of Chad?", ("1284",))], group_size=4, seed=1)
+        for trajectory in group.trajectories:
+            assert trajectory.turns and not trajectory.error
+            calls = [turn.calls["planner"] for turn in trajectory.turns]
+            for call in calls:
+                expected = truth(at_0.model, call.prompt_ids, call.response_ids, Sampling(8))
+                assert (torch.tensor(call.logprobs) - expected).abs().max() <= 1e-4
+            for before, after in pairwise(calls if name != "agentflow" else ()):
+                whole = before.prompt_ids + before.response_ids
+                assert after.prompt_ids[: len(whole)] == whole
 
     def test_the_seed_decides(self, at_0: Setup) -> None:
         requests = [(PROMPTS[1], Sampling(12, 1.0, seed=seed)) for seed in range(8)]

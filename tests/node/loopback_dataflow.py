@@ -16,6 +16,7 @@ import torch
 import uvicorn
 from torch import Tensor
 
+from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
@@ -37,6 +38,7 @@ def make_model(path: Path, num_layers: int = 1) -> str:
         ["What is the capital of Chad? Sub-Goal: capital of Chad\nTool Name: Search"] * 9,
         vocab_size=300,
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
     model = models.new_model(
         tokenizer, hidden_size=32, num_layers=num_layers, num_heads=2, max_positions=512

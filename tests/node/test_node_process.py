@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,53 @@ def test_a_node_scores_by_the_function_that_the_run_names(
             assert (
                 each.reward == parts["odd"] - parts["turns"] and each.scored_by == "mine.py:score"
             )
+
+
+MINE = """
+from flowtrain.agents.session import Session, SessionAgent
+
+
+class Mine(SessionAgent):
+    async def answer(self, session: Session) -> str:
+        prompt = session.policy.encode(session.task.question)
+        first = await session.sample(prompt)
+        call = await session.sample(prompt + first.response_ids + session.policy.encode(" So:"))
+        session.report(odd=session.seed % 2)
+        return call.text
+"""
+
+
+@pytest.mark.parametrize("name", ["single", "tools", "mine.py:Mine"])
+def test_a_node_rolls_out_with_any_agent(
+    name: str, model: str, server: Server, tmp_path: Path
+) -> None:
+    """What it pushes passes the checks of the door, and holds what was sampled."""
+    (tmp_path / "mine.py").write_text(MINE)
+    tools = {"single": ()}.get(name, ("Search",))
+    agent = {"name": name, "tools": tools, "max_turns": 1 if name == "single" else 2}
+    if name == "single":
+        agent |= {"eval_max_turns": 1}
+    with serve_dataflow(make_config(model, agent=agent), tmp_path) as dataflow:
+        trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
+        trainer.register(num_groups=2)
+        command = ("--dataflow", dataflow.url, "--name", "one")
+        node = keep_exit_code(
+            server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=tmp_path)
+        )
+        try:
+            rollouts = [each for group in trainer.step(1) for each in group.trajectories]
+            terminate(node)
+        finally:
+            if node.poll() is None:
+                os.kill(node.pid, signal.SIGKILL)
+    for rollout in rollouts:
+        assert not rollout.error and rollout.reward is not None and rollout.turns
+        for before, after in pairwise(turn.calls["planner"] for turn in rollout.turns):
+            whole = before.prompt_ids + before.response_ids
+            assert after.prompt_ids[: len(whole)] == whole
+        if name == "mine.py:Mine":
+            assert len(rollout.turns) == 2 and rollout.scored_by == "reported"
+            assert rollout.reward == rollout.seed % 2
 
 
 def test_a_node_with_another_model_is_refused(

@@ -1,0 +1,48 @@
+"""A chat with the policy, for agents that are written as programs."""
+
+from __future__ import annotations
+
+from flowtrain.agents.conversation import ChatTemplate, Conversation, Message
+from flowtrain.agents.session import Session
+from flowtrain.types import Call, FinishReason, UserError
+
+
+class Chat:
+    """Messages to the policy through its chat template, whose replies are trained token by token.
+
+    Example: chat = Chat(session); draft = await chat.ask("Name a prime above 90.")
+    """
+
+    def __init__(self, session: Session, instructions: str = "") -> None:
+        """`instructions` are a message of the role "system"."""
+        self._session = session
+        tokenizer = session.policy.tokenizer
+        if not tokenizer.chat_template:
+            raise UserError("model.path names a model without a chat template, which a chat needs")
+        self._template = ChatTemplate(tokenizer)
+        self._news: list[Message] = []
+        self._conversation: Conversation | None = None
+        if instructions:
+            self._news.append({"role": "system", "content": instructions})
+
+    async def ask(self, message: str, max_new_tokens: int | None = None) -> str:
+        """Say something as the user; return the reply. Raises what `Session.sample` raises, and
+        TemplateRewrites for a template whose prompts do not grow by appending.
+        """
+        return self.text_of(await self.call(message, max_new_tokens))
+
+    async def call(self, message: str, max_new_tokens: int | None = None) -> Call:
+        """Say something as the user; return the call that replied, for `Session.use_tool`."""
+        news = [*self._news, {"role": "user", "content": message}]
+        before = self._conversation
+        now = Conversation.start(self._template, news) if before is None else before.add(news)
+        call = await self._session.sample(now.prompt_ids, max_new_tokens=max_new_tokens)
+        reply = {"role": "assistant", "content": self.text_of(call)}
+        ended = call.finish_reason is FinishReason.STOP
+        self._news, self._conversation = [], now.add_response(call.response_ids, reply, ended)
+        return call
+
+    def text_of(self, call: Call) -> str:
+        """Return a reply without the end of its message."""
+        ended = call.finish_reason is FinishReason.STOP
+        return self._template.text_of(call.response_ids, ended).strip()

@@ -1,0 +1,160 @@
+"""What an agent's policy read and sampled is what is trained, whichever agent it is.
+
+The engine scores scripted replies with the model itself, in tokens that its tokenizer would not
+choose, and logs what passes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from gradients import TOLERANCE, Plain, distance, gradient_of
+from transformers import AutoModelForCausalLM
+
+from flowtrain.agents.base import AgentContext
+from flowtrain.agents.build import make_policy
+from flowtrain.agents.collect import collect
+from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.agents.registry import load_kind
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.config import Config
+from flowtrain.tools.search import Search
+from flowtrain.training import model as models
+from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import pack_rows
+from flowtrain.types import Completion, FinishReason, Group, Sampling, Task, VersionSpan
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
+TASKS = [Task(f"t-{n}", f"What is the area of Chad, {n}?", ("1284",)) for n in range(2)]
+CALL = '<tool name="Search">{"query": "area of Chad"}</tool>'
+SEARCHES = " area of Chad\nTool Name: Search"
+AGENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "agentflow": ({"tools": ["Search"]}, [" area of Mali\nTool Name: None", SEARCHES]),
+    "single": ({"name": "single", "prompt": "compact"}, [" 1284", " 77", ""]),
+    "tools": (
+        {"name": "tools", "tools": ["Search"]},
+        [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"],
+    ),
+    "own": ({"name": f"{EXAMPLE}:MyAgent"}, ["It is 1284.", "1284"]),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of many positions, for `make_trainer` too."""
+    tokenizer = models.new_tokenizer([f"{TASKS[0].question} {CALL} Tool Name: Search"], 320)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    model = models.new_model(
+        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=900
+    )
+    path = tmp_path_factory.mktemp("model")
+    models.export(model, tokenizer, models.full_weights(model), path)
+    return str(path)
+
+
+@dataclass
+class ScoringEngine:
+    """Replies by a script, with the model's own log-probs."""
+
+    model: Any
+    tokenizer: Any
+    replies: Sequence[str]
+    log: Counter[bytes] = field(default_factory=Counter)
+    version: int = 0
+    max_tokens: int = 900
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        rng = random.Random(sampling.seed)
+        ids = (*self.in_other_tokens(rng.choice(self.replies), rng), self.tokenizer.eos_token_id)
+        ids = ids[: sampling.max_new_tokens]
+        logits = self.model(torch.tensor([[*prompt_ids, *ids]])).logits[0, len(prompt_ids) - 1 : -1]
+        found = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        self.log[digest(prompt_ids, ids)] += 1
+        reason = (
+            FinishReason.STOP if ids[-1] == self.tokenizer.eos_token_id else FinishReason.LENGTH
+        )
+        return Completion(ids, tuple(found.tolist()), (VersionSpan(0, len(ids), 0),), reason)
+
+    def in_other_tokens(self, text: str, rng: random.Random) -> tuple[int, ...]:
+        """Encode a text piece by piece, where the tokenizer would have taken larger tokens."""
+        ids: list[int] = []
+        while text:
+            cut = rng.randint(1, 4)
+            ids += self.tokenizer.encode(text[:cut], add_special_tokens=False)
+            text = text[cut:]
+        return tuple(ids)
+
+
+def digest(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> bytes:
+    ids = array("q", [len(prompt_ids), *prompt_ids, *response_ids])
+    return hashlib.sha256(ids.tobytes()).digest()
+
+
+def roll_out(
+    path: str, options: Mapping[str, Any], replies: Sequence[str]
+) -> tuple[list[Group], ScoringEngine]:
+    """Roll the tasks out; the rewards of a group differ."""
+    config = Config.model_validate({"agent": options, "rollout": {"max_new_tokens": 160}})
+    tokenizer = models.load_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+    engine = ScoringEngine(model, tokenizer, replies)
+    policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
+    tools = {"Search": Search(["The area of Chad is 1284.", "The area of Mali is 55."])}
+    context = AgentContext(config, {"planner": policy}, tools, {}, config.agent.max_turns)
+    agent = load_kind(config).make(context)
+    groups = collect(agent, TASKS, group_size=4, seed=3)
+    agent.close()
+    assert not [t.error for group in groups for t in group.trajectories if t.error]
+    return [rewarded(group) for group in groups], engine
+
+
+def rewarded(group: Group) -> Group:
+    rollouts = enumerate(group.trajectories)
+    return replace(group, trajectories=tuple(replace(t, reward=n % 3 / 2) for n, t in rollouts))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_what_was_sampled_is_what_is_trained(
+    name: str, tiny_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    """The same ids by hash of each call; the trainer's log-probs; the gradient of one by one."""
+    groups, engine = roll_out(tiny_path, *AGENTS[name])
+    samples = flow_grpo(groups).samples
+    assert Counter(digest(s.prompt_ids, s.response_ids) for s in samples) == engine.log
+    plain = Plain(tiny_path, LossSpec(), 1.0)
+    for sample in samples:
+        (logits,) = plain.logits(plain.model, [sample])
+        mine = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        assert (mine - torch.tensor(sample.logprobs)).abs().max() < 1e-4
+    _, truth = plain.gradient([[sample] for sample in samples])
+    rows = pack_rows(samples, 4000)
+    assert distance(gradient_of(make_trainer(grad_clip=0.0), rows), truth) < TOLERANCE
+    num_packed = sum(len(row.input_ids_N) for row in rows)
+    assert num_packed < sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+
+
+@pytest.mark.parametrize("name", ["tools", "own"])
+def test_later_prompts_hold_what_was_sampled(name: str, tiny_path: str) -> None:
+    """The tokens of a reply are none that its text would be encoded to."""
+    groups, engine = roll_out(tiny_path, *AGENTS[name])
+    num_odd = 0
+    for trajectory in (t for group in groups for t in group.trajectories):
+        calls = [turn.calls["planner"] for turn in trajectory.turns]
+        for before, after in pairwise(calls):
+            whole = before.prompt_ids + before.response_ids
+            assert after.prompt_ids[: len(whole)] == whole
+            text = engine.tokenizer.decode(before.response_ids[:-1])
+            num_odd += tuple(engine.tokenizer.encode(text)) != before.response_ids[:-1]
+    assert num_odd
