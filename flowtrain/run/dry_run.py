@@ -89,8 +89,8 @@ class _Measure(NoEngine):
 def _prompt_lengths(components: RunComponents) -> str:
     """Measure the first prompts of some tasks, without an analyst's text."""
     config = components.config
-    if config.agent.name not in _OURS:
-        return f"prompts of agent.name={config.agent.name!r} are those of its rollouts, below"
+    if config.agent.name not in _OURS or config.agent.environment:
+        return "first prompts: those of the rollouts below, because others' code makes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
     components = replace(components, config=config.model_copy(update={"roles": roles}))
     tasks = components.tasks.train[:NUM_PROMPTS]
