@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from flowtrain.agents.executor import RuleExecutor
@@ -201,9 +202,9 @@ def test_cards_hold_no_control_characters(tmp_path: Path) -> None:
     assert card.description == "Says \\x1b[2J it \\u202eagain."
 
 
-@pytest.mark.parametrize("word", ["huge_line", "flood", "no_result"])
+@pytest.mark.parametrize("word", ["huge_line", "huge_result", "flood", "no_result"])
 def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: str) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=5.0)) as tools:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=60.0)) as tools:
         started = time.monotonic()
         result = call(tools["hand.echo"], query="hi")
     assert result.error is not None and result.output == ""
@@ -216,9 +217,14 @@ def test_a_server_that_dies_or_hangs_is_started_again(
     tmp_path: Path, word: str, timeout_s: float
 ) -> None:
     with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=timeout_s)) as tools:
-        first = call(tools["hand.echo"], query="hi")
-        assert first.error is not None
-        assert ("timed out after 1 s" in first.error) == (word == "hangs_once")
+
+        async def many() -> list[ToolResult]:
+            each = (run_tool(tools["hand.echo"], {"query": "hi"}, 60.0, 400) for _ in range(4))
+            return await asyncio.gather(*each)
+
+        errors = [result.error or "" for result in asyncio.run(many())]
+        assert any(errors)
+        assert all("timed out after 1 s" in each for each in errors) == (word == "hangs_once")
         assert call(tools["hand.echo"], query="hi").output == "hi"
         pids = starts(tmp_path)
         assert len(pids) == 2 and is_gone(pids[0])
@@ -347,3 +353,43 @@ def test_bad_answers_over_http_end_the_run_at_its_start(
         ):
             pass
     assert set(seen) == {"Bearer secret-1"} and "secret-1" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "is_refused"),
+    [
+        ("application/json", [b"x" * (5 << 20)], False),
+        ("application/json", [b"x" * (5 << 20)] * 2, True),
+        ("text/event-stream", [b"data: x" * (1 << 19) + b"\n", b"\n"] * 4, False),
+        ("text/event-stream", [b"data: x" * (1 << 19)] * 4, True),
+    ],
+)
+def test_what_a_message_over_http_may_weigh(
+    kind: str, parts: list[bytes], is_refused: bool
+) -> None:
+    class Body(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for part in parts:
+                yield part
+
+    async def read() -> bytes:
+        response = httpx2.Response(200, headers={"Content-Type": kind}, stream=Body())
+        await transports._bound(response)
+        return await response.aread()
+
+    if is_refused:
+        with pytest.raises(httpx2.ReadError, match="a message of more than 8388608 bytes"):
+            asyncio.run(read())
+    else:
+        assert asyncio.run(read()) == b"".join(parts)
+
+
+def test_compressed_answers_are_not_unpacked() -> None:
+    response = httpx2.Response(
+        200,
+        headers={"Content-Encoding": "gzip"},
+        content=gzip.compress(b"x"),
+        request=httpx2.Request("POST", "http://x"),
+    )
+    with pytest.raises(httpx2.DecodingError, match="the answer is compressed"):
+        asyncio.run(transports._bound(response))
