@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any
 
@@ -103,3 +104,15 @@ def test_a_card_and_its_schema_agree(arguments: dict[str, object]) -> None:
     if any(isinstance(value, float) and value.is_integer() for value in arguments.values()):
         return
     assert bool(card.check(arguments)) == bool(problem(json.dumps(schema), arguments))
+
+
+def test_references_to_other_places_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def connect(*address: object, **_: object) -> None:
+        asked.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    away = {**AWAY, "title": "not cached"}
+    assert problem(json.dumps(away), {"a": 1}) and not asked
