@@ -361,7 +361,7 @@ def test_help_shows_the_options_that_people_set_first() -> None:
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
     assert shown == list(FIRST) and len(shown) == 20
     assert set(shown) <= set(KEYS) and shown == sorted(shown, key=KEYS.index), "order of Config"
-    closing = " ".join(lines[-3:])
+    closing = " ".join(lines[-4:])
     assert "--help all shows every option, --help SECTION those of a section: run, mod" in closing
 
 
