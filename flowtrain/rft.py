@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import EARLY_STOP, ScriptedCaller, ScriptedPlanner, ScriptedVerifier
+from flowtrain.agents.expert import scripted
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.tool_calling import ToolCallingAgent
-from flowtrain.agents.verifier import PolicyVerifier
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
@@ -203,14 +200,7 @@ def _expert(components: RunComponents, agent: Agent) -> Agent:
             "none, so use 'policy'"
         )
     ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
-    if isinstance(agent, ToolCallingAgent):
-        return ScriptedCaller(agent, config.rft.expert_error, ends["planner"])
-    assert isinstance(agent.planner, PolicyPlanner)
-    planner = ScriptedPlanner(agent.planner, config.rft.expert_error, ends["planner"])
-    verifier = agent.verifier
-    if isinstance(verifier, PolicyVerifier):
-        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
-    return replace(agent, planner=planner, verifier=verifier)
+    return scripted(agent, config.rft.expert_error, ends)
 
 
 def _asks_policy(config: Config) -> bool:

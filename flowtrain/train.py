@@ -32,6 +32,7 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.rewards import score, shuffle_rewards
+from flowtrain.run.dry_run import dry_run
 from flowtrain.run.records import Rollouts
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.token_scores import attach_logprobs
@@ -43,6 +44,8 @@ from flowtrain.utils.step_timer import StepTimer
 
 def train(config: Config) -> int:
     """Train from the newest checkpoint of the run, or from `model.path`, to `train.num_steps`."""
+    if config.run.dry_run:
+        return dry_run(config)
     with Interrupt() as interrupt, open_run(config, interrupt) as run:
         config = run.config
         gather = next_batch if config.dataflow.url else sample

@@ -27,6 +27,7 @@ for _path in _HERE.rglob("*.py"):
 from tests.attacks.tally import table  # noqa: E402 - after what it sets
 
 SLOW = (
+    "agents/test_verifiers.py",
     "attacks/test_composed_programs.py",
     "attacks/test_full_disk.py",
     "attacks/test_hostile_own_servers.py",
@@ -49,6 +50,7 @@ SLOW = (
     "node/test_node_contract.py",
     "node/test_node_process.py",
     "rewards/test_gym_rewards.py",
+    "run/test_dry_run.py",
     "tasks/test_gym_tasks.py",
     "test_bench_model_folder.py",
     "test_bench_trl.py",
@@ -69,6 +71,7 @@ SLOW = (
     "test_train_roles.py",
     "test_train_tools.py",
     "test_train_verifier.py",
+    "tools/test_mcp.py",
     "tools/test_sandbox_time.py",
     "training/test_flex.py",
     "training/test_two_ranks.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,11 @@ _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
-    """Write the command on one line; `find_command` reads the same arguments from it."""
+    """Write the command on one line; `find_command` reads the same arguments from it. Names that
+    Python does not take stand in a dictionary, `**{"max-age": 3}`.
+    """
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in arguments):
+        return f"execution = tool.execute(**{dict(arguments)!r})"
     pairs = (
         f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
         for name, value in arguments.items()
@@ -122,11 +127,18 @@ def _arguments(
     call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
 ) -> dict[str, object]:
     """Return the arguments by name; raises one of _NOT_PYTHON unless all are named literals."""
-    if len(call.args) > len(names) or any(keyword.arg is None for keyword in call.keywords):
+    if len(call.args) > len(names):
         raise ValueError("arguments without a name")
-    positional = zip(names, call.args, strict=False)
-    by_name = ((str(keyword.arg), keyword.value) for keyword in call.keywords)
-    return {name: _literal(value, known) for name, value in (*positional, *by_name)}
+    found = {name: _literal(value, known) for name, value in zip(names, call.args, strict=False)}
+    for given in call.keywords:
+        value = _literal(given.value, known)
+        if given.arg is not None:
+            found[given.arg] = value
+        elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            found |= value
+        else:
+            raise ValueError("arguments without a name")
+    return found
 
 
 def _literal(node: ast.expr, known: Mapping[str, object]) -> object:

@@ -5,6 +5,7 @@ Every failure is an error in the result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +16,10 @@ from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import Tool, run_tool
+from flowtrain.tools import Tool, ToolCard, run_tool
 from flowtrain.tools.base import shorten
 from flowtrain.types import Action, ToolResult
+from flowtrain.utils.text import encodable
 
 NO_COMMAND = "No command was run."
 
@@ -33,7 +35,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuleExecutor:
-    """Stands in for AgentFlow's LLM executor: the query is the sub-goal, word for word."""
+    """Stands in for AgentFlow's LLM executor: `arguments_of` makes the command of the sub-goal."""
 
     tools: Mapping[str, Tool]
     timeout_s: float
@@ -47,13 +49,45 @@ class RuleExecutor:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
-        arguments = {"query": action.sub_goal}
+        arguments = arguments_of(tool.card, action.sub_goal)
         return write_command(arguments), await self._run(tool, arguments, deadline_s)
 
     async def _run(self, tool: Tool, arguments: Mapping[str, object], left_s: float) -> ToolResult:
         """Run a command in the time that the rollout has left."""
         timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
         return await run_tool(tool, arguments, timeout_s, self.max_chars)
+
+
+def arguments_of(card: ToolCard, sub_goal: str) -> dict[str, object]:
+    """Return the sub-goal, word for word, as the tool's one text. A tool that takes more, or
+    something else, takes it as the arguments in a JSON object.
+
+    Where it is neither, the tool's error says what the tool takes.
+    """
+    required = [parameter for parameter in card.parameters if parameter.is_required]
+    texts = [parameter.name for parameter in required or card.parameters if parameter.kind is str]
+    if len(card.parameters) != 1 or not texts:
+        names = {parameter.name for parameter in card.parameters}
+        arguments = _json_object(sub_goal)
+        if arguments is not None and (len(required) != 1 or arguments.keys() <= names):
+            return arguments
+    return {texts[0] if texts else "query": sub_goal}
+
+
+def _json_object(text: str) -> dict[str, object] | None:
+    """Read a JSON object that a model wrote; None where it is none."""
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+        if not isinstance(value, dict):
+            return None
+        # JSON can spell half a surrogate pair, which neither tokenizers nor wires take.
+        return dict(json.loads(encodable(json.dumps(value, ensure_ascii=False))))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from flowtrain.agents.conversation import Conversation
+from flowtrain.agents.flow import Flow
 from flowtrain.agents.generator import last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
@@ -15,7 +17,16 @@ from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
 from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, Call, Completion, FinishReason, PlanStep, Task, Verdict
+from flowtrain.types import (
+    Action,
+    Call,
+    Completion,
+    FinishReason,
+    PlanStep,
+    PolicyName,
+    Task,
+    Verdict,
+)
 from flowtrain.utils.seeds import derive_seed
 
 EARLY_STOP = 0.3
@@ -110,6 +121,25 @@ def _memory(session: Session) -> Memory:
         query = str(json.loads(used.arguments).get("query", ""))
         memory = memory.add(MemoryEntry(used.name, query, used.arguments, used.result.text))
     return memory
+
+
+def scripted(
+    agent: Flow | ToolCallingAgent, error: float, ends: Mapping[PolicyName, int]
+) -> Flow | ToolCallingAgent:
+    """Return the agent with scripts in the place of its policies; its tasks must have plans.
+
+    Args:
+        error: see `ScriptedPlanner` and `ScriptedCaller`.
+        ends: the end-of-sequence token of each policy.
+    """
+    if isinstance(agent, ToolCallingAgent):
+        return ScriptedCaller(agent, error, ends["planner"])
+    assert isinstance(agent.planner, PolicyPlanner), "scripts write in a policy's tokens"
+    verifier = agent.verifier
+    if isinstance(verifier, PolicyVerifier):
+        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
+    planner = ScriptedPlanner(agent.planner, error, ends["planner"])
+    return replace(agent, planner=planner, verifier=verifier)
 
 
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:

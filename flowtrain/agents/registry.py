@@ -8,10 +8,11 @@ docs/agents/custom.md shows one from end to end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 
 from flowtrain.agents.base import Agent, AgentContext
+from flowtrain.agents.environment import load_maker
 from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import PolicyName, UserError
@@ -77,6 +78,9 @@ def load_kind(config: Config) -> AgentKind:
             f"roles.{left[0]}='own' does not go with agent.name={name!r}, which samples from "
             f"{' and '.join(kind.trains)} alone"
         )
+    maker = load_maker(config)
+    if maker is not None and not getattr(maker, "can_repeat", False):
+        return replace(kind, can_branch=False)
     return kind
 
 

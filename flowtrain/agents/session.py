@@ -55,7 +55,8 @@ class Session:
     """One rollout under way, for the coroutines of one event loop.
 
     `answer_so_far` is the answer of a rollout that a limit ends, `engine_error` the reason why the
-    policy's engine failed for good, which ends the run.
+    policy's engine failed for good, which ends the run. With `repeats_tools` a branch calls the
+    tools of its parent again, because their state is the rollout's own.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         self.tools = context.tools if tools is None else tools
         self.answer_so_far = ""
         self.engine_error: EngineError | None = None
+        self.repeats_tools = False
         self._options = context.config.agent
         self._max_turns = context.max_turns
         self._start = start
@@ -174,11 +176,17 @@ class Session:
             wanted: name, arguments and id of each, in the response's order.
         """
         if self._is_again(call):
-            return _results_again(self._turn(call), wanted)
+            results = _results_again(self._turn(call), wanted)
+            again = await self._run_tools(wanted) if self.repeats_tools else results
+            if [each.text for each in again] != [each.text for each in results]:
+                raise ValueError("it cannot branch: a tool gave another result than to its parent")
+            return results
         if len(wanted) > MAX_TOOL_CALLS:
             raise ValueError(f"a turn holds at most {MAX_TOOL_CALLS} calls of tools")
         started = time.monotonic()
-        results = await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
+        results = await self._run_tools(wanted)
+        if unknown := [name for name, _, _ in wanted if name not in self.tools]:
+            self.record_malformed(call, f"there is no tool {unknown[0]!r}")
         for (name, given, id), result in zip(wanted, results, strict=True):
             self.record_tool(call, ToolCall(name, json.dumps(given), result, id))
         self._amend(call, seconds=self._turn(call).seconds + time.monotonic() - started)
@@ -217,12 +225,19 @@ class Session:
     def _amend(self, call: Call, **fields: Any) -> None:
         self._turns[self._places[id(call)]] = replace(self._turn(call), **fields)
 
+    async def _run_tools(
+        self, wanted: Sequence[tuple[str, Mapping[str, object], str]]
+    ) -> list[ToolResult]:
+        return await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
+
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
         if tool is None:
             known = ", ".join(self.tools) or "none"
             return ToolResult(error=f"there is no tool {name!r}; there are: {known}")
-        timeout_s = min(self._options.tool_timeout_s, self.left_s())
+        timeout_s = self.left_s()
+        if not tool.card.keeps_time:
+            timeout_s = min(self._options.tool_timeout_s, timeout_s)
         return await run_tool(tool, arguments, timeout_s, self._options.max_result_chars)
 
 

@@ -9,7 +9,7 @@ tool each give an error as the result, which the policy reads next.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowtrain.agents.base import AgentContext
@@ -20,6 +20,7 @@ from flowtrain.agents.conversation import (
     Message,
     TemplateRewrites,
 )
+from flowtrain.agents.environment import Environment, load_maker, opened
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
@@ -46,20 +47,26 @@ class ToolChat:
         tools = tuple(definition(card) for card in cards)
         return cls(template, choose_format(config, template), config.agent.instructions, tools)
 
-    def begin(self, question: str) -> Conversation:
-        """Begin with the question, the instructions, and tools that the template does not tell."""
+    def begin(self, first: Sequence[Message]) -> Conversation:
+        """Begin with messages, the instructions, and tools that the template does not tell."""
         template, definitions = self.template, self.definitions
-        system = [self.instructions]
-        if not template.takes_tools:
+        has_system = first[0]["role"] == "system"
+        system = [first[0]["content"] if has_system else "", self.instructions]
+        if definitions and not template.takes_tools:
             system.append(self.format.describe(definitions))
             definitions = ()
         text = "\n\n".join(filter(None, system))
-        messages: list[Message] = [{"role": "user", "content": question}]
+        messages = list(first[1:] if has_system else first)
         if text and template.takes_system:
             messages.insert(0, {"role": "system", "content": text})
         elif text:
-            messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
+            content = messages[0]["content"] if messages else ""
+            messages[:1] = [{"role": "user", "content": f"{text}\n\n{content}"}]
         return Conversation.start(template, messages, definitions)
+
+    def with_tools(self, cards: Iterable[ToolCard]) -> ToolChat:
+        """Return the chat with these tools in the place of its own."""
+        return replace(self, definitions=tuple(definition(card) for card in cards))
 
     def tell(self, message: Message, results: Sequence[str]) -> list[Message]:
         """Return the messages that answer one with calls; a user's where there are no tool's."""
@@ -83,6 +90,7 @@ class ToolCallingAgent(SessionAgent):
         tokenizer = context.policies["planner"].tokenizer
         cards = (tool.card for tool in context.tools.values())
         self.chat = ToolChat.of(context.config, tokenizer, cards)
+        self._maker = load_maker(context.config)
 
     @staticmethod
     def check(config: Config, tokenizer: ChatTokenizer) -> None:
@@ -98,7 +106,7 @@ class ToolCallingAgent(SessionAgent):
             thinking = f"<think>\nx\n{THINK_END}\n\n" if THINK_END in chat.template.source else ""
             calls = [WrittenCall("Search", "{}")]
             text = thinking + chat.format.write(calls) + chat.template.closing
-            conversation = chat.begin("x")
+            conversation = chat.begin([_user("x")])
             for number in range(2):
                 message = _message(thinking, calls, number)
                 replied = conversation.add_response(chat.template.encode(text), message)
@@ -110,20 +118,34 @@ class ToolCallingAgent(SessionAgent):
             ) from error
 
     async def answer(self, session: Session) -> str:
+        if self._maker is None:
+            return await self._converse(session, self.chat.begin([_user(session.task.question)]))
+        async with opened(self._maker, session) as (environment, messages):
+            chat = self.chat.with_tools(tool.card for tool in session.tools.values())
+            return await self._converse(session, chat.begin(messages), environment)
+
+    async def _converse(
+        self, session: Session, conversation: Conversation, environment: Environment | None = None
+    ) -> str:
+        """Take turns until a response calls no tool, and the user has nothing to say to it."""
         template = self.chat.template
-        conversation = self.chat.begin(session.task.question)
         while True:
             call = await self.respond(session, conversation)
             if call.finish_reason is FinishReason.DEADLINE:
                 raise RolloutEnded("time")
             ended = call.finish_reason is FinishReason.STOP
             said, calls = self.chat.format.parse(template.text_of(call.response_ids, ended))
-            if not calls:
-                return final_answer(said.rpartition(THINK_END)[2])
-            message = _message(said, calls, number=len(session.turns))
-            results = await self._results(session, call, calls, message)
-            conversation = conversation.add_response(call.response_ids, message, ended)
-            conversation = conversation.add(self.chat.tell(message, results))
+            if calls:
+                message = _message(said, calls, number=len(session.turns))
+                results = await self._results(session, call, calls, message)
+                new = self.chat.tell(message, results)
+            else:
+                text = said.rpartition(THINK_END)[2]
+                reply = None if environment is None else await environment.reply(text.strip())
+                if reply is None:
+                    return final_answer(text)
+                message, new = {"role": "assistant", "content": said}, [_user(reply)]
+            conversation = conversation.add_response(call.response_ids, message, ended).add(new)
 
     async def respond(self, session: Session, conversation: Conversation) -> Call:
         """Sample the next message; a scripted expert writes it instead."""
@@ -139,6 +161,10 @@ class ToolCallingAgent(SessionAgent):
             session.record_malformed(call, problems[0])
         results = iter(await session.use_tools(call, wanted) if wanted else [])
         return [f"Error: {each.problem}" if each.problem else next(results).text for each in calls]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
 
 
 def definition(card: ToolCard) -> dict[str, Any]:

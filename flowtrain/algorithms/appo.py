@@ -139,9 +139,11 @@ class Appo(Algorithm):
 
     def check_agent(self, kind: AgentKind) -> None:
         if not kind.can_branch:
+            agent = self.config.agent
+            key = "environment" if agent.environment else "name"
             raise UserError(
-                "algorithm.name='appo' rewinds rollouts and branches, which agent.name="
-                f"{self.config.agent.name!r} cannot do"
+                "algorithm.name='appo' rewinds rollouts and branches, which "
+                f"agent.{key}={getattr(agent, key)!r} cannot do"
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:

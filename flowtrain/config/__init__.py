@@ -11,7 +11,16 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from flowtrain.config.agents import NO_ENGINE, OWN, Agent, Chat, Judge, Policy, Roles
+from flowtrain.config.agents import (
+    NO_ENGINE,
+    OWN,
+    Agent,
+    Chat,
+    Judge,
+    McpServer,
+    Policy,
+    Roles,
+)
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.gateway import Gateway
@@ -43,6 +52,8 @@ class Config(Section):
     """Models of the policies that are not trained here, and how the verifier samples."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
+    mcp: dict[str, McpServer] = Field(default_factory=dict)
+    """MCP servers whose tools agent.tools names (pip install 'flowtrain[mcp]')."""
     reward: Reward = Reward()
     judge: Judge = Judge()
     web_search: WebSearch = WebSearch()
@@ -71,6 +82,11 @@ class Config(Section):
     def policy_names(self) -> tuple[PolicyName, ...]:
         """The modules that are policies, the planner first."""
         return ("planner", "verifier") if self.roles.verifier == OWN else ("planner",)
+
+    @property
+    def samples_here(self) -> bool:
+        """A run needs engines: for rollouts, or to evaluate what nodes roll out."""
+        return not self.dataflow.url or self.eval.at_ends or self.eval.every > 0
 
     def sampling_of(self, policy: PolicyName) -> tuple[int, float]:
         """A policy's tokens per response and its temperature."""
@@ -104,6 +120,7 @@ __all__ = [
     "Infoflow",
     "Judge",
     "Log",
+    "McpServer",
     "Model",
     "Policy",
     "Reward",

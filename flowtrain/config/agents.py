@@ -33,8 +33,8 @@ class Agent(Section):
     """name = "single": text after the question; name = "tools": the system message; of the last
     response the content of the last <answer>...</answer> is the answer, or else all of it"""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
-    """name = "tools" or "gateway": how the policy writes calls, as docs/agents/tools.md shows;
-    auto: as its chat template does, or xml where the template takes no tools"""
+    """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
+    chat template does, or xml where the template takes no tools"""
     prompt: Literal["compact", "full"] = "compact"
     """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
     four fields, through the chat template; with name = "single" compact is a plain text, and full
@@ -42,9 +42,13 @@ class Agent(Section):
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
+    environment: str = ""
+    """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
+    of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
-    """tools the planner, or with name = "tools" the policy, may call, at least 1; also Web_Search,
-    Wikipedia_Search, Web_Reader, and those of installed packages (docs/tools.md)"""
+    """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
+    environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages
+    (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3
@@ -82,7 +86,8 @@ class Agent(Section):
         if not isinstance(options, dict) or options.get("name", "agentflow") == "agentflow":
             return options
         if options["name"] == "tools":
-            return {"prompt": "full"} | options
+            has_own = {"tools": ()} if options.get("environment") else {}
+            return {"prompt": "full"} | has_own | options
         defaults: dict[str, Any] = {"tools": (), "prompt": "full"}
         if options["name"] == "single":
             defaults |= {"max_turns": 1, "eval_max_turns": 1}
@@ -93,6 +98,11 @@ class Agent(Section):
         if self.instructions and self.name == "agentflow":
             raise ValueError(
                 f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+            )
+        if self.environment and self.name != "tools":
+            raise ValueError(
+                f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
+                f"{self.name!r}"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(
@@ -112,11 +122,26 @@ class Agent(Section):
     @field_validator("tools")
     @classmethod
     def _tool_names(cls, tools: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if not tools and info.data.get("name") in ("agentflow", "tools"):
+        has_own = bool(info.data.get("environment"))
+        if not tools and not has_own and info.data.get("name") in ("agentflow", "tools"):
             raise ValueError("must name at least 1 tool")
         if twice := [name for place, name in enumerate(tools) if name in tools[:place]]:
             raise ValueError(f"{twice[0]!r} is listed twice")
         return tools
+
+
+class McpServer(Section):
+    command: tuple[str, ...] = ()
+    """program with its arguments, which speaks over stdin and stdout: ["python", "server.py"]"""
+    env: tuple[str, ...] = ()
+    """command: names of environment variables that the program gets of ours, besides HOME, LOGNAME,
+    PATH, SHELL, TERM and USER"""
+    url: str = ""
+    """instead of command: address of a server that speaks streamable HTTP"""
+    token_env: str = ""
+    """url: environment variable that holds the bearer token; empty: the server needs none"""
+    timeout_s: PositiveFloat = 30.0
+    """seconds per call, instead of agent.tool_timeout_s, and for the start"""
 
 
 class Chat(Section):

@@ -28,7 +28,7 @@ from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
 
-NAMED = ("engines", "plugins", "policies")
+NAMED = ("engines", "mcp", "plugins", "policies")
 """Sections of tables that the user names: [engines.judge], --engines.judge.model."""
 FIRST = (
     *("run.dir", "run.seed", "run.resume", "model.path", "model.dtype", "tasks.name", "tasks.path"),

@@ -14,6 +14,9 @@ class Run(Section):
     """folder of the run: config, manifest, metrics, checkpoints, weights, curves"""
     seed: int = 0
     """seed of task order, sampling and new weights"""
+    dry_run: bool = False
+    """load everything, show how the questions are read, the lengths of prompts, the memory plan and
+    two rollouts with their rewards, and end; nothing is written"""
     resume: Literal["never", "auto"] = "never"
     """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

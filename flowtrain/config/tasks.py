@@ -28,12 +28,16 @@ class GymSet(Section):
 
 
 class Tasks(Section):
-    name: Literal["facts", "gameof24", "reasoning-gym", "file"] = "facts"
+    name: Literal["facts", "gameof24", "reasoning-gym", "verifiers", "file"] = "facts"
     """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles;
-    reasoning-gym: its data sets (pip install 'flowtrain[gym]'); file: questions of your own"""
+    reasoning-gym: its data sets (pip install 'flowtrain[gym]'); verifiers: an environment of that
+    package (docs/agents/environments.md); file: questions of your own"""
     gym: dict[str, GymSet] = Field(default_factory=dict)
     """name = "reasoning-gym": a table per data set, each with name, weight, seed and options:
     [tasks.gym.leg_counting]"""
+    verifiers: dict[str, Any] = Field(default_factory=dict)
+    """name = "verifiers": the environment, as the table [env] of verifiers describes it:
+    tasks.verifiers.taskset = {id = "gsm8k"}"""
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
     num_turns, choices, scorer; with reward.function any other columns, and no answer is needed; or
@@ -64,9 +68,9 @@ class Tasks(Section):
     )
     """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
     num_train: PositiveInt = 16000
-    """training questions to generate; gameof24 and file use all they have; reasoning-gym divides
-    them among its sets"""
+    """training questions to generate; gameof24, file and verifiers use all they have; reasoning-gym
+    divides them among its sets"""
     benchmarks: str = ""
     """folder of benchmark files; training leaves out questions that nearly repeat one of theirs"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
-    """name = "file": share of the questions that is kept for evaluation"""
+    """name = "file" or "verifiers": share of the questions that is kept for evaluation"""

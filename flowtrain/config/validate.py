@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from flowtrain.config.agents import OWN, Policy
@@ -18,6 +19,7 @@ def validate(config: Config) -> None:
     _check_sampling(config)
     _check_ratios(config)
     _check_sandbox(config)
+    _check_mcp(config)
     _check_task_files(config)
     _check_reward(config)
     _check_policies(config)
@@ -75,6 +77,28 @@ def _check_sandbox(config: Config) -> None:
         )
 
 
+def _check_mcp(config: Config) -> None:
+    for name, server in config.mcp.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            raise ValueError(
+                f"[mcp.{name}]: a server's name has 1 to 40 letters, digits, '_' and '-'"
+            )
+        if server.command and server.url:
+            raise ValueError(
+                f"mcp.{name}.command={list(server.command)} and mcp.{name}.url={server.url!r}: "
+                "give one of them"
+            )
+        if server.command and server.token_env:
+            raise ValueError(
+                f"mcp.{name}.token_env={server.token_env!r} goes with mcp.{name}.url; a command "
+                f"gets the variables of mcp.{name}.env"
+            )
+        if server.url and server.env:
+            raise ValueError(f"mcp.{name}.env={list(server.env)} goes with mcp.{name}.command")
+        if server.url and not server.url.startswith(("http://", "https://")):
+            raise ValueError(f"mcp.{name}.url={server.url!r} must begin with http:// or https://")
+
+
 def _check_task_files(config: Config) -> None:
     tasks = config.tasks
     if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
@@ -84,6 +108,17 @@ def _check_task_files(config: Config) -> None:
         raise ValueError(
             f"tasks.gym={list(tasks.gym)} goes with tasks.name = 'reasoning-gym', which is "
             f"{tasks.name!r}"
+        )
+    if (tasks.name == "verifiers") != bool(tasks.verifiers):
+        raise ValueError(
+            f"tasks.verifiers={tasks.verifiers} goes with tasks.name = 'verifiers', which is "
+            f"{tasks.name!r}"
+        )
+    if tasks.verifiers and config.agent.name != "gateway":
+        raise ValueError(
+            "tasks.name='verifiers': its environments drive their rollouts themselves; set "
+            "agent.name = 'gateway' and gateway.function = "
+            "'flowtrain.agents.gateway.verifiers:solve'"
         )
     if tasks.path and tasks.mixture:
         raise ValueError(

@@ -135,7 +135,7 @@ def _without_policy(
         cleanup.callback(tool.close)
     prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)
     frozen = ChatPlanner(
-        chats.roles["planner"], prompt, config.agent.tools, config.rollout.request_timeout_s
+        chats.roles["planner"], prompt, tuple(tools), config.rollout.request_timeout_s
     )
     turns = config.agent.eval_max_turns
     agents = {

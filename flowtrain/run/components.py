@@ -31,6 +31,8 @@ from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
 from flowtrain.rewards.references import check_source
+from flowtrain.run.memory_plan import MemoryPlan, plan_memory
+from flowtrain.run.placement import Placement
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
@@ -133,6 +135,7 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"))
             for tool in tools.values():
                 cleanup.callback(tool.close)
+            config = _with_tools(config, tools)
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)
@@ -156,6 +159,27 @@ class RunComponents:
         if self.world.is_main:
             for source in self.tasks.sources:
                 print(source.text())
+
+    def plan_memory(self, placement: Placement) -> MemoryPlan:
+        """Predict the memory of a step. Raises UserError where a rank that trains lacks it."""
+        config, device = self.config, placement.world.device
+        gpu_bytes = 0
+        if device.type == "cuda":
+            gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        sampled = []
+        if config.samples_here:
+            sampled = [policy.num_parameters() for policy in self.policies.values()]
+        plan = plan_memory(
+            config,
+            self.model,
+            sampled,
+            num_ranks=placement.trainers.size,
+            gpu_bytes=gpu_bytes,
+            has_reference=self.algorithm.needs_reference,
+        )
+        if placement.trainers.is_member:
+            plan.check(config)
+        return plan
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
@@ -255,6 +279,12 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     if engine is None:
         return None
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
+
+
+def _with_tools(config: Config, tools: Mapping[str, Tool]) -> Config:
+    """Write each tool by its name, where `agent.tools` names all of an MCP server."""
+    agent = config.agent.model_copy(update={"tools": tuple(tools)})
+    return config.model_copy(update={"agent": agent})
 
 
 def _set_up_cpu(threads: int, device: torch.device) -> None:

@@ -44,6 +44,8 @@ class Pass(NamedTuple):
     """A tool gave an error."""
     num_prompt_tokens: int
     num_response_tokens: int
+    has_own_tools: bool = False
+    """Its tools may be those of an environment or a program, which no list names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +208,10 @@ def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, 
             counts["prompt_tokens"] += each.num_prompt_tokens
             counts["response_tokens"] += each.num_response_tokens
             known = [name for name in each.tool_names if name in tool_names]
-            # Where the run has no tools, those of a program behind the gateway are not known here.
-            names_unknown = bool(tool_names) and len(known) < len(each.tool_names)
-            counts["malformed"] += each.is_malformed or names_unknown
-            counts["tool_errors"] += each.is_error and bool(known)
+            is_unknown = not each.has_own_tools and len(known) < len(each.tool_names)
+            is_malformed = each.is_malformed or is_unknown
+            counts["malformed"] += is_malformed
+            counts["tool_errors"] += each.is_error and (bool(known) or not is_malformed)
             for name in known:
                 counts[name] += 1
     return counts
@@ -222,7 +224,7 @@ def _pass(turn: Turn) -> Pass:
         return Pass((turn.action.tool_name,), False, is_error, *lengths)
     names = tuple(used.name for used in turn.tool_calls)
     has_failed = any(used.result.error is not None for used in turn.tool_calls)
-    return Pass(names, is_error, has_failed, *lengths)
+    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
 
 
 def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
@@ -231,4 +233,5 @@ def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
         return Pass((turn["action"]["tool_name"],), False, is_error, *lengths)
     used = turn.get("tool_calls", ())
     names = tuple(each["name"] for each in used)
-    return Pass(names, is_error, any(each["is_error"] for each in used), *lengths)
+    has_failed = any(each["is_error"] for each in used)
+    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)

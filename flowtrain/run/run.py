@@ -26,7 +26,7 @@ from flowtrain.run.batch_source import BatchSource, connect
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluation, Evaluator
 from flowtrain.run.learning_signal import LearningSignal
-from flowtrain.run.memory_plan import MemoryPlan, plan_memory
+from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.profiler import profiled
@@ -225,12 +225,12 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     components = RunComponents.prepare(config, world)
     cleanup.callback(components.close)
     config = components.config
-    memory_plan = _plan_memory(components, placement)
+    memory_plan = components.plan_memory(placement)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
     engines = (
         components.make_policy_engines({config.train.policy: store})
-        if placement.samplers.is_member and _samples_here(config)
+        if placement.samplers.is_member and config.samples_here
         else components.make_no_engines()
     )
     for engine in engines.values():
@@ -285,33 +285,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         memory_plan=memory_plan,
         start_step=state["step"],
     )
-
-
-def _samples_here(config: Config) -> bool:
-    """Tell whether this run needs engines: for rollouts, or to evaluate what nodes roll out."""
-    return not config.dataflow.url or config.eval.at_ends or config.eval.every > 0
-
-
-def _plan_memory(components: RunComponents, placement: Placement) -> MemoryPlan:
-    """Predict the memory of a step. Raises UserError where a rank that trains cannot have it."""
-    config, device = components.config, placement.world.device
-    gpu_bytes = 0
-    if device.type == "cuda":
-        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    sampled = []
-    if _samples_here(config):
-        sampled = [policy.num_parameters() for policy in components.policies.values()]
-    plan = plan_memory(
-        config,
-        components.model,
-        sampled,
-        num_ranks=placement.trainers.size,
-        gpu_bytes=gpu_bytes,
-        has_reference=components.algorithm.needs_reference,
-    )
-    if placement.trainers.is_member:
-        plan.check(config)
-    return plan
 
 
 def _resume(

@@ -17,6 +17,7 @@ from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
+from flowtrain.tasks.verifiers import verifiers_tasks
 from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
@@ -82,6 +83,11 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
         case "reasoning-gym":
             return _from_gym(config, texts)
+        case "verifiers":
+            found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
+            origin = f"tasks.verifiers={tasks.verifiers}"
+            train, kept = _split(found, tasks.held_out_share, origin)
+            held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
         case _:
             return _from_files(config, texts)
     return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
@@ -129,7 +135,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id "
                     f"{task.id!r}; ids must be unique"
                 )
-        found, kept = _split(source.tasks, tasks.held_out_share, path)
+        found, kept = _split(source.tasks, tasks.held_out_share, f"tasks.path={path!r}")
         train[path] = _new(found, tasks.benchmarks)
         held_out += kept
     if tasks.mixture:
@@ -154,14 +160,13 @@ def _new(train: list[Task], benchmarks: str) -> list[Task]:
 
 
 def _split(
-    tasks: Sequence[Task], held_out_share: float, path: str
+    tasks: Sequence[Task], held_out_share: float, origin: str
 ) -> tuple[list[Task], list[Task]]:
     """Shuffle with a fixed seed and hold a share out."""
     shuffled = random.Random(0).sample(tasks, len(tasks))
     num_held_out = max(1, round(len(tasks) * held_out_share))
     if num_held_out >= len(tasks):
         raise UserError(
-            f"tasks.path={path!r} holds {len(tasks)} task(s); training and evaluation need at "
-            "least one each"
+            f"{origin} holds {len(tasks)} task(s); training and evaluation need at least one each"
         )
     return shuffled[num_held_out:], shuffled[:num_held_out]

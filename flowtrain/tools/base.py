@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from flowtrain.tools.json_schema import problem
 from flowtrain.types import ToolResult
 from flowtrain.utils.text import encodable
 
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 
 
 class ToolError(Exception):
@@ -25,7 +34,7 @@ class Parameter:
     name: str
     meaning: str
     kind: type = str
-    """str, int, float or bool."""
+    """str, int, float or bool; with a schema also list, dict, or object for any value."""
     is_required: bool = True
 
 
@@ -54,8 +63,13 @@ class ToolCard:
     """It ends each call in bounded time by limits of its own, which do not depend on what else the
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
 
+    schema: str = ""
+    """The arguments as a JSON schema, where they are richer than `parameters` can say; else ""."""
+
     def json_schema(self) -> dict[str, Any]:
-        """Return the arguments as a JSON schema."""
+        """Return the arguments as a JSON schema: the card's own, or one of `parameters`."""
+        if self.schema:
+            return dict(json.loads(self.schema))
         return {
             "type": "object",
             "properties": {
@@ -67,17 +81,22 @@ class ToolCard:
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
+        if self.schema:
+            wrong = problem(self.schema, arguments)
+            return f"{self.name} takes ({self._takes()}): {wrong}" if wrong else ""
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
         fits = all(kinds.get(name) is type(value) for name, value in arguments.items())
         if fits and required <= arguments.keys():
             return ""
-        takes = ", ".join(
+        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
+        return f"{self.name} takes ({self._takes()}); got ({given})"
+
+    def _takes(self) -> str:
+        return ", ".join(
             f"{p.name}: {p.kind.__name__}{'' if p.is_required else ' (optional)'}"
             for p in self.parameters
         )
-        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
-        return f"{self.name} takes ({takes}); got ({given})"
 
 
 class Tool(Protocol):

@@ -17,9 +17,11 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import Tool
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
+from flowtrain.utils.errors import user_error
 
 if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
+    from flowtrain.tools.mcp.tool import Servers
 
 GROUP = "flowtrain.tools"
 
@@ -57,7 +59,8 @@ BUILT_IN = {
 def make_tools(
     config: Config, tasks: TaskSet | None = None, chat: ChatEngine | None = None
 ) -> dict[str, Tool]:
-    """Make the tools of `agent.tools`, by name and in that order; close them when done.
+    """Make the tools of `agent.tools`, by name and in that order; close them when done. In the
+    place of "NAME.*" stand all tools of that MCP server.
 
     `chat` is the model inside tools that want one. When a tool fails, those made before it are
     closed. Raises UserError for an unknown name.
@@ -67,16 +70,37 @@ def make_tools(
         context = replace(context, passages=tasks.passages, guesses=tasks.guesses)
     names = config.agent.tools
     offered = plugins.offered("tool", GROUP, BUILT_IN)
+    of_servers = [name for name in names if name.partition(".")[0] in config.mcp and "." in name]
     for key, asked in (("agent.tools", names), ("plugins", config.plugins)):
-        if unknown := [name for name in asked if name not in offered]:
-            raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(offered)}")
+        if unknown := [name for name in asked if name not in offered and name not in of_servers]:
+            known = [*offered, *(f"{server}.*" for server in config.mcp)]
+            raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(known)}")
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
+        servers = _servers(config) if of_servers else None
+        if servers is not None:
+            cleanup.callback(servers.close)
         for name in names:
-            tools[name] = _make(name, offered[name], context)
-            cleanup.callback(tools[name].close)
+            if servers is not None and name in of_servers:
+                made = servers.tools(name)
+            else:
+                made = {name: _make(name, offered[name], context)}
+            for tool in made.values():
+                cleanup.callback(tool.close)
+            if twice := tools.keys() & made.keys():
+                raise UserError(f"agent.tools: {min(twice)!r} is listed twice, also by {name!r}")
+            tools |= made
         cleanup.pop_all()
     return tools
+
+
+def _servers(config: Config) -> Servers:
+    with user_error(
+        "agent.tools: tools of an MCP server need a package: pip install 'flowtrain[mcp]'",
+        ModuleNotFoundError,
+    ):
+        from flowtrain.tools.mcp.tool import Servers
+    return Servers(config.mcp)
 
 
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:

@@ -229,7 +229,7 @@ def test_a_command_has_literal_arguments_by_name() -> None:
         "execution = tool.execute(query='a' + 'b')",
         "execution = tool.execute(query=f'{x}')",
         "execution = tool.execute(query=x)",
-        "execution = tool.execute(**{'query': 'x'})",
+        "execution = tool.execute(**{'query': input()})",
         "execution = tool.execute(*['x'])",
         "execution = tool.execute(query='x'",
         "execution = tool.execute(query='\x00')",

@@ -83,7 +83,8 @@ values = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.lists(texts, max_size=3),
 )
-arguments = st.dictionaries(st.sampled_from(["query", "limit", "url", "x"]), values, max_size=4)
+names = st.sampled_from(["query", "limit", "url", "x", "max-age", "class", "a b", ""])
+arguments = st.dictionaries(names, values, max_size=4)
 
 
 # ---- executor
@@ -192,7 +193,8 @@ def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], i
         "```python\nexecution = other.execute(query='x')\n```",
         "```python\nexecution = tool.execute(query=__import__('os').system('x'))\n```",
         "```python\nexecution = tool.execute(query=f'{1}')\n```",
-        "```python\nexecution = tool.execute(**{'query': 'x'})\n```",
+        "```python\nexecution = tool.execute(**{1: 'x'})\n```",
+        "```python\nexecution = tool.execute(**['x'])\n```",
         "```python\nexecution = tool.execute(*['x'])\n```",
         "```python\nexecution = tool.execute('a', 1, 'more than the card has')\n```",
         "```python\nexecution = tool.execute(query=unknown)\n```",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flowtrain.algorithms import load_algorithm
-from flowtrain.config import Chat, Config, Policy
+from flowtrain.config import Chat, Config, McpServer, Policy
 from flowtrain.config.options import (
     FIRST,
     NAMED,
@@ -336,8 +336,8 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     lines = help_text("flowtrain.train", "all").splitlines()
     assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
-    assert [key for key in shown if not key.startswith(("engines.", "policies."))] == KEYS
-    for name, kind in (("engines", Chat), ("policies", Policy)):
+    assert [key for key in shown if not key.startswith(("engines.", "mcp.", "policies."))] == KEYS
+    for name, kind in (("engines", Chat), ("mcp", McpServer), ("policies", Policy)):
         assert [key for key in shown if key.startswith(f"{name}.")] == [
             f"{name}.NAME.{key}" for key in kind.model_fields
         ]
@@ -404,7 +404,9 @@ def test_every_default_in_the_help_parses_to_itself() -> None:
         word for head, default in words if default != "unset" for word in (head.split()[0], default)
     ]
     given = [word.replace("policies.NAME", "policies.verifier") for word in given]
-    assert parsed(*given) == Config(engines={"NAME": Chat()}, policies={"verifier": Policy()})
+    assert parsed(*given) == Config(
+        engines={"NAME": Chat()}, mcp={"NAME": McpServer()}, policies={"verifier": Policy()}
+    )
 
 
 CONFIGS: list[dict[str, dict[str, Any]]] = [

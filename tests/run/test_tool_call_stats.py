@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flowtrain.report import trajectory_record
 from flowtrain.run.rollout_stats import Outcome, RolloutStats
 from flowtrain.types import (
@@ -35,7 +37,7 @@ TRAJECTORY = Trajectory(
         turn(used("Python_Coder")),
         turn(used("Search"), error="no valid JSON"),
         turn(error="no valid JSON"),
-        turn(used("Look", "no such tool")),
+        turn(used("Look", "no such tool"), error="there is no tool 'Look'"),
         turn(action=Action("", "", "x", "Search"), error="failed"),
         turn(action=Action("", "", "x", "No matched tool given: Look"), error="failed"),
         turn(),
@@ -53,6 +55,12 @@ def test_calls_are_counted_by_tool_and_what_could_not_be_read_is_malformed() -> 
     assert stats.tool_shares == {"Search": 4 / 8, "Python_Coder": 1 / 8, "Base_Generator": 0.0}
     assert stats.malformed_share == 4 / 8
     assert stats.tool_error_share == 2 / 8
+
+
+def test_tools_that_no_list_names_are_an_environments() -> None:
+    trajectory = replace(TRAJECTORY, turns=(turn(used("cancel")), turn(used("cancel", "sent"))))
+    stats = RolloutStats.of_outcomes([Outcome.of(trajectory)], ())
+    assert (stats.malformed_share, stats.tool_error_share) == (0.0, 1 / 2)
 
 
 def test_a_logged_rollout_gives_the_same_numbers() -> None:

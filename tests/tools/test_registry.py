@@ -169,3 +169,14 @@ def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first:
         match=rf"^tool '{name}' is offered by {first} and by shouting 1\.2; uninstall one of them$",
     ):
         make_tools(config("Base_Generator"), TASKS)
+
+
+def test_a_server_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    for name in [name for name in sys.modules if name.startswith("flowtrain.tools.mcp.")]:
+        monkeypatch.delitem(sys.modules, name)
+    asked = Config.model_validate(
+        {"agent": {"tools": ["files.read"]}, "mcp": {"files": {"command": ["x"]}}}
+    )
+    with pytest.raises(UserError, match=r"pip install 'flowtrain\[mcp\]'"):
+        make_tools(asked, TASKS)

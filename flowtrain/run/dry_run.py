@@ -1,0 +1,248 @@
+"""A look at a run before it begins, `--run.dry_run true`: all that it reads is loaded and checked,
+two rollouts are made and shown, and nothing is written.
+
+One rank does all of it; the others only join, so that the memory is planned for as many as there
+are. A model that is made for the run, and the verdicts of a judge, pass through a temporary folder.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowtrain.agents.base import Agent
+from flowtrain.agents.collect import collect, run_to_end
+from flowtrain.agents.expert import scripted
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError, NoEngine
+from flowtrain.engines.vllm_process import check_installed
+from flowtrain.rewards import score
+from flowtrain.run.components import RunComponents
+from flowtrain.run.placement import Placement
+from flowtrain.training.model import export, named_weights
+from flowtrain.training.world import World
+from flowtrain.types import Completion, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import printable
+
+NUM_PROMPTS = 200
+"""Tasks whose first prompts are measured."""
+NUM_ROLLOUTS = 2
+_OURS = ("agentflow", "single", "tools")
+"""Agents whose first prompt depends on the question alone, and costs nothing to make."""
+
+
+def dry_run(config: Config) -> int:
+    """Show what a run would do, on the main rank, and return its exit code.
+
+    Raises UserError for whatever would keep the run from starting.
+    """
+    with ExitStack() as cleanup:
+        world = World.join(config.run.device)
+        cleanup.callback(world.leave)
+        placement = Placement.of(config, world)
+        if not world.is_main:
+            return 0
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="flowtrain-dry-")))
+        judge = config.judge.model_copy(update={"cache": str(folder / "judge.sqlite")})
+        config = config.model_copy(update={"judge": judge})
+        components = RunComponents.prepare(config, World(0, 1, world.device))
+        cleanup.callback(components.close)
+        components.show_sources()
+        _say(_prompt_lengths(components))
+        _say(components.plan_memory(placement).text())
+        rollouts = _roll_out(components, folder, cleanup)
+        for number, trajectory in enumerate(rollouts, start=1):
+            _say(f"\n==== rollout {number} of {len(rollouts)}")
+            for line in _Shown(components, trajectory).lines():
+                _say(line)
+        _say("\na dry run: nothing was written")
+    return 0
+
+
+# ---- prompts
+
+
+class _Seen(BaseException):
+    """The first prompt is there, so that its rollout can end; no agent takes it for a failure."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+
+
+class _Measure(NoEngine):
+    """Takes a prompt of any length and ends the rollout."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        raise _Seen(len(prompt_ids))
+
+
+def _prompt_lengths(components: RunComponents) -> str:
+    """Measure the first prompts of some tasks, without an analyst's text."""
+    config = components.config
+    if config.agent.name not in _OURS or config.agent.environment:
+        return "first prompts: those of the rollouts below, because others' code makes them"
+    roles = config.roles.model_copy(update={"analyst": "none"})
+    components = replace(components, config=config.model_copy(update={"roles": roles}))
+    tasks = components.tasks.train[:NUM_PROMPTS]
+    agent = components.make_agent(
+        {name: _Measure(1 << 40) for name in components.policies}, config.agent.max_turns
+    )
+    try:
+        lengths = run_to_end(_first_prompts(agent, tasks))
+    finally:
+        agent.close()
+    positions = components.policies["planner"].max_positions
+    room = positions - config.rollout.max_new_tokens
+    too_long = sum(length > room for length in lengths)
+    return (
+        f"first prompts of {len(lengths)} tasks: {min(lengths)} to {max(lengths)} tokens, median "
+        f"{statistics.median(lengths):g}; the model has {positions} positions, of which a response "
+        f"takes up to {config.rollout.max_new_tokens}"
+        + (f": {too_long} prompts are too long" if too_long else "")
+    )
+
+
+async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
+    lengths = []
+    for task in tasks:
+        try:
+            await agent.run(task, 0)
+        except _Seen as seen:
+            lengths.append(seen.num_tokens)
+    assert lengths, "an agent samples"
+    return lengths
+
+
+# ---- rollouts
+
+
+def _roll_out(
+    components: RunComponents, folder: Path, cleanup: ExitStack
+) -> tuple[Trajectory, ...]:
+    """Make and score rollouts of the first questions of a step."""
+    config = components.config
+    agent = _agent(components, folder, cleanup)
+    tasks = components.tasks.cursor(config.run.seed, 0).take(NUM_ROLLOUTS)
+    with user_error("the rollouts failed", EngineError):
+        groups = collect(
+            agent,
+            tasks,
+            group_size=1,
+            seed=derive_seed(config.run.seed, "train", 1),
+            max_in_flight=config.rollout.max_in_flight,
+        )
+        groups = score(groups, components.make_judge(), components.reward_functions)
+    return tuple(trajectory for group in groups for trajectory in group.trajectories)
+
+
+def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent:
+    """Return the run's agent, with an expert in the place of the policy where its engine is not
+    installed.
+    """
+    config = components.config
+    missing = _missing_engine(config)
+    if missing:
+        made = components.make_agent(components.make_no_engines(), config.agent.max_turns)
+        cleanup.callback(made.close)
+        if not isinstance(made, Flow | ToolCallingAgent) or not all(
+            task.plan for task in components.tasks.train
+        ):
+            raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
+        _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
+        ends = {name: spec.tokenizer.eos_token_id for name, spec in components.policies.items()}
+        return scripted(made, 0.0, ends)
+    path = folder / "model"
+    if any(spec.path == "tiny" for spec in components.policies.values()):
+        weights = named_weights(components.model)
+        export(components.model, components.tokenizer, weights, path)
+    policies = {
+        name: replace(spec, path=str(path)) if spec.path == "tiny" else spec
+        for name, spec in components.policies.items()
+    }
+    engines = replace(components, policies=policies).make_policy_engines({})
+    for engine in engines.values():
+        cleanup.callback(engine.close)
+    _say(f"rollouts of {config.model.path} with rollout.engine={config.rollout.engine!r}")
+    made = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(made.close)
+    return made
+
+
+def _missing_engine(config: Config) -> str:
+    """Say why the engine of the policies cannot be there at all; "" if it can."""
+    try:
+        if config.rollout.engine == "vllm":
+            check_installed()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+# ---- what people see
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A rollout as text, in full: of a prompt that goes on from the one before, the new part."""
+
+    components: RunComponents
+    trajectory: Trajectory
+
+    def lines(self) -> Iterator[str]:
+        rollout = self.trajectory
+        yield f"task {rollout.task.id}: {rollout.task.question}"
+        yield from _labelled("analysis", rollout.analysis)
+        before: dict[str, tuple[int, ...]] = {}
+        for number, turn in enumerate(rollout.turns, start=1):
+            yield f"---- turn {number}"
+            for name, call in turn.calls.items():
+                yield from self._call(name, call, before.get(name, ()))
+                before[name] = call.prompt_ids + call.response_ids
+            yield from _deeds(turn)
+        yield "----"
+        yield from _labelled("failed", rollout.error)
+        yield from _labelled("ended early", rollout.truncated)
+        yield f"answer: {rollout.answer}"
+        accepted = " | ".join(rollout.task.answers)
+        yield from _labelled("accepted", accepted)
+        parts = {**rollout.reported, **rollout.reward_parts}
+        listed = "".join(f", {name} {value:g}" for name, value in parts.items())
+        yield f"reward: {rollout.reward} (scored by {rollout.scored_by or 'nobody'}{listed})"
+
+    def _call(self, name: Any, call: Any, before: tuple[int, ...]) -> Iterator[str]:
+        decode = self.components.policies[name].tokenizer.decode
+        prompt, num_known = call.prompt_ids, len(before)
+        begins_so = bool(before) and prompt[:num_known] == before
+        new = prompt[num_known:] if begins_so else prompt
+        goes_on = f", the first {num_known} as above" if begins_so else ""
+        yield f"{name} reads {len(prompt)} tokens{goes_on}:\n{decode(list(new))}"
+        yield f"{name} writes {len(call.response_ids)} tokens ({call.finish_reason}):\n{call.text}"
+
+
+def _deeds(turn: Turn) -> Iterator[str]:
+    """What a turn did with its response."""
+    for used in turn.tool_calls:
+        yield f"tool {used.name}({used.arguments}): {used.result.text}"
+    if turn.action is not None:
+        yield f"tool {turn.action.tool_name}, {turn.command}: {turn.result.text}"
+    elif turn.result.error is not None:
+        yield f"malformed: {turn.result.error}"
+    yield f"verdict: {turn.verdict}"
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return [f"{label}: {text}"] if text else []

@@ -1,0 +1,209 @@
+"""The tools of MCP servers as tools of agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from flowtrain.config import McpServer
+from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools.json_schema import check_schema
+from flowtrain.tools.mcp.connection import Connection
+from flowtrain.tools.web.api import key_from_env
+from flowtrain.types import UserError
+from flowtrain.utils.text import printable
+
+MAX_DESCRIPTION = 2000
+"""Characters of a description that prompts show."""
+MAX_SCHEMA = 32_000
+"""Characters of the schema of a tool's arguments."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KINDS: Mapping[object, type] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+
+class McpTool(Tool):
+    """One tool of a server. Safe to share."""
+
+    def __init__(self, server: Server, card: ToolCard, name: str) -> None:
+        """`name` is the server's for it."""
+        self._server = server
+        self._card = card
+        self._name = name
+
+    @property
+    def card(self) -> ToolCard:
+        return self._card
+
+    async def execute(self, /, **arguments: object) -> str:
+        """Return the text of the result. Raises ToolError where the server says that it failed,
+        and where it has no text.
+        """
+        result = await self._server.connection.call(self._name, arguments)
+        text, others = _content(result)
+        if result.is_error:
+            raise ToolError(text or "the tool failed and did not say why")
+        if others and not text:
+            raise ToolError(f"{self._card.name} returned {', '.join(others)}, and no text")
+        return "\n".join([text, *(f"[{other} is left out]" for other in others)])
+
+    def close(self) -> None:
+        """Close the server with the last of its tools."""
+        self._server.leave(self._card.name)
+
+
+class Server:
+    """A server that has been asked for its tools."""
+
+    def __init__(self, name: str, options: McpServer) -> None:
+        """Connect. Raises UserError for a server that cannot be reached, or lacks a variable."""
+        key = f"mcp.{name}"
+        if not options.command and not options.url:
+            raise UserError(f"{key}: give {key}.command or {key}.url")
+        token = ""
+        if options.token_env:
+            token = key_from_env(options.token_env, f"{key}.token_env", options.url)
+        if missing := [each for each in options.env if each not in os.environ]:
+            raise UserError(f"{key}.env: the environment variable {missing[0]!r} is not set")
+        environment = {each: os.environ[each] for each in options.env}
+        self.connection = Connection(name, options, token, environment)
+        self._users: set[str] = set()
+        with ExitStack() as cleanup:
+            cleanup.callback(self.connection.close)
+            self._offered = {tool.name: tool for tool in self.connection.open()}
+            cleanup.pop_all()
+
+    def tools(self, wanted: str) -> dict[str, Tool]:
+        """Return the tools "NAME.tool", or all for "NAME.*". Raises UserError if there is none."""
+        server, _, name = wanted.partition(".")
+        names = list(self._offered) if name == "*" else [name]
+        if not names or names[0] not in self._offered:
+            offered = ", ".join(f"{server}.{each}" for each in self._offered) or "none"
+            raise UserError(
+                f"agent.tools: no tool {wanted!r}; the tools of mcp.{server} are "
+                f"{printable(offered, keep='')[:1000]}"
+            )
+        made: dict[str, Tool] = {}
+        for each in names:
+            card = card_of(server, self._offered[each])
+            self._users.add(card.name)
+            made[card.name] = McpTool(self, card, each)
+        return made
+
+    def leave(self, tool: str) -> None:
+        """Close the connection when none of the tools is used any longer."""
+        self._users.discard(tool)
+        if not self._users:
+            self.connection.close()
+
+
+class Servers:
+    """The servers of a run by name; each is connected to when the first of its tools is made."""
+
+    def __init__(self, options: Mapping[str, McpServer]) -> None:
+        self._options = options
+        self._open: dict[str, Server] = {}
+
+    def tools(self, wanted: str) -> dict[str, Tool]:
+        """Return the tools that "NAME.tool" or "NAME.*" of `agent.tools` means."""
+        name = wanted.partition(".")[0]
+        if name not in self._open:
+            self._open[name] = Server(name, self._options[name])
+        return self._open[name].tools(wanted)
+
+    def close(self) -> None:
+        for server in self._open.values():
+            server.connection.close()
+
+
+def card_of(server: str, tool: Any) -> ToolCard:
+    """Make the card of a server's tool. Raises UserError for one that no prompt can show."""
+    key = f"mcp.{server}: its tool '{printable(tool.name[:100], keep='')}'"
+    if not _NAME.fullmatch(tool.name):
+        raise UserError(f"{key} has a name that is not 1 to 64 letters, digits, '_', '-' and '.'")
+    try:
+        schema = json.dumps(_clean(tool.input_schema), ensure_ascii=False)
+        if len(schema) > MAX_SCHEMA:
+            raise ValueError(f"{len(schema)} characters, {MAX_SCHEMA} are allowed")
+        check_schema(schema)
+        parameters = _parameters(json.loads(schema))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{key} has a schema that cannot be used: {error}") from None
+    hints = tool.annotations
+    return ToolCard(
+        name=f"{server}.{tool.name}",
+        description=_line(tool.description or tool.title or tool.name)[:MAX_DESCRIPTION],
+        parameters=parameters,
+        schema=schema,
+        is_stateful=not (hints is not None and hints.read_only_hint),
+        keeps_time=True,
+    )
+
+
+def _parameters(schema: Mapping[str, Any]) -> tuple[Parameter, ...]:
+    """Return the arguments for prompts that list them, required ones first."""
+    required = schema.get("required", ())
+    found = []
+    for name, of in schema.get("properties", {}).items():
+        about = of if isinstance(of, dict) else {}
+        kind = about.get("type")
+        found.append(
+            Parameter(
+                name,
+                _line(str(about.get("description") or about.get("title") or name)),
+                _KINDS.get(kind, object) if isinstance(kind, str) else object,
+                name in required,
+            )
+        )
+    return tuple(sorted(found, key=lambda parameter: not parameter.is_required))
+
+
+def _content(result: Any) -> tuple[str, list[str]]:
+    """Return the text of a result, and what else is in it by name."""
+    texts: list[str] = []
+    others: list[str] = []
+    for block in result.content:
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "resource" if hasattr(block.resource, "text"):
+                texts.append(block.resource.text)
+            case "image" | "audio":
+                others.append(f"{block.type} ({_line(str(block.mime_type))[:100]})")
+            case kind:
+                others.append(_line(str(kind).replace("_", " ")))
+    if not result.content and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(texts), others
+
+
+def _line(text: str) -> str:
+    """Put a text on one line, with nothing in it that a terminal would obey."""
+    return printable(" ".join(text.split()), keep="")
+
+
+def _clean(value: Any) -> Any:
+    """Escape control characters in the texts of a schema, all of which prompts show. Raises
+    ValueError for names with such characters, which could not be called by any other name.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        if bad := [name for name in value if printable(name, keep="") != name]:
+            raise ValueError(f"the name {bad[0][:100]!r} in it")
+        return {name: _clean(each) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_clean(each) for each in value]
+    return value

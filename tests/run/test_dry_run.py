@@ -1,0 +1,124 @@
+"""A dry run shows what a run would do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from cli_runs import ENV
+
+from flowtrain.config.command import run_command
+from flowtrain.run import dry_run
+from flowtrain.train import train
+from flowtrain.types import UserError
+
+SMALL = (
+    *("--run.dry_run", "true", "--run.device", "cpu", "--run.threads", "1"),
+    *("--tasks.num_train", "60", "--eval.num_tasks", "5", "--tiny.hidden_size", "24"),
+    *("--tiny.num_layers", "2", "--rollout.max_new_tokens", "8", "--train.token_budget", "512"),
+)
+SINGLE = ("--agent.name", "single", "--agent.prompt", "compact")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the folder for temporary files in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert run_command("flowtrain.train", train, [*SMALL, *argv]) == code
+    said = capsys.readouterr()
+    return said.err if code else said.out
+
+
+def test_it_shows_prompts_memory_and_scored_rollouts_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    text = shown(capsys, "--run.dir", "runs/x")
+    assert files(folder) == before
+    assert "first prompts of 60 tasks: " in text and "the model has 256 positions" in text
+    assert "memory of a rank at the peak of a step, predicted: " in text
+    assert "rollouts of tiny with rollout.engine='torch'" in text
+    assert text.count("==== rollout ") == 2 and text.count("(scored by exact)") == 2
+    assert "planner reads " in text and "planner writes " in text
+    assert text.index("first prompts") < text.index("memory of a rank") < text.index("==== rollout")
+
+
+def test_where_the_engine_is_not_installed_a_scripted_expert_shows_its_rollouts(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise UserError("rollout.engine='vllm' needs vLLM")
+
+    monkeypatch.setattr(dry_run, "check_installed", missing)
+    text = shown(capsys, "--rollout.engine", "vllm")
+    assert "rollouts of a scripted expert, because there is no engine: rollout.engine=" in text
+    assert text.count("reward: 1.0 (scored by exact)") == 2 and "tool Search, execution" in text
+    error = shown(capsys, "--rollout.engine", "vllm", *SINGLE, code=2)
+    assert error.count("\n") == 1 and "no scripted expert" in error
+
+
+def test_questions_of_a_file_are_shown_as_they_are_read_and_escaped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"question": f"What is {n} \x1b[2J plus 1? {'so ' * n}", "answer": n} for n in range(90)
+    ]
+    Path("q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    before = files(folder)
+    text = shown(
+        capsys,
+        *("--tasks.name", "file", "--tasks.path", "q.jsonl", "--tiny.max_positions", "100"),
+        *SINGLE,
+    )
+    assert files(folder) == before
+    assert text.startswith("tasks: q.jsonl")
+    assert "\x1b" not in text and "\\x1b[2J plus 1?" in text
+    assert " prompts are too long" in text
+
+
+def test_what_would_keep_the_run_from_starting_is_told_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    for argv, reason in (
+        (("--agent.tools", '["Serch"]'), "agent.tools: no tool 'Serch'"),
+        (("--tasks.corpus", "no/such.json"), "no/such.json"),
+        (("--rollout.max_new_tokens", "300"), "rollout.max_new_tokens=300"),
+    ):
+        error = shown(capsys, *argv, code=2)
+        assert error.startswith("flowtrain.train: ") and reason in error
+        assert error.count("\n") == 1
+    assert files(folder) == before
+
+
+@pytest.mark.dist
+def test_of_several_ranks_one_shows_it(folder: Path) -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "flowtrain.train", *SMALL],
+        cwd=folder,
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("first prompts of") == done.stdout.count("memory of a rank") == 1
+    assert done.stdout.count("==== rollout ") == 2
+    assert files(folder) == ["tmp"]

@@ -1,0 +1,395 @@
+"""Tools of MCP servers: real ones over both transports, and hostile ones by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.prompts import tools_text
+from flowtrain.config import Config
+from flowtrain.config.options import parse
+from flowtrain.tools import Tool, run_tool
+from flowtrain.tools.mcp import transports
+from flowtrain.tools.registry import make_tools
+from flowtrain.types import Action, ToolResult, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = [sys.executable, str(ROOT / "examples" / "mcp_server.py")]
+BY_HAND = str(Path(__file__).parent / "mcp_by_hand.py")
+
+
+@pytest.fixture(autouse=True)
+def short_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that hang are killed sooner."""
+    monkeypatch.setattr(transports, "_END_S", 0.2)
+
+
+@contextmanager
+def tools_of(*names: str, **servers: Mapping[str, Any]) -> Iterator[dict[str, Tool]]:
+    """The tools of a config with these servers."""
+    tools = make_tools(Config.model_validate({"agent": {"tools": names}, "mcp": servers}))
+    try:
+        yield tools
+    finally:
+        for tool in tools.values():
+            tool.close()
+
+
+def by_hand(tmp_path: Path, word: str, **options: Any) -> dict[str, Any]:
+    command = (sys.executable, "-S", BY_HAND, word, str(tmp_path / "starts"))
+    return {"command": command, "timeout_s": 20.0, **options}
+
+
+def call(tool: Tool, timeout_s: float = 60.0, **arguments: object) -> ToolResult:
+    return asyncio.run(run_tool(tool, arguments, timeout_s, 400))
+
+
+def starts(tmp_path: Path) -> list[int]:
+    return [int(line) for line in (tmp_path / "starts").read_text().splitlines()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# ---- the example, by the SDK
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The example over streamable HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*EXAMPLE, str(port)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("Uvicorn running" in line for line in process.stderr)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_the_example_works_over_both_transports(transport: str) -> None:
+    with reached_over(transport) as server, tools_of("areas.*", areas=server) as tools:
+        assert list(tools) == ["areas.area", "areas.total"]
+        assert not any(tool.card.is_stateful for tool in tools.values())
+        assert "areas.total: Adds numbers up, several times if asked to." in tools_text(
+            tools.values()
+        )
+        assert call(tools["areas.area"], country="Chad").output == "The area of Chad is 1284."
+        assert call(tools["areas.total"], numbers=[1, 2.5], times=2).output == "7"
+        wrong = call(tools["areas.total"], numbers=["x"]).error
+        assert wrong is not None and "['numbers'][0] 'x' is not of type 'number'" in wrong
+        failed = call(tools["areas.area"], country="Atlantis").error
+        assert failed is not None and "area" in failed
+        executor = RuleExecutor(tools, 30.0, 400)
+        for sub_goal, name, found in (
+            ("Mali", "areas.area", "The area of Mali is 1240."),
+            ('{"numbers": [1, 2], "times": 3}', "areas.total", "9"),
+        ):
+            action = Action("", "", sub_goal, name)
+            command, result = asyncio.run(executor.execute("q", action, 0, 30.0))
+            assert (result.output, result.error) == (found, None)
+            assert command.startswith("execution = tool.execute(")
+
+
+@contextmanager
+def reached_over(transport: str) -> Iterator[dict[str, Any]]:
+    if transport == "stdio":
+        yield {"command": EXAMPLE}
+    else:
+        with served() as url:
+            yield {"url": url}
+
+
+# ---- by hand
+
+
+def test_rollouts_share_one_process_which_ends_with_the_last_tool(tmp_path: Path) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, "good")) as tools:
+
+        async def many() -> list[ToolResult]:
+            each = (run_tool(tools["hand.echo"], {"query": str(n)}, 9.0, 99) for n in range(50))
+            return await asyncio.gather(*each)
+
+        for _ in range(2):  # one event loop after another
+            assert [result.output for result in asyncio.run(many())] == list(map(str, range(50)))
+        (pid,) = starts(tmp_path)
+        assert not is_gone(pid)
+    assert is_gone(pid)
+    assert call(tools["hand.echo"], query="x").error == "the server 'hand' is closed"
+
+
+def test_a_tool_is_stateful_unless_the_server_says_it_only_reads(tmp_path: Path) -> None:
+    for word, expected in (("good", True), ("read_only", False)):
+        with tools_of("hand.echo", hand=by_hand(tmp_path, word)) as tools:
+            assert tools["hand.echo"].card.is_stateful is expected
+            assert tools["hand.echo"].card.json_schema()["required"] == ["query"]
+
+
+def test_a_program_gets_only_the_variables_that_it_is_meant_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWTRAIN_TOKEN", "ours")
+    monkeypatch.setenv("AREAS_KEY", "theirs")
+    server = by_hand(tmp_path, "environment", env=("AREAS_KEY",))
+    with tools_of("hand.echo", hand=server) as tools:
+        result = asyncio.run(run_tool(tools["hand.echo"], {"query": ""}, 9.0, 99_999))
+    seen = json.loads(result.output)
+    assert seen.pop("AREAS_KEY") == "theirs" and "PATH" in seen
+    assert set(seen) <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE"}
+
+
+@pytest.mark.parametrize(
+    ("word", "output", "error"),
+    [
+        ("mixed", "hi\nhi\n[image (image/png) is left out]", None),
+        ("image", "", "hand.echo returned image (image/png), and no text"),
+        ("structured", '{"found": ["hi"]}', None),
+        ("failed", "", "hi"),
+        ("refuses", "", "not today"),
+        ("no_json", "hi", None),
+        ("slow_pattern", "hi", None),
+    ],
+)
+def test_results(tmp_path: Path, word: str, output: str, error: str | None) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word)) as tools:
+        result = call(tools["hand.echo"], query="hi")
+        assert (result.output, result.error) == (output, error)
+        assert len(starts(tmp_path)) == 1
+
+
+def test_a_pattern_of_the_server_cannot_hold_up_the_check_of_arguments(tmp_path: Path) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, "slow_pattern")) as tools:
+        started = time.monotonic()
+        assert tools["hand.echo"].card.check({"query": "a" * 40 + "!"}) == ""
+        assert time.monotonic() - started < 5.0
+
+
+def test_a_long_result_loses_its_middle(tmp_path: Path) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, "long")) as tools:
+        result = call(tools["hand.echo"], query="hi")
+    assert result.error is None and len(result.output) < 500
+    assert f"{(7 << 20) - 400} characters left out" in result.output
+
+
+def test_cards_hold_no_control_characters(tmp_path: Path) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, "control")) as tools:
+        card = tools["hand.echo"].card
+    assert card.description == "Says \\x1b[2J it \\u202eagain."
+
+
+@pytest.mark.parametrize("word", ["huge_line", "huge_result", "flood", "no_result"])
+def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: str) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=60.0)) as tools:
+        started = time.monotonic()
+        result = call(tools["hand.echo"], query="hi")
+    assert result.error is not None and result.output == ""
+    assert time.monotonic() - started < 30.0
+    assert all(is_gone(pid) for pid in starts(tmp_path))
+
+
+@pytest.mark.parametrize(("word", "timeout_s"), [("dies_once", 20.0), ("hangs_once", 1.0)])
+def test_a_server_that_dies_or_hangs_is_started_again(
+    tmp_path: Path, word: str, timeout_s: float
+) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=timeout_s)) as tools:
+
+        async def many() -> list[ToolResult]:
+            each = (run_tool(tools["hand.echo"], {"query": "hi"}, 60.0, 400) for _ in range(4))
+            return await asyncio.gather(*each)
+
+        errors = [result.error or "" for result in asyncio.run(many())]
+        assert any(errors)
+        assert all("timed out after 1 s" in each for each in errors) == (word == "hangs_once")
+        assert call(tools["hand.echo"], query="hi").output == "hi"
+        pids = starts(tmp_path)
+        assert len(pids) == 2 and is_gone(pids[0])
+
+
+def test_a_server_that_dies_again_is_given_up(tmp_path: Path) -> None:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, "dies")) as tools:
+
+        async def many() -> list[ToolResult]:
+            each = (run_tool(tools["hand.echo"], {"query": "x"}, 60.0, 400) for _ in range(8))
+            return await asyncio.gather(*each)
+
+        assert all(result.error for result in asyncio.run(many()))
+        assert len(starts(tmp_path)) == 2, "many failures at a time are one"
+        call(tools["hand.echo"], query="hi")
+        error = call(tools["hand.echo"], query="hi").error
+        assert error is not None and error.startswith("the server 'hand' is gone: ")
+        assert len(starts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("endless_list", "its list of tools has no end after 100 tools"),
+        ("long_list", "its list of tools has no end after 1200 tools"),
+        ("dies_at_once", r"\(it said: no licence\)"),
+        ("silent", "no answer within 1 s"),
+        ("bad_name", r"its tool 'echo\\x1b\[2J' has a name"),
+        ("bad_schema", "its tool 'echo' has a schema that cannot be used"),
+        ("bad_key", "its tool 'echo' has a schema that cannot be used: the name"),
+        ("huge_schema", "has a schema that cannot be used: 100[0-9]+ characters, 32000"),
+        ("none", r"no tool 'hand.\*'; the tools of mcp.hand are none"),
+    ],
+)
+def test_a_server_that_is_of_no_use_ends_the_run_at_its_start(
+    tmp_path: Path, word: str, reason: str
+) -> None:
+    server = by_hand(tmp_path, word, timeout_s=1.0 if word == "silent" else 20.0)
+    with pytest.raises(UserError, match=reason) as raised, tools_of("hand.*", hand=server):
+        pass
+    assert "hand" in str(raised.value) and str(raised.value).isprintable()
+    assert all(is_gone(pid) for pid in starts(tmp_path))
+
+
+def test_what_the_config_gets_wrong(tmp_path: Path) -> None:
+    good = by_hand(tmp_path, "good")
+    for names, servers, reason in (
+        (("hand.ecco",), {"hand": good}, "agent.tools: no tool 'hand.ecco'; the .* hand.echo"),
+        (("hand.*", "hand.echo"), {"hand": good}, "'hand.echo' is listed twice"),
+        (("hand.echo",), {"head": good}, r"no tool 'hand.echo'; there are .*head\.\*"),
+        (("hand.echo",), {"hand": {"command": ["/no/such"]}}, "mcp.hand: .*No such file"),
+        (("hand.echo",), {"hand": {}}, "give mcp.hand.command or mcp.hand.url"),
+        (("hand.echo",), {"hand": {**good, "env": ("NO_SUCH",)}}, "mcp.hand.env: .*'NO_SUCH'"),
+        (
+            ("hand.echo",),
+            {"hand": {"url": "http://127.0.0.1:9/mcp", "token_env": "NO_SUCH"}},
+            "mcp.hand.token_env='NO_SUCH'",
+        ),
+        (("hand.echo",), {"hand": {"url": "http://127.0.0.1:9/mcp"}}, "mcp.hand: "),
+    ):
+        with pytest.raises(UserError, match=reason), tools_of(*names, **servers):
+            pass
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--mcp.a.timeout_s", "0"),
+        ("--mcp.a.url", "ftp://x"),
+        ("--mcp.a b.url", "http://x"),
+        ("--mcp.a.url", "http://x", "--mcp.a.command", '["x"]'),
+        ("--mcp.a.url", "http://x", "--mcp.a.env", '["x"]'),
+        ("--mcp.a.command", '["x"]', "--mcp.a.token_env", "x"),
+    ],
+)
+def test_tables_that_make_no_sense(argv: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"mcp\.a"):
+        parse(argv)
+
+
+# ---- hostile HTTP
+
+
+@contextmanager
+def answering(body: bytes, **headers: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that gives every request one answer; the tokens that it has seen."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.headers.get("Authorization", ""))
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            for name, value in {"Content-Type": "application/json", **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/mcp", seen
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b" " * (9 << 20), {}),
+        (gzip.compress(b" " * (9 << 20)), {"Content_Encoding": "gzip"}),
+        (b"no JSON", {}),
+    ],
+    ids=["huge", "compressed", "no JSON"],
+)
+def test_bad_answers_over_http_end_the_run_at_its_start(
+    body: bytes, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HAND_TOKEN", "secret-1")
+    with answering(body, **headers) as (url, seen):
+        server = {"url": url, "token_env": "HAND_TOKEN", "timeout_s": 5.0}
+        with (
+            pytest.raises(UserError, match=r"^mcp\.hand: ") as raised,
+            tools_of("hand.*", hand=server),
+        ):
+            pass
+    assert set(seen) == {"Bearer secret-1"} and "secret-1" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "is_refused"),
+    [
+        ("application/json", [b"x" * (5 << 20)], False),
+        ("application/json", [b"x" * (5 << 20)] * 2, True),
+        ("text/event-stream", [b"data: x" * (1 << 19) + b"\n", b"\n"] * 4, False),
+        ("text/event-stream", [b"data: x" * (1 << 19)] * 4, True),
+    ],
+)
+def test_what_a_message_over_http_may_weigh(
+    kind: str, parts: list[bytes], is_refused: bool
+) -> None:
+    class Body(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for part in parts:
+                yield part
+
+    async def read() -> bytes:
+        response = httpx2.Response(200, headers={"Content-Type": kind}, stream=Body())
+        await transports._bound(response)
+        return await response.aread()
+
+    if is_refused:
+        with pytest.raises(httpx2.ReadError, match="a message of more than 8388608 bytes"):
+            asyncio.run(read())
+    else:
+        assert asyncio.run(read()) == b"".join(parts)
+
+
+def test_compressed_answers_are_not_unpacked() -> None:
+    response = httpx2.Response(
+        200,
+        headers={"Content-Encoding": "gzip"},
+        content=gzip.compress(b"x"),
+        request=httpx2.Request("POST", "http://x"),
+    )
+    with pytest.raises(httpx2.DecodingError, match="the answer is compressed"):
+        asyncio.run(transports._bound(response))

@@ -1,0 +1,102 @@
+"""Agents that use the tools of an MCP server: the agent `tools`, and a whole run that names all of
+a server's tools at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowtrain.agents.base import AgentContext
+from flowtrain.agents.build import make_policy
+from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.tool_formats import FORMATS, WrittenCall
+from flowtrain.config import Config
+from flowtrain.run.components import RunComponents
+from flowtrain.tools.registry import make_tools
+from flowtrain.training.world import World
+from flowtrain.types import Completion, FinishReason, Sampling, Task, UserError
+from tests.agents.chat_templates import styled
+
+HAND = Path(__file__).parent / "mcp_by_hand.py"
+
+
+def options(tmp_path: Path, word: str, **agent: object) -> dict[str, object]:
+    command = [sys.executable, "-S", str(HAND), word, str(tmp_path / "starts")]
+    small = {"hidden_size": 24, "num_layers": 2}
+    return {
+        "agent": {"tools": ["Search", "hand.*"], **agent},
+        "mcp": {"hand": {"command": command}},
+        "tasks": {"num_train": 40},
+        "eval": {"num_tasks": 4},
+        "tiny": small,
+        "run": {"threads": 1},
+    }
+
+
+class Engine:
+    """Says two texts one after the other."""
+
+    version = 0
+    max_tokens = 4000
+
+    def __init__(self, *texts: str) -> None:
+        self.tokenizer = styled("qwen2.5")
+        self.texts = texts
+        self.prompts: list[str] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        text = self.texts[len(self.prompts)] + self.tokenizer.eos_token
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        self.prompts.append(self.tokenizer.decode(list(prompt_ids)))
+        return Completion(ids, (-0.5,) * len(ids), (), FinishReason.STOP)
+
+
+def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {**options(tmp_path, "good"), "agent": {"name": "tools", "tools": ["hand.echo"]}}
+    )
+    tools = make_tools(config)
+    call = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"query": "Mali"}))])
+    wrong = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"q": 1}))])
+    engine = Engine(wrong, call, "<answer>Mali</answer>")
+    policy = make_policy(config, "planner", engine, engine.tokenizer)  # type: ignore[arg-type]
+    agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 3))
+    try:
+        done = asyncio.run(agent.run(Task("t", "Say Mali.", ("Mali",)), 1))
+    finally:
+        tools["hand.echo"].close()
+    assert (done.error, done.answer) == ("", "Mali")
+    first, second = done.turns[0].tool_calls[0].result, done.turns[1].tool_calls[0].result
+    assert first.error is not None and "'query' is a required property" in first.error
+    assert second.output == "Mali"
+    assert '"hand.echo"' in engine.prompts[0] and '"required": ["query"]' in engine.prompts[0]
+
+
+def test_a_run_names_every_tool_that_it_uses(tmp_path: Path) -> None:
+    config = Config.model_validate(options(tmp_path, "good"))
+    components = RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
+    try:
+        assert components.config.agent.tools == tuple(components.tools) == ("Search", "hand.echo")
+        agent = components.make_agent(components.make_no_engines(), 2)
+        assert agent.planner.tool_names == ("Search", "hand.echo")  # type: ignore[attr-defined]
+    finally:
+        components.close()
+
+
+def test_a_server_that_may_change_the_world_cannot_be_rewound(tmp_path: Path) -> None:
+    for word, is_refused in (("good", True), ("read_only", False)):
+        given = {**options(tmp_path, word), "algorithm": {"name": "appo"}}
+        config = Config.model_validate(given)
+        world = World(0, 1, torch.device("cpu"))
+        if is_refused:
+            with pytest.raises(UserError, match=r"rewinds rollouts; 'hand\.echo'"):
+                RunComponents.prepare(config, world)
+        else:
+            RunComponents.prepare(config, world).close()
