@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from flowtrain.agents import lenient
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule, ResponsePrefix
 from flowtrain.agents.prompts import PlannerPrompt
@@ -85,6 +86,36 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
         sub_goal=sub_goal,
         tool_name=match_tool(tool_name, tool_names),
     )
+
+
+def read_action(
+    text: str, tool_names: Collection[str], names: Mapping[str, str]
+) -> tuple[Action | None, tuple[str, ...]]:
+    """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
+
+    Args:
+        names: tools by canonical spelling, aliases included (`lenient.canonical`).
+
+    Returns the action, and the names of the rules that it took.
+    """
+    action, used = parse_action(text, tool_names), []
+    for rule in lenient.PLAN_RULES:
+        if rule.for_misses and _is_found(action):
+            continue
+        text = rule.rewrite(text)
+        rewritten = parse_action(text, tool_names)
+        if rewritten is not None and rewritten != action:
+            action = rewritten
+            used.append(rule.name)
+    if action is not None and not _is_found(action):
+        tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), names)
+        if tool:
+            action, used = replace(action, tool_name=tool), [*used, "tool_name"]
+    return action, tuple(used) if action is not None else ()
+
+
+def _is_found(action: Action | None) -> bool:
+    return action is not None and not action.tool_name.startswith(NO_TOOL)
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
