@@ -123,6 +123,20 @@ def test_another_end_token_of_the_model_ends_the_message_too() -> None:
     assert rest == own.encode(f"\n<|im_start|>user\n{QUESTION['content']}<|im_end|>\n{own.opening}")
 
 
+def test_text_after_a_reply_stays_where_no_token_ends_it() -> None:
+    bare = SMOLLM2.replace("'<|im_end|>\\n'", "'\\n'")
+    own = ChatTemplate(tokenizer_of(bare, "<|endoftext|>"))
+    assert own.closing == "\n"
+    start = Conversation.start(own, [QUESTION])
+    ids = own.encode("It is so.<|endoftext|>")
+    later = start.add_response(ids, says("It is so.")).add([QUESTION])
+    assert (
+        later.prompt_text
+        == f"{start.prompt_text}It is so.<|endoftext|>"
+        + own.render([says("x"), QUESTION]).partition("x")[2]
+    )
+
+
 def test_a_special_token_ends_a_response_that_was_not_cut() -> None:
     own = template("llama3.1")
     start = Conversation.start(own, [QUESTION], TOOLS)

@@ -100,10 +100,11 @@ class Rollout:
         *texts: str,
         reason: FinishReason = FinishReason.STOP,
         start: BranchStart | None = None,
+        adds_end: bool = True,
         **agent: object,
     ) -> None:
         self.tokenizer = tokenizer
-        end = tokenizer.eos_token if reason is FinishReason.STOP else ""
+        end = tokenizer.eos_token if adds_end and reason is FinishReason.STOP else ""
         said = [tokenizer.encode(text + end, add_special_tokens=False) for text in texts]
         self.engine = Engine(said, reason)
         self.tool = Search()
@@ -195,6 +196,13 @@ def test_a_response_that_had_no_time_to_end_is_not_read() -> None:
     text = call("hermes", "area of Chad")
     rollout = Rollout(styled("qwen2.5"), text, reason=FinishReason.DEADLINE)
     assert (rollout.done.truncated, rollout.tool.started) == ("time", [])
+
+
+def test_another_end_token_of_the_model_is_no_part_of_a_call() -> None:
+    text = call("llama3", "area of Chad") + "<|endoftext|>"
+    rollout = Rollout(styled("llama3.1"), text, "1284", adds_end=False)
+    assert rollout.tool.started == ["area of Chad"]
+    assert "<|endoftext|><|start_header_id|>ipython" in rollout.prompt()
 
 
 def test_thinking_is_neither_a_call_nor_the_answer() -> None:

@@ -503,7 +503,7 @@ def test_a_config_built_in_code_refuses_unknown_keys() -> None:
 def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
-    tiny = ("quickstart", "appo", "infoflow", "gameof24", "verifier")
+    tiny = ("quickstart", "appo", "infoflow", "gameof24", "verifier", "tools")
     runs_anywhere = path.stem in (*tiny, "smollm2", "smollm2-agentflow")
     assert config.rollout.engine == ("torch" if runs_anywhere else "vllm")
 
