@@ -2,21 +2,21 @@
 
 `agent.parsing = "lenient"` tries these rules after the exact form, each at a time on what the one
 before left. A turn keeps the names of the rules that it took to read it, and metrics count them
-(`rescued_share/<module>/<rule>`), so that leniency is seen and can be switched off. No rule guesses:
-"stop" within a sentence is no verdict, and a tool that is mentioned is not one that is called.
+(`rescued_share/<module>/<rule>`), so that leniency is seen and can be switched off. No rule
+guesses: "stop" within a sentence is no verdict, and a tool that is mentioned is not one that is
+called.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+from flowtrain.tools import ToolCard
 from flowtrain.types import Verdict
 from flowtrain.utils.text import boxed, final_answer
-
-Parsing = Literal["lenient", "strict"]
 
 _MAX_CHARS = 100_000
 """Characters of a reply, from its end, that the rules look at."""
@@ -27,6 +27,7 @@ _END_OF_TURN = re.compile(
 )
 _MARKS = r"(?:[-*+•>]\s+|\(?\d{1,2}[.):]\s*|#{1,6}\s*)*[*_`\"']{0,3}"
 """List marks, numbers, heads and bold at the start of a line."""
+_AFTER_LABEL = r"[*_`\"']{0,3}[ \t]*[:\uff1a][*_`]{0,2}[ \t]*(?:\n\s*)?"
 
 
 def cut_end_of_turn(text: str) -> str:
@@ -63,7 +64,7 @@ _LABELS = {
 }
 _LABEL = r"(justification|context|sub[-_ ]?goal|(?:selected[-_ ])?tool(?:[-_ ]?name)?)"
 _LABEL_LINE = re.compile(
-    rf"^[ \t]*{_MARKS}{_LABEL}[*_`\"']{{0,3}}[ \t]*[:：][*_`]{{0,2}}[ \t]*(?:\n\s*)?",
+    rf"^[ \t]*{_MARKS}{_LABEL}{_AFTER_LABEL}",
     re.IGNORECASE | re.MULTILINE,
 )
 _HEAD_LINE = re.compile(
@@ -117,8 +118,10 @@ PLAN_RULES = (
 )
 """In the order in which they are tried."""
 
-_QUOTES = " \t*_`\"'“”‘’«»()[]<>"
-_AFTER_NAME = re.compile(r"\s+[-–—(:,;]|[(,;:]|\.(?:\s|$)|\s+(?:tool|because|to|for|with|as)\b")
+_QUOTES = " \t*_`\"'\u201c\u201d\u2018\u2019\xab\xbb()[]<>"
+_AFTER_NAME = re.compile(
+    r"\s+[-\u2013\u2014(:,;]|[(,;:]|\.(?:\s|$)|\s+(?:tool|because|to|for|with|as)\b"
+)
 """What may follow a name of a tool on its line."""
 
 
@@ -138,6 +141,11 @@ def tool_of(written: str, names: Mapping[str, str]) -> str:
     return ""
 
 
+def spellings(cards: Iterable[ToolCard]) -> dict[str, str]:
+    """Return tools by the canonical spellings of their names and aliases."""
+    return {canonical(name): card.name for card in cards for name in (*card.aliases, card.name)}
+
+
 def canonical(name: str) -> str:
     """Return a tool's name without case, with one underscore for each run of spaces and such."""
     return re.sub(r"[\s_\-]+", "_", name.strip()).casefold()
@@ -155,9 +163,7 @@ _VERDICTS = {
         rf"{_WRAP}\b{_WORD}{_NOT_BOTH}",
         re.IGNORECASE,
     ),
-    "boxed": re.compile(
-        rf"\\(?:boxed|fbox)\s*\{{{_WRAP}\b{_WORD}(?=\W{{0,4}}\}})", re.IGNORECASE
-    ),
+    "boxed": re.compile(rf"\\(?:boxed|fbox)\s*\{{{_WRAP}\b{_WORD}(?=\W{{0,4}}\}})", re.IGNORECASE),
     "conclude_with": re.compile(
         rf"\bconclud\w+\s+(?:with|by|that\s+we\s+(?:should|can|must))\W{{0,6}}(?P<word>STOP|CONTINUE)\b"
         rf"{_NOT_BOTH}"
@@ -176,7 +182,7 @@ def find_verdict(reply: str) -> tuple[Verdict, str] | None:
         for rule, pattern in _VERDICTS.items()
         for match in pattern.finditer(text)
     ]
-    *_, last = (text.rstrip(_QUOTES + ".!\n").rpartition("\n"))
+    *_, last = text.rstrip(_QUOTES + ".!\n").rpartition("\n")
     if (word := last.strip(_QUOTES + ".!#-").upper()) in ("STOP", "CONTINUE"):
         stated.append((len(text), Verdict(word), "last_line"))
     if not stated:
@@ -201,11 +207,11 @@ def _signal(value: Mapping[str, Any]) -> bool | None:
 # ---- the generator
 
 
-_ESCAPED = re.compile(r"(?:&lt;|\\<|＜)\s*(/?)\s*answer\s*(?:&gt;|\\>|>|＞)", re.IGNORECASE)
+_ESCAPED = re.compile(r"(?:&lt;|\\<|\uff1c)\s*(/?)\s*answer\s*(?:&gt;|\\>|>|\uff1e)", re.IGNORECASE)
 _OPEN = re.compile(r"<answer>", re.IGNORECASE)
 _HALF_CLOSED = re.compile(r"<(?:/(?:a(?:n(?:s(?:w(?:er?)?)?)?)?)?)?\s*\Z", re.IGNORECASE)
 _ANSWER_LINE = re.compile(
-    rf"^[ \t]*{_MARKS}(?:final[ \t]+)?answer[*_`\"']{{0,3}}[ \t]*[:：][*_`]{{0,2}}[ \t]*(?:\n\s*)?(.+)$",
+    rf"^[ \t]*{_MARKS}(?:final[ \t]+)?answer{_AFTER_LABEL}(.+)$",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -249,3 +255,13 @@ _ANSWERS: dict[str, Callable[[str], Iterator[str]]] = {
     "label": _labelled,
     "boxed": _boxed,
 }
+
+RULES = (
+    *(f"planner/{rule.name}" for rule in PLAN_RULES),
+    "planner/tool_name",
+    "verifier/json",
+    *(f"verifier/{rule}" for rule in _VERDICTS),
+    "verifier/last_line",
+    *(f"generator/{rule}" for rule in _ANSWERS),
+)
+"""All rules, as turns and rollouts keep them."""

@@ -26,6 +26,8 @@ class Plan:
     call: Call
     action: Action | None
     """None when the text was malformed."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read it."""
 
 
 class Planner(Protocol):
@@ -49,6 +51,8 @@ class PolicyPlanner(PolicyModule):
 
     prompt: PlannerPrompt
     tool_names: tuple[str, ...] = ()
+    spellings: Mapping[str, str] | None = None
+    """As for `read_action`; None: the exact form alone is read."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
@@ -65,7 +69,8 @@ class PolicyPlanner(PolicyModule):
         return len(self.policy.encode(self.prompt.steps(memory)))
 
     def _read(self, call: Call) -> Plan:
-        return Plan(call, parse_action(self.prompt.prefix + call.text, self.tool_names))
+        text = self.prompt.prefix + call.text
+        return Plan(call, *read_action(text, self.tool_names, self.spellings))
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
@@ -89,16 +94,19 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
 
 
 def read_action(
-    text: str, tool_names: Collection[str], names: Mapping[str, str]
+    text: str, tool_names: Collection[str], spellings: Mapping[str, str] | None
 ) -> tuple[Action | None, tuple[str, ...]]:
     """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
 
     Args:
-        names: tools by canonical spelling, aliases included (`lenient.canonical`).
+        spellings: tools by canonical spelling, aliases included (`lenient.spellings`); None: no
+            rule is tried.
 
     Returns the action, and the names of the rules that it took.
     """
     action, used = parse_action(text, tool_names), []
+    if spellings is None:
+        return action, ()
     for rule in lenient.PLAN_RULES:
         if rule.for_misses and _is_found(action):
             continue
@@ -108,7 +116,7 @@ def read_action(
             action = rewritten
             used.append(rule.name)
     if action is not None and not _is_found(action):
-        tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), names)
+        tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
         if tool:
             action, used = replace(action, tool_name=tool), [*used, "tool_name"]
     return action, tuple(used) if action is not None else ()

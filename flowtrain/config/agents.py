@@ -40,6 +40,9 @@ class Agent(Section):
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
+    parsing: Literal["lenient", "strict"] = "lenient"
+    """how replies of language models are read: lenient takes forms of actions, verdicts and answers
+    that differ from the one that is asked for, and counts them (rescued_share); strict does not"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
     """tools the planner, or with name = "tools" the policy, may call, at least 1; also Web_Search,
     Wikipedia_Search, Web_Reader, and those of installed packages (docs/tools.md)"""

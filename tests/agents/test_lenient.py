@@ -54,14 +54,14 @@ PLANS = {
     "one word": "Subgoal: area of Chad\nToolName: Python_Coder",
     "underscores": "Sub_Goal: area of Chad\nTool_Name: Python_Coder",
     "the label Tool": "Sub-Goal: area of Chad\nTool: Python_Coder",
-    "full-width colons": "Sub-Goal：area of Chad\nTool Name：Python_Coder",
+    "full-width colons": "Sub-Goal\uff1aarea of Chad\nTool Name\uff1aPython_Coder",
     "an end of turn": "Sub-Goal: area of Chad\nTool Name: Python_Coder<|im_end|>",
-    "another turn": "Sub-Goal: area of Chad\nTool Name: Python_Coder<|eot_id|>\n\nTool Name: Search",
+    "another turn": "Sub-Goal: area of Chad\nTool Name: Python_Coder</s>\n\nTool Name: Search",
     "json in a fence": '```json\n{"sub_goal": "area of Chad", "tool_name": "Python_Coder"}\n```',
     "json after prose": 'So: {"sub_goal": "area of Chad", "tool_name": "Python_Coder"} it is.',
     "keys as labels": '{"Sub-Goal": "area of Chad", "Tool Name": "Python_Coder"}',
     "keys in one word": '{"subGoal": "area of Chad", "toolName": "Python_Coder"}',
-    "a json of another kind before": '{"a": 1}\n{"sub_goal": "area of Chad", "tool": "Python_Coder"}',
+    "a json of another kind before": '{"a": 1}{"sub_goal": "area of Chad", "tool": "Python_Coder"}',
     "a quote": "> Sub-Goal: area of Chad\n> Tool Name: Python_Coder",
 }
 
@@ -73,7 +73,10 @@ def test_an_action_in_another_form_is_read(text: str) -> None:
 
 
 def test_fields_keep_their_text() -> None:
-    text = "1. **Justification:** it is *stated*\n2. **Context:** a: 1\n   b: 2\n3. **Sub-Goal:** x: y\n4. **Tool Name:** Search"
+    text = (
+        "1. **Justification:** it is *stated*\n2. **Context:** a: 1\n   b: 2\n"
+        "3. **Sub-Goal:** x: y\n4. **Tool Name:** Search"
+    )
     action = read(text)
     assert action is not None
     assert (action.justification, action.sub_goal) == ("it is *stated*", "x: y")
@@ -149,7 +152,7 @@ STOPS = [
     "Conclusion: \\boxed{STOP}",
     "So \\boxed{\\text{STOP}}.",
     "Conclusion: `STOP`",
-    "Conclusion：STOP",
+    "Conclusion\uff1aSTOP",
     '```json\n{"stop_signal": true}\n```',
     'All is there. {"analysis": "complete", "stop_signal": true}',
     '{"conclusion": "STOP"}',
@@ -187,7 +190,9 @@ def test_a_verdict_in_another_form_is_read(reply: str) -> None:
     assert found is not None and found[0] is Verdict.STOP
     # The same reply the other way round.
     swapped = reply.replace("STOP", "@").replace("CONTINUE", "STOP").replace("@", "CONTINUE")
-    swapped = swapped.replace("stop.", "continue.").replace('"stop_signal": true', '"stop_signal": false')
+    swapped = swapped.replace("stop.", "continue.").replace(
+        '"stop_signal": true', '"stop_signal": false'
+    )
     found = find_verdict(swapped)
     assert found is not None and found[0] is Verdict.CONTINUE
 
