@@ -29,7 +29,7 @@ from bench.measure import print_table, write_json
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, PolicyPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
@@ -139,11 +139,9 @@ class Simulated:
             Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE
         )
 
-    async def answer(
-        self, question: str, memory: Memory, seed: int, deadline_s: float
-    ) -> tuple[str, str]:
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
         await asyncio.sleep(self.latencies.chat_s(memory.entries[-1].sub_goal, "answer"))
-        return "answer", ""
+        return Answer("answer")
 
     def close(self) -> None:
         """Release nothing."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from flowtrain import config as cfg
-from flowtrain.agents import analyst, executor, generator, prompts, refiner, verdicts
+from flowtrain.agents import analyst, executor, generator, lenient, prompts, refiner, verdicts
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
@@ -98,7 +98,14 @@ def make_verifier(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool])
 def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
-    return PolicyPlanner(policy, prompt, tool_names=config.agent.tools)
+    return PolicyPlanner(policy, prompt, config.agent.tools, tool_spellings(config, tools))
+
+
+def tool_spellings(config: cfg.Config, tools: Mapping[str, Tool]) -> dict[str, str] | None:
+    """Return the spellings of tools that planners may use; None where they are read strictly."""
+    if config.agent.parsing == "strict":
+        return None
+    return lenient.spellings(tool.card for tool in tools.values())
 
 
 def make_agentflow(context: AgentContext) -> Flow:
@@ -146,6 +153,7 @@ def make_flow(
         verifier: given iff it is a policy of its own.
     """
     agent = config.agent
+    is_lenient = agent.parsing == "lenient"
     chats = chats or {}
     assert (verifier is not None) == ("verifier" in config.policy_names), (
         "a verifier of its own is made before the flow"
@@ -163,10 +171,10 @@ def make_flow(
             ask_timeout_s=agent.module_timeout_s,
         )
     if chat := chats.get("verifier"):
-        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
+        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()), is_lenient)
     answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
     if chat := chats.get("generator"):
-        answer = LLMGenerator(chat)
+        answer = LLMGenerator(chat, is_lenient)
     refine: Refiner | None = RuleRefiner() if config.roles.refiner == "rules" else None
     if chat := chats.get("refiner"):
         refine = LLMRefiner(chat, agent.max_result_chars)

@@ -22,7 +22,7 @@ from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import BranchStart
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executor
-from flowtrain.agents.generator import Generator
+from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import Plan, Planner
@@ -115,11 +115,11 @@ class Flow:
             rollout.memory = _memory_before(parent, point.turn)
             rollout.shown = self._shown(rollout.memory)
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
-        truncated, answer, output, error = "", "", "", ""
+        truncated, answer, error = "", Answer(""), ""
         try:
             truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
-                answer, output = await self.generator.answer(
+                answer = await self.generator.answer(
                     task.question,
                     rollout.shown,
                     seed=derive_seed(seed, "generator"),
@@ -130,12 +130,13 @@ class Flow:
         return Trajectory(
             task=task,
             turns=tuple(rollout.turns),
-            answer=answer,
+            answer=answer.text,
             seconds=time.monotonic() - started,
             seed=seed,
             truncated=truncated,
             analysis=rollout.memory.analysis,
-            output=output,
+            output=answer.output,
+            rescued=tuple(f"generator/{rule}" for rule in answer.rescued),
             error=error,
             branch=None if start is None else start.point,
             hint_turn=rollout.hint_turn,
@@ -209,6 +210,10 @@ class Flow:
             verdict_text=verified.text,
             plan_s=plan_s,
             retrieved=retrieved,
+            rescued=(
+                *(f"planner/{rule}" for rule in plan.rescued),
+                *(f"verifier/{rule}" for rule in verified.rescued),
+            ),
         )
         rollout.memory = memory
         rollout.shown = shown

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from flowtrain.agents.lenient import find_answer
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import analysis_text, memory_json
 from flowtrain.engines.chat import ChatEngine
@@ -16,13 +17,21 @@ from flowtrain.tasks.corpus import passage_value
 from flowtrain.utils.text import final_answer
 
 
+class Answer(NamedTuple):
+    """The answer of a rollout."""
+
+    text: str
+    output: str = ""
+    """All that the generator wrote; "" where a rule answered."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to find the answer in it."""
+
+
 class Generator(Protocol):
     """Answers the question from the memory alone."""
 
-    async def answer(
-        self, question: str, memory: Memory, seed: int, deadline_s: float
-    ) -> tuple[str, str]:
-        """Return the answer and the text that holds it ("" from a rule). Raises EngineError."""
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+        """Raises EngineError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +40,8 @@ class RuleGenerator:
 
     extract: Callable[[Memory], str]
 
-    async def answer(
-        self, question: str, memory: Memory, seed: int, deadline_s: float
-    ) -> tuple[str, str]:
-        return self.extract(memory), ""
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+        return Answer(self.extract(memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +49,17 @@ class LLMGenerator:
     """AgentFlow's "direct" output: a summary of the process, then the answer."""
 
     engine: ChatEngine
+    is_lenient: bool = True
 
-    async def answer(
-        self, question: str, memory: Memory, seed: int, deadline_s: float
-    ) -> tuple[str, str]:
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
         prompt = PROMPT.format(
             question=question, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
-        return final_answer(output), output
+        if not self.is_lenient:
+            return Answer(final_answer(output), output)
+        found, rules = find_answer(output)
+        return Answer(found, output, rules)
 
 
 def last_result(memory: Memory) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from flowtrain.agents import lenient
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule, ResponsePrefix
 from flowtrain.agents.prompts import PlannerPrompt
@@ -25,6 +26,8 @@ class Plan:
     call: Call
     action: Action | None
     """None when the text was malformed."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read it."""
 
 
 class Planner(Protocol):
@@ -48,6 +51,8 @@ class PolicyPlanner(PolicyModule):
 
     prompt: PlannerPrompt
     tool_names: tuple[str, ...] = ()
+    spellings: Mapping[str, str] | None = None
+    """As for `read_action`; None: the exact form alone is read."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
@@ -64,7 +69,8 @@ class PolicyPlanner(PolicyModule):
         return len(self.policy.encode(self.prompt.steps(memory)))
 
     def _read(self, call: Call) -> Plan:
-        return Plan(call, parse_action(self.prompt.prefix + call.text, self.tool_names))
+        text = self.prompt.prefix + call.text
+        return Plan(call, *read_action(text, self.tool_names, self.spellings))
 
 
 def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
@@ -85,6 +91,39 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
         sub_goal=sub_goal,
         tool_name=match_tool(tool_name, tool_names),
     )
+
+
+def read_action(
+    text: str, tool_names: Collection[str], spellings: Mapping[str, str] | None
+) -> tuple[Action | None, tuple[str, ...]]:
+    """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
+
+    Args:
+        spellings: tools by canonical spelling, aliases included (`lenient.spellings`); None: no
+            rule is tried.
+
+    Returns the action, and the names of the rules that it took.
+    """
+    action, used = parse_action(text, tool_names), []
+    if spellings is None:
+        return action, ()
+    for rule in lenient.PLAN_RULES:
+        if rule.for_misses and _is_found(action):
+            continue
+        text = rule.rewrite(text)
+        rewritten = parse_action(text, tool_names)
+        if rewritten is not None and rewritten != action:
+            action = rewritten
+            used.append(rule.name)
+    if action is not None and not _is_found(action):
+        tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
+        if tool:
+            action, used = replace(action, tool_name=tool), [*used, "tool_name"]
+    return action, tuple(used) if action is not None else ()
+
+
+def _is_found(action: Action | None) -> bool:
+    return action is not None and not action.tool_name.startswith(NO_TOOL)
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:

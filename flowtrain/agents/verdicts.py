@@ -72,8 +72,8 @@ _CONCLUSION = re.compile(
 """Excludes a reply that repeats both options, "Conclusion: STOP or CONTINUE"."""
 
 
-def parse_verdict(reply: str) -> Verdict:
-    """Read a language model's verdict; CONTINUE where there is none.
+def parse_verdict(reply: str) -> Verdict | None:
+    """Read a language model's verdict; None where there is none.
 
     It is the field "stop_signal" of a JSON object, or the last "Conclusion: STOP" or "Conclusion:
     CONTINUE". The word alone decides nothing: AgentFlow's parser stops at any "stop" in the text,
@@ -86,7 +86,7 @@ def parse_verdict(reply: str) -> Verdict:
     except (ValueError, RecursionError):
         pass
     conclusions = _CONCLUSION.findall(reply)
-    return Verdict(conclusions[-1].upper()) if conclusions else Verdict.CONTINUE
+    return Verdict(conclusions[-1].upper()) if conclusions else None
 
 
 PROMPT = """You check whether a question can be answered with what a team has found so far.

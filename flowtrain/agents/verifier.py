@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowtrain.agents.lenient import find_verdict
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule
 from flowtrain.agents.verdicts import VerdictPrompt, parse_verdict, read_verdict, verdict_message
@@ -24,6 +25,8 @@ class Verification:
     """The reply that gives the verdict; "" where a rule decided."""
     call: Call | None = None
     """The prompt and the sampled tokens of a policy."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read it."""
 
 
 class Verifier(Protocol):
@@ -58,6 +61,7 @@ class LLMVerifier:
     engine: ChatEngine
     tools: str
     """The toolset as prompts show it."""
+    is_lenient: bool = True
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
@@ -67,7 +71,10 @@ class LLMVerifier:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         except EngineError as error:
             return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
-        return Verification(parse_verdict(reply), reply)
+        verdict = parse_verdict(reply)
+        if verdict is None and self.is_lenient and (found := find_verdict(reply)):
+            return Verification(found[0], reply, rescued=(found[1],))
+        return Verification(verdict or Verdict.CONTINUE, reply)
 
 
 @dataclass(frozen=True, slots=True)

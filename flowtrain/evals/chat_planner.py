@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, Planner, parse_action
+from flowtrain.agents.planner import Plan, Planner, read_action
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.types import Call, FinishReason, Task
@@ -26,6 +27,8 @@ class ChatPlanner(Planner):
     tool_names: tuple[str, ...]
     timeout_s: float
     """Seconds per reply."""
+    spellings: Mapping[str, str] | None = None
+    """As for `read_action`."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
@@ -36,7 +39,7 @@ class ChatPlanner(Planner):
             prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s)
         )
         call = Call((), (), (), (), FinishReason.STOP, text, prompt_text=prompt)
-        return Plan(call, parse_action(text, self.tool_names))
+        return Plan(call, *read_action(text, self.tool_names, self.spellings))
 
     def measure(self, memory: Memory) -> int:
         return len(self.prompt.steps(memory)) // _CHARS_PER_TOKEN

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_flow, prompt_hashes
+from flowtrain.agents.build import make_flow, prompt_hashes, tool_spellings
 from flowtrain.agents.prompts import FullPrompt, tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
@@ -135,7 +135,11 @@ def _without_policy(
         cleanup.callback(tool.close)
     prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)
     frozen = ChatPlanner(
-        chats.roles["planner"], prompt, tuple(tools), config.rollout.request_timeout_s
+        chats.roles["planner"],
+        prompt,
+        tuple(tools),
+        config.rollout.request_timeout_s,
+        tool_spellings(config, tools),
     )
     turns = config.agent.eval_max_turns
     agents = {

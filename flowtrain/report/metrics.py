@@ -137,6 +137,7 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "analysis": trajectory.analysis,
         "output": trajectory.output,
         **({} if trajectory.branch is None else {"branch": asdict(trajectory.branch)}),
+        **({"rescued": list(rules)} if (rules := trajectory.rescued) else {}),
         **({} if trajectory.sub_goals is None else {"sub_goals": round(trajectory.sub_goals, 4)}),
         **({} if trajectory.hint_turn is None else {"hint_turn": trajectory.hint_turn}),
         "seconds": round(trajectory.seconds, 3),
@@ -173,6 +174,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         # Calls of one response run at once.
         "tool_s": round(max([turn.result.seconds, *(t.result.seconds for t in used)]), 3),
         **_code_seconds(turn.result),
+        **({"rescued": list(turn.rescued)} if turn.rescued else {}),
         **({"tool_calls": [_tool_call_record(each) for each in used]} if used else {}),
         **({} if verifier is None else {"verifier": _call_record(verifier)}),
     }

@@ -17,6 +17,7 @@ from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Evaluation
 from flowtrain.run.memory_plan import MemoryPlan
+from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
 from flowtrain.run.reward_stats import reward_metrics
@@ -114,6 +115,9 @@ class RunLogger:
         self._trajectories.log(step, step - 1, told)
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
         parts = reward_metrics(trajectories, world) if self._config.reward.function else {}
+        rescued = {}
+        if self._config.agent.parsing == "lenient":
+            rescued = parsing_metrics(trajectories, world)
         verdicts = {}
         if "verifier" in self._config.policy_names:
             verdicts = verdict_metrics(trajectories, self._config, world)
@@ -123,6 +127,7 @@ class RunLogger:
                 "version": step,
                 **stats.metrics(),
                 **parts,
+                **rescued,
                 **verdicts,
                 **held_out,
                 **self._counts(batch),

@@ -56,6 +56,8 @@ class ToolCard:
     """Arguments of good calls."""
     finds_passages: bool = False
     """The results are texts to find something in, which a refiner makes evidence of."""
+    aliases: tuple[str, ...] = ()
+    """Other names that planners call it by, AgentFlow's for example."""
     is_stateful: bool = False
     """A call may change the results of later calls: such a tool cannot be rewound, so rollouts that
     use it cannot branch."""

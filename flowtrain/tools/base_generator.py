@@ -37,6 +37,7 @@ class BaseGenerator(Tool):
         advice="Give it small steps that need no source, with all they depend on; check what "
         "matters with another tool.",
         examples=({"query": "Sort these by size, largest first: Earth, Mars, Jupiter."},),
+        aliases=("Generalist_Solution_Generator_Tool",),
     )
 
     async def execute(self, query: str) -> str:
@@ -55,6 +56,7 @@ class GuessGenerator(Tool):
     card = ToolCard(
         "Base_Generator",
         "Guesses a value without looking anything up; it has no model and is rarely right.",
+        aliases=("Generalist_Solution_Generator_Tool",),
     )
 
     def __init__(self, guesses: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ class PythonCoder:
         "Python_Coder",
         "Runs Python code or evaluates an expression; prints the result.",
         keeps_time=True,
+        aliases=("Python_Code_Generator_Tool",),
     )
 
     async def execute(self, query: str) -> ToolResult:
@@ -79,6 +80,7 @@ class ModelCoder:
         "first.",
         examples=({"query": "Print the sum of the prime numbers below 100."},),
         keeps_time=True,
+        aliases=("Python_Code_Generator_Tool",),
     )
 
     async def execute(self, query: str) -> ToolResult:

@@ -64,6 +64,7 @@ class WebReader:
         advice="Take the address from a search result; ask one narrow question.",
         examples=({"url": "https://en.wikipedia.org/wiki/Mali", "query": "capital of Mali"},),
         finds_passages=True,
+        aliases=("Web_RAG_Search_Tool",),
     )
 
     async def execute(self, url: str, query: str) -> str:

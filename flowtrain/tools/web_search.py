@@ -33,6 +33,7 @@ class WebSearch(Tool):
         "address with Web_Reader.",
         examples=({"query": "capital of Mali"},),
         finds_passages=True,
+        aliases=("Ground_Google_Search_Tool",),
     )
 
     async def execute(self, query: str) -> str:

@@ -53,6 +53,7 @@ class WikipediaSearch(Tool):
         "Web_Reader for details.",
         examples=({"query": "Niger River"},),
         finds_passages=True,
+        aliases=("Wikipedia_RAG_Search_Tool",),
     )
 
     async def execute(self, query: str) -> str:

@@ -83,6 +83,8 @@ class Turn:
     """The verifier's reply; "" where a rule decided."""
     retrieved: str = ""
     """The tool's output, where a refiner made the result of it; else ""."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read the replies, as "planner/labels"."""
     tool_calls: tuple[ToolCall, ...] = ()
     """All that the response asked for, in its order; AgentFlow's turns have `action` instead."""
 
@@ -130,6 +132,8 @@ class Trajectory:
     """The turn that read a hint first; None for a rollout without."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """What reward functions gave, by name and before weights, or what was reported; else {}."""
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read the answer, as "generator/label"."""
     reported: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward that the rollout's environment or program reported; {} where none did."""
 

@@ -14,7 +14,7 @@ import pytest
 from flowtrain.agents.base import BranchStart
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
@@ -420,11 +420,9 @@ class NotingModule:
         self.told.append(("verify", seed, deadline_s))
         return Verification(Verdict.CONTINUE, "so far so good")
 
-    async def answer(
-        self, question: str, memory: Memory, seed: int, deadline_s: float
-    ) -> tuple[str, str]:
+    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
         self.told.append(("answer", seed, deadline_s))
-        return "42", "it is 42"
+        return Answer("42", "it is 42")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flowtrain.agents.build import make_flow, make_policy, make_prompt
 from flowtrain.agents.commands import find_command
 from flowtrain.agents.expert import ScriptedPlanner, next_step
-from flowtrain.agents.generator import RuleGenerator, last_expression, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner, parse_action
 from flowtrain.agents.policy import Policy
@@ -171,10 +171,8 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    assert asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0)) == (
-        answer,
-        "",
-    )
+    found = asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0))
+    assert found == Answer(answer)
 
 
 def test_the_last_expression_that_was_computed_is_the_answer() -> None:

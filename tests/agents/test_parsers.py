@@ -238,7 +238,7 @@ def test_a_flood_takes_no_time(flood: str) -> None:
     started = time.process_time()
     with pytest.raises(ValueError):
         find_command(flood, CARD)
-    assert parse_verdict(flood) is Verdict.CONTINUE
+    assert parse_verdict(flood) is None
     assert final_answer(flood)
     parse_action(flood, ("Wiki",))
     assert time.process_time() - started < 1.5
@@ -271,14 +271,14 @@ def test_a_flood_takes_no_time(flood: str) -> None:
     ],
 )
 def test_verdicts(reply: str, verdict: str) -> None:
-    assert parse_verdict(reply) == verdict
+    assert (parse_verdict(reply) or Verdict.CONTINUE) == verdict
 
 
 @given(noise)
 def test_no_reply_breaks_the_verdict_parser(reply: str) -> None:
-    assert isinstance(parse_verdict(reply), Verdict)
+    assert parse_verdict(reply) in (*Verdict, None)
     if "stop" not in reply.casefold():
-        assert parse_verdict(reply) is Verdict.CONTINUE
+        assert parse_verdict(reply) is not Verdict.STOP
 
 
 @given(texts, st.sampled_from(Verdict))
