@@ -202,12 +202,13 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
 ) -> None:
     section, _, name = key.partition(".")
     in_file = f"[{section}]\n{name} = 1\n" if name else f"[{section}]\n"
-    for message in (
-        complaint(f"--{key}", "1"),
-        complaint(f"--{key}=1"),
-        complaint("--config", toml(in_file)),
+    path = toml(in_file)
+    for message, origin in (
+        (complaint(f"--{key}", "1"), ""),
+        (complaint(f"--{key}=1"), ""),
+        (complaint("--config", path), f"--config {path}: "),
     ):
-        assert message.startswith(f"unknown key {key}: ")
+        assert message.startswith(f"{origin}unknown key {key}: ")
         assert all(hint in message for hint in hints), message
 
 
@@ -241,11 +242,12 @@ def test_a_bad_value_is_named_with_its_key(
     key: str, text: str, value: str, reason: str, toml: Callable[[str], str]
 ) -> None:
     section, _, name = key.partition(".")
-    for message in (
-        complaint(f"--{key}", text),
-        complaint("--config", toml(f"[{section}]\n{name} = {text}\n")),
+    path = toml(f"[{section}]\n{name} = {text}\n")
+    for message, origin in (
+        (complaint(f"--{key}", text), ""),
+        (complaint("--config", path), f"--config {path}: "),
     ):
-        assert message.startswith(f"{key}={value}: ")
+        assert message.startswith(f"{origin}{key}={value}: ")
         assert reason in message, message
 
 
