@@ -176,7 +176,7 @@ def _read(path: str, origin: str, before: tuple[str, ...] = ()) -> _Values:
     if not isinstance(included, str) or not included or "\0" in included:
         raise UserError(f"{said} must be the path of a file, seen from this one")
     chain = (*before, os.path.realpath(path))
-    base_path = os.path.join(os.path.dirname(path), included)
+    base_path = str(Path(path).parent / included)
     if os.path.realpath(base_path) in chain:
         raise UserError(f"{said}: the files include each other in a circle")
     base = _read(base_path, f"{origin}, {_INCLUDE} {_shown(included)}", chain)

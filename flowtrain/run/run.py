@@ -117,7 +117,7 @@ class Run:
         return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
 
     def minibatches(self, batch: TrainBatch) -> tuple[TrainBatch, int]:
-        """Return the batch with the optimizer step of every sample, and how many steps there are."""
+        """Return the batch with every sample's optimizer step, and how many steps there are."""
         train = self.config.train
         if not train.minibatch_size:
             return batch, train.num_minibatches

@@ -11,6 +11,7 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.config.search import WebSearch
+from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
 from flowtrain.tools.registry import make_tools
@@ -180,3 +181,39 @@ def test_a_server_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) 
     )
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[mcp\]'"):
         make_tools(asked, TASKS)
+
+
+OWN = {"name": "file", "path": "mine.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "agent", "parts"),
+    [
+        (OWN, {"tools": ["Search"]}, ("['Search']", "tasks.name='file'", "Web_Search")),
+        (OWN, {"tools": ["Base_Generator"]}, ("roles.tools='none'", "tasks.name='file'", "policy")),
+        (
+            {**OWN, "corpus": "shipped"},
+            {"tools": ["Base_Generator"], "prompt": "full"},
+            ("roles.tools='none'", "agent.prompt='compact'"),
+        ),
+    ],
+)
+def test_questions_of_the_user_do_not_meet_toys(
+    tasks: dict[str, str], agent: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    config = Config.model_validate({"tasks": tasks, "agent": agent})
+    with pytest.raises(UserError) as caught:
+        make_tools(config, TASKS)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_toys_may_be_asked_for() -> None:
+    tools = ["Search", "Base_Generator"]
+    for corpus in ("shipped", "mine.json"):
+        values = {"tasks": {**OWN, "corpus": corpus}, "agent": {"tools": tools}}
+        assert list(make_tools(Config.model_validate(values), TASKS)) == tools
+    values = {"tasks": {**OWN, "corpus": "mine.json"}, "agent": {"tools": ["Search"]}}
+    values["agent"]["prompt"] = "full"
+    assert list(make_tools(Config.model_validate(values), TASKS)) == ["Search"]
+    assert list(make_tools(Config.model_validate({"agent": {"tools": tools}}), TASKS)) == tools
+    assert load_corpus("shipped") == load_corpus()
