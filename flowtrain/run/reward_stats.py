@@ -15,7 +15,7 @@ def reward_metrics(
     trajectories: Sequence[Trajectory], world: World, has_functions: bool = True
 ) -> dict[str, float]:
     """Compute the mean of each part over the rollouts of all ranks that have it, be it given by a
-    function or reported; with functions, count the rollouts that they failed, by reason. Collective.
+    function or reported; with functions, count rollouts that they failed, by reason. Collective.
     """
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
