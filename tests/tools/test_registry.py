@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowtrain.config import Config
 from flowtrain.config.search import WebSearch
+from flowtrain.engines.chat_engines import make_chat_engines
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
@@ -217,3 +219,36 @@ def test_toys_may_be_asked_for() -> None:
     assert list(make_tools(Config.model_validate(values), TASKS)) == ["Search"]
     assert list(make_tools(Config.model_validate({"agent": {"tools": tools}}), TASKS)) == tools
     assert load_corpus("shipped") == load_corpus()
+
+
+def test_a_tool_may_have_a_model_of_its_own() -> None:
+    tools = ["Python_Coder", "Base_Generator"]
+    values = {
+        "agent": {"tools": tools, "tool_engines": {"Python_Coder": "coder"}},
+        "roles": {"tools": "helper"},
+        "engines": {
+            name: {"model": name, "base_url": "http://127.0.0.1:9/v1", "api_key_env": ""}
+            for name in ("coder", "helper")
+        },
+    }
+    config = Config.model_validate(values)
+    chats = make_chat_engines(config, None, torch.device("cpu"))
+    made = make_tools(config, TASKS, chats.roles["tools"], chats.roles)
+    try:
+        assert made["Python_Coder"].chat is chats.started["coder"]
+        assert made["Base_Generator"].chat is chats.started["helper"]
+    finally:
+        for tool in made.values():
+            tool.close()
+        chats.close()
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [({"Python_Coder": "coder"}, "must be a name in [engines]"), ({"Serch": "x"}, "no such tool")],
+)
+def test_models_of_tools_are_checked(engines: dict[str, str], reason: str) -> None:
+    config = Config.model_validate({"agent": {"tool_engines": engines}})
+    with pytest.raises(UserError) as caught:
+        make_chat_engines(config, None, torch.device("cpu"))
+    assert reason in str(caught.value) and "agent.tool_engines." in str(caught.value)
