@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
 @pytest.mark.parametrize("program", ["plain", "agents_sdk"])
 def test_a_program_calls_tools_until_it_answers(program: str) -> None:
     if program == "agents_sdk":
-        pytest.importorskip("agents")
+        pytest.importorskip("agents.agent")
     asks = call_text("area of Chad", "area of Mali").replace("search", "Search")
     engine = logging_engine(asks, call_text("6 * 7").replace("search", "Python_Coder"), "42")
     agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
@@ -35,7 +35,7 @@ def test_a_program_calls_tools_until_it_answers(program: str) -> None:
 @pytest.mark.parametrize("program", ["plain", "agents_sdk"])
 def test_a_program_gives_up_on_a_policy_that_never_answers(program: str) -> None:
     if program == "agents_sdk":
-        pytest.importorskip("agents")
+        pytest.importorskip("agents.agent")
     engine = logging_engine()
     engine.reply = lambda prompt: call_text("Chad").replace("search", "Search")
     agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
