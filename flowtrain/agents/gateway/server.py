@@ -205,7 +205,9 @@ def _retry_of(request: Request) -> bytes | None:
     return b"" if count.isdecimal() and count.strip("0") else None
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(
+    request: Request, work: Coroutine[Any, Any, T] | asyncio.Future[T]
+) -> T:
     """Do work, and cancel it when the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(request.receive())
