@@ -364,7 +364,7 @@ def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("agentflo", ("there is no such agent; there are agentflow, single", "FILE.py:NAME")),
+        ("agentflo", ("there is no such agent; there are agentflow, ", "FILE.py:NAME")),
         ("{mine}:Eco", ("has no 'Eco'",)),
         ("{mine}:NOT_ONE", ("is a int, not a class that makes agents",)),
         ("gone/agent.py:A", ("there is no file",)),
