@@ -55,7 +55,7 @@ class Gateway:
 
         allow_files()
         # Otherwise every full collection from now on would walk all that has been imported, and
-        # hold up the requests under way for a quarter of a second.
+        # hold up the requests under way.
         gc.freeze()
         self._access = Access(worker_token) if worker_token else None
         self._rollouts: dict[bytes, Rollout] = {}
