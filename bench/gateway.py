@@ -3,10 +3,13 @@
 It measures what the gateway adds to a call of the policy's engine: the HTTP server, the protocol,
 the crossing to the loop of the rollouts, the chat template and the record. The engine only waits,
 for --latency milliseconds on average, by half of it more or less; --in-flight rollouts ask it at a
-time, each in a conversation of some turns. Once they sample through their sessions with ids that
-are at hand, and once through the gateway by plain HTTP from a process of its own, as programs do.
-A time is how long the caller waits, less what the engine was to take. The first round is not
-counted.
+time, each in a conversation of some turns. They sample through their sessions with ids that are at
+hand; through the gateway by plain HTTP from a process of its own, as programs do; and, between the
+two, the same clients ask the same server ("transport") for an application that only parses the
+JSON, waits as long and returns the same bytes. So gateway less transport is the gateway's own, and
+transport is HTTP and the clients.
+A time is how long the caller waits, less what the engine was to take; the CPU time is that of the
+process of the server, without the clients. The first round is not counted.
 """
 
 from __future__ import annotations
@@ -19,19 +22,27 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from bench.measure import print_table, write_json
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.gateway.agent import GatewayAgent
+from flowtrain.agents.gateway.requests import read_chat
+from flowtrain.agents.gateway.responses import Reply, chat_body
+from flowtrain.agents.gateway.server import new_key
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
 from flowtrain.config import Config
 from flowtrain.training.model import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, Task, VersionSpan
+from flowtrain.utils import serving
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
@@ -94,13 +105,14 @@ def main() -> None:
     load = Load(args.in_flight, args.turns, args.rounds + 1, args.latency)
     context = make_context(args.turns)
     alone = asyncio.run(engine_alone(context, load))
+    over_http, http_cpu_s = through_http_alone(context, load)
     through, cpu_s = through_gateway(context, load)
     rows = [
         _row("engine alone", args, alone),
+        _row("transport", args, over_http) | {"cpu_ms": 1e3 * http_cpu_s},
         _row("gateway", args, through) | {"cpu_ms": 1e3 * cpu_s},
     ]
-    keys = ("mean_ms", "p50_ms", "p99_ms")
-    rows.append({"path": "difference"} | {key: rows[1][key] - rows[0][key] for key in keys})
+    rows += [_difference(rows[2], rows[0]), _difference(rows[2], rows[1])]
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -168,6 +180,37 @@ def through_gateway(context: AgentContext, load: Load) -> tuple[list[float], flo
     return seconds, sum(cpu_s[1:]) / len(seconds)
 
 
+def through_http_alone(context: AgentContext, load: Load) -> tuple[list[float], float]:
+    """Likewise, of an application that waits as long and returns the same bytes."""
+    hello = {"model": "policy", "messages": [{"role": "user", "content": _QUESTION}]}
+    ids = context.policies["planner"].encode(_REPLY)
+    reply = Reply("chatcmpl-012345678", _REPLY, (), "stop", len(ids), len(ids))
+    answer = chat_body(read_chat(json.dumps(hello).encode()).options, reply)
+    told = {"task": {"id": "t-0", "question": _QUESTION}, "api_key": new_key()}
+    answers = {"/v1/rollouts/next": json.dumps(told).encode(), "/v1/rollouts/done": b"{}"}
+    cpu_s = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads(await serving.read_body(Request(scope, receive), 1 << 20))
+        scope["admit"]()
+        if "max_tokens" in body:
+            await asyncio.sleep(body["max_tokens"] / 1e6)
+        found = answers.get(scope["path"], answer)
+        await Response(found, media_type="application/json")(scope, receive, send)
+        cpu_s.append(time.process_time())
+
+    server, listener = serving.make_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        seconds: list[float] = pool.apply(work, (serving.address(listener), load))
+    server.should_exit = True
+    thread.join()
+    listener.close()
+    first = len(cpu_s) // load.num_rounds - 1
+    return seconds, (cpu_s[-1] - cpu_s[first]) / len(seconds)
+
+
 def work(url: str, load: Load) -> list[float]:
     """The clients, in a process of their own: each a worker with a connection of its own."""
     seconds: list[float] = []
@@ -227,6 +270,11 @@ class Connection:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _difference(of: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
+    keys = [key for key in ("mean_ms", "p50_ms", "p99_ms", "cpu_ms") if key in to]
+    return {"path": f"{of['path']} - {to['path']}"} | {key: of[key] - to[key] for key in keys}
 
 
 def _row(path: str, args: argparse.Namespace, seconds: Sequence[float]) -> dict[str, Any]:

@@ -276,7 +276,8 @@ class Conversation:
         assert len(self._gaps) == len(self._responses), "there is no response to add them to"
         template = self.template
         messages = (*self.messages, *new_messages)
-        marks = [_Marks.of(messages, response.place) for response in self._responses]
+        stem = _Marks.stem(messages)
+        marks = [_Marks.of(stem, response.place) for response in self._responses]
         shown = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
             shown[response.place] = mark.placeholder(
@@ -324,10 +325,15 @@ class _Marks:
     content: str
     argument: str
 
-    @classmethod
-    def of(cls, messages: Sequence[Message], place: int) -> _Marks:
+    @staticmethod
+    def stem(messages: Sequence[Message]) -> str:
+        """Return a beginning of words that occurs in none of the messages."""
         text = json.dumps(messages, default=str)
-        own = f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}n{place}"
+        return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @classmethod
+    def of(cls, stem: str, place: int) -> _Marks:
+        own = f"{stem}n{place}"
         return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
 
     def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
@@ -376,7 +382,7 @@ def _plain(message: Message) -> dict[str, Any]:
     """Return a message as templates read it: its content a text, the arguments of calls objects."""
     plain = dict(message)
     content = plain.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if not isinstance(content, str) and isinstance(content, Sequence):
         content = "".join(part["text"] for part in content)
     plain["content"] = content or ""
     if not plain.get("tool_calls"):

@@ -143,7 +143,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     too_long = Rejected(413, f"a request of more than {max_bytes} bytes")
     # The number is one, and not long: the server has seen to that.
-    if int(request.headers.get("content-length", 0)) > max_bytes:
+    length = int(request.headers.get("content-length", 0))
+    if length > max_bytes:
         raise too_long
     data = bytearray()
     try:
@@ -152,7 +153,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 data += part
                 if len(data) > max_bytes:
                     raise too_long
-                patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+                if len(data) != length:  # there is more to come, and a timer is not free
+                    patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
     except TimeoutError:
         raise Rejected(
             408, f"the request came slower than {SLOWEST >> 10} KiB per second"

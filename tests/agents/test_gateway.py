@@ -123,6 +123,26 @@ def test_parallel_calls_of_tools_go_through_and_are_recorded(tmp_path: Path) -> 
     assert "area of Chad: 1284" in prompt and prompt.count("What is the area") == 1
 
 
+def test_results_are_told_apart_by_their_ids_and_not_their_order(tmp_path: Path) -> None:
+    source = program("""
+messages = [{"role": "user", "content": task.question}]
+message = ask(messages, tools=TOOLS).choices[0].message
+messages.append(message.model_dump(exclude_none=True))
+for call in reversed(message.tool_calls):
+    query = json.loads(call.function.arguments)["query"]
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{query}: 1284"})
+messages.append({"role": "tool", "tool_call_id": "nobodys", "content": "made up"})
+return ask(messages, tools=TOOLS).choices[0].message.content
+""")
+    engine = logging_engine(call_text("area of Chad", "Chad"), "1284")
+    with function_agent(tmp_path, source, engine) as agent:
+        trajectory = roll_out(agent)
+    assert trajectory.error == "" and calls_of(trajectory) == engine.log
+    used = trajectory.turns[0].tool_calls
+    assert [each.arguments for each in used] == ['{"query": "area of Chad"}', '{"query": "Chad"}']
+    assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]
+
+
 def test_without_tool_choice_a_call_is_text(tmp_path: Path) -> None:
     source = program("""
 message = ask([{"role": "user", "content": "Hi"}], tools=TOOLS, tool_choice="none").choices[0]

@@ -194,6 +194,27 @@ def test_other_tools_begin_another_conversation() -> None:
     assert "search" in program.engine.tokenizer.decode(program.engine.log[1][0])
 
 
+def test_results_under_each_others_ids_are_another_prompt() -> None:
+    calls = json.dumps([{"name": "search", "arguments": {"query": name}} for name in "ab"])
+    program = Program("mistral", f"[TOOL_CALLS] {calls}", "Yes.", "No.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        message = await program.ask(messages, tools=[SEARCH])
+        ids = [call["id"] for call in message["tool_calls"]]
+        for named in (ids, ids[::-1]):
+            results = [
+                {"role": "tool", "tool_call_id": each, "content": text}
+                for each, text in zip(named, ("one", "two"), strict=True)
+            ]
+            await program.ask([*messages, message, *results], tools=[SEARCH])
+
+    asyncio.run(run())
+    program.check()
+    (_, _), (second, _), (third, _) = program.engine.log
+    assert second != third
+
+
 def test_a_history_that_the_template_would_rewrite_begins_anew() -> None:
     """Qwen 3 takes thinking out of earlier replies; where that cannot be done to the ids, the whole
     is read as text.

@@ -16,7 +16,8 @@ from gateway_runs import TASK, calls_of, function_agent, logging_engine, make_ag
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
 from flowtrain.agents.gateway.agent import GatewayAgent
-from flowtrain.agents.gateway.rollout import Outcome
+from flowtrain.agents.gateway.requests import Refusal, read_chat
+from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Trajectory, UserError
 
@@ -185,6 +186,24 @@ def test_a_wrong_key_is_401_and_one_of_the_past_410(monkeypatch: pytest.MonkeyPa
     agent.close()
     assert statuses == [401, 401]
     assert response.status_code == 410 and response.headers["x-should-retry"] == "false"
+
+
+def test_a_request_that_is_read_while_the_rollout_ends_is_410(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts: list[Rollout] = []
+
+    async def solve(client: httpx2.AsyncClient) -> str:
+        rollouts.extend(agent.gateway._rollouts.values())
+        return said(await post(client, HI))
+
+    agent, _ = solving(monkeypatch, logging_engine("one"), solve)
+    assert roll_out(agent).answer == "one"
+    agent.close()
+    body = json.dumps(HI).encode()
+    with pytest.raises(Refusal) as refused:
+        rollouts[0].ask(read_chat(body), body, retry_of=None)
+    assert refused.value.status == 410
 
 
 def test_the_keys_of_two_rollouts_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,19 @@ from flowtrain.types import (
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
+PROGRAM = """
+from openai import AsyncOpenAI
+
+
+async def solve(task, base_url, api_key):
+    messages = [{"role": "user", "content": task.question}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "Are you sure?"})
+    return reply.choices[0].message.content
+"""
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 T = TypeVar("T")
@@ -290,14 +303,19 @@ class TestVllm:
         expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 
-    @pytest.mark.parametrize("name", ["agentflow", "single", "tools", f"{EXAMPLE}:MyAgent"])
-    def test_any_agent_rolls_out(self, at_0: Setup, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name", ["agentflow", "single", "tools", "gateway", f"{EXAMPLE}:MyAgent"]
+    )
+    def test_any_agent_rolls_out(self, at_0: Setup, name: str, tmp_path: Path) -> None:
         """The ids of its calls are those that vLLM has seen, and so are their log-probs."""
         tools = {"agentflow": ("Search",), "tools": ("Search",)}.get(name, ())
         prompt = "full" if name == "tools" else "compact"
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM)
         config = Config.model_validate(
             {
                 "agent": {"name": name, "tools": tools, "prompt": prompt},
+                "gateway": {"function": f"{program}:solve"} if name == "gateway" else {},
                 "rollout": {"max_new_tokens": 8},
             }
         )
@@ -308,8 +326,10 @@ class TestVllm:
         context = AgentContext(config, {"planner": policy}, search, {}, config.agent.max_turns)
         agent = load_kind(config).make(context)
         (group,) = collect(agent, [Task("t", "Area of Chad?", ("1284",))], group_size=4, seed=1)
+        agent.close()
         for trajectory in group.trajectories:
             assert trajectory.turns and not trajectory.error
+            assert name != "gateway" or len(trajectory.turns) == 2
             calls = [turn.calls["planner"] for turn in trajectory.turns]
             for call in calls:
                 expected = truth(at_0.model, call.prompt_ids, call.response_ids, Sampling(8))

@@ -178,17 +178,37 @@ class Mine(SessionAgent):
 """
 
 
-@pytest.mark.parametrize("name", ["single", "tools", "mine.py:Mine"])
+PROGRAM = """
+import httpx2
+
+
+async def solve(task, base_url, api_key):
+    messages = [{"role": "user", "content": task.question}]
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with httpx2.AsyncClient(base_url=base_url, headers=headers, timeout=60) as client:
+        for _ in range(2):
+            asked = {"model": "policy", "messages": messages}
+            response = await client.post("/chat/completions", json=asked)
+            message = response.raise_for_status().json()["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": "Are you sure?"}]
+    return message["content"]
+"""
+
+
+@pytest.mark.parametrize("name", ["single", "tools", "gateway", "mine.py:Mine"])
 def test_a_node_rolls_out_with_any_agent(
     name: str, model: str, server: Server, tmp_path: Path
 ) -> None:
     """What it pushes passes the checks of the door, and holds what was sampled."""
     (tmp_path / "mine.py").write_text(MINE)
-    tools = {"single": ()}.get(name, ("Search",))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    tools = {"single": (), "gateway": ()}.get(name, ("Search",))
     agent = {"name": name, "tools": tools, "max_turns": 1 if name == "single" else 2}
     if name == "single":
         agent |= {"eval_max_turns": 1}
-    with serve_dataflow(make_config(model, agent=agent), tmp_path) as dataflow:
+    gateway = {"function": "program.py:solve"} if name == "gateway" else {}
+    config = make_config(model, agent=agent, gateway=gateway)
+    with serve_dataflow(config, tmp_path) as dataflow:
         trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
         command = ("--dataflow", dataflow.url, "--name", "one")
@@ -206,6 +226,8 @@ def test_a_node_rolls_out_with_any_agent(
         for before, after in pairwise(turn.calls["planner"] for turn in rollout.turns):
             whole = before.prompt_ids + before.response_ids
             assert after.prompt_ids[: len(whole)] == whole
+        if name == "gateway":
+            assert len(rollout.turns) == 2
         if name == "mine.py:Mine":
             assert len(rollout.turns) == 2 and rollout.scored_by == "reported"
             assert rollout.reward == rollout.seed % 2

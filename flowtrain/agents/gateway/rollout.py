@@ -7,12 +7,13 @@ asked crosses over here, and nothing is left hanging when either of the two ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
 import threading
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,12 @@ class _Attempt:
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None
 
+    def leave(self) -> None:
+        """Let one request wait no longer."""
+        self.num_waiting -= 1
+        if not self.num_waiting and not self.task.done():
+            self.task.cancel()
+
 
 class Rollout:
     """A rollout whose program works."""
@@ -146,10 +153,10 @@ class Rollout:
                     code="unsupported_value",
                 )
 
-    async def ask(
+    def ask(
         self, asked: ChatRequest | TextRequest, body: bytes, *, retry_of: bytes | None
-    ) -> Reply:
-        """Answer a request; from any event loop.
+    ) -> asyncio.Future[Reply]:
+        """Answer a request; from any event loop. Raises Refusal once the rollout is over.
 
         A request that is cancelled is not recorded, unless its response was sampled already or a
         retry waits for it, too.
@@ -158,11 +165,11 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
-        return await self._cross(self._answer(asked, body, retry_of))
+        return self._cross(self._join, asked, body, retry_of)
 
-    async def end_with(self, outcome: Outcome) -> None:
-        """Take the outcome; from any event loop. Raises Refusal for a second one."""
-        await self._cross(self._take(outcome))
+    def end_with(self, outcome: Outcome) -> asyncio.Future[None]:
+        """Take the outcome; from any event loop. A second one is a Refusal."""
+        return self._cross(self._take, outcome)
 
     async def close(self) -> None:
         """Take no more requests, and end those under way."""
@@ -170,51 +177,61 @@ class Rollout:
             self._is_over = True
             under_way = tuple(self._under_way)
         for future in under_way:
-            future.cancel()
+            _fail(future, over())
         tasks = [attempt.task for attempt in self._attempts.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.recorder.finish()
 
-    async def _cross(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Do work on the rollout's own loop."""
+    def _cross(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[Any]:
+        """Let work on the rollout's own loop settle a future of this one. Callbacks alone cross
+        over, as a task on either side would cost more than most work.
+        """
+        future: Future[Any] = Future()
         with self._lock:
             if self._is_over:
-                work.close()
                 raise over()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._under_way.add(future)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if self._is_over:
-                raise over() from None
-            raise
-        finally:
-            with self._lock:
-                self._under_way.discard(future)
+            self._loop.call_soon_threadsafe(work, future, *arguments)
+        future.add_done_callback(self._forget)
+        return asyncio.wrap_future(future)
 
-    async def _take(self, outcome: Outcome) -> None:
-        if self._is_over:
-            raise over()
-        if self.outcome.done():
-            raise Refusal("the outcome of this rollout is known already", status=409)
-        self.outcome.set_result(outcome)
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
 
-    async def _answer(
-        self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
-    ) -> Reply:
+    def _take(self, future: Future[None], outcome: Outcome) -> None:
         if self._is_over:
-            raise over()
+            _fail(future, over())
+        elif self.outcome.done():
+            _fail(future, Refusal("the outcome of this rollout is known already", status=409))
+        else:
+            self.outcome.set_result(outcome)
+            with contextlib.suppress(InvalidStateError):  # the client has left
+                future.set_result(None)
+
+    def _join(
+        self,
+        future: Future[Reply],
+        asked: ChatRequest | TextRequest,
+        body: bytes,
+        retry_of: bytes | None,
+    ) -> None:
+        """Let a request wait for an attempt, which is cancelled when all that wait have left."""
+        if self._is_over or future.cancelled():
+            _fail(future, over())
+            return
         attempt = self._attempt(asked, body, retry_of)
         attempt.num_waiting += 1
-        try:
-            return await asyncio.shield(attempt.task)
-        finally:
-            attempt.num_waiting -= 1
-            if not attempt.num_waiting and not attempt.task.done():
-                attempt.task.cancel()
+        attempt.task.add_done_callback(lambda task: _settle(future, task))
+
+        def leave(future: Future[Reply]) -> None:
+            # Only before the rollout is over, which settles all futures; so its loop is there.
+            if future.cancelled():
+                self._loop.call_soon_threadsafe(attempt.leave)
+
+        future.add_done_callback(leave)
 
     def _attempt(
         self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
@@ -249,6 +266,22 @@ class Rollout:
             _log.debug("a request failed", exc_info=error)
             text = f"the policy failed: {type(error).__name__}"
             raise Refusal(text, status=500, code="policy_failed") from error
+
+
+def _settle(future: Future[Reply], task: asyncio.Task[Reply]) -> None:
+    """Pass on what a task has found, where somebody still waits for it."""
+    if task.cancelled():  # that of an attempt that is waited for is, when the rollout ends
+        _fail(future, over())
+    elif error := task.exception():
+        _fail(future, error)
+    else:
+        with contextlib.suppress(InvalidStateError):
+            future.set_result(task.result())
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def over() -> Refusal:

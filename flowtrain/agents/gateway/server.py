@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -53,6 +54,9 @@ class Gateway:
         from flowtrain.utils.connections import allow_files
 
         allow_files()
+        # Otherwise every full collection from now on would walk all that has been imported, and
+        # hold up the requests under way.
+        gc.freeze()
         self._access = Access(worker_token) if worker_token else None
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
@@ -205,7 +209,7 @@ def _retry_of(request: Request) -> bytes | None:
     return b"" if count.isdecimal() and count.strip("0") else None
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Do work, and cancel it when the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(request.receive())
