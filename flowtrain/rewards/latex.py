@@ -36,7 +36,7 @@ _RULES = tuple(
         (r"\^\{?\\circ\}?|\\degree(?![A-Za-z])", " degrees"),
         (
             r"\\(?:left|right|[bB]igl?|[bB]igr?|displaystyle|limits|quad|qquad)(?![A-Za-z])"
-            r"|\\[!,;:> ]|~",
+            r"|(?<!\\)\\[!,;:> ]|~",
             " ",
         ),
         (

@@ -52,12 +52,12 @@ def math_match(task: Task, answer: str) -> float:
 
     A text that is no expression must be the same text.
     """
-    texts = _readings(answer)
+    texts = readings(answer)
     return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
 
 
-def _readings(answer: str) -> list[str]:
-    """Return the answer, and the part of it after "is" or a colon."""
+def readings(answer: str) -> list[str]:
+    """Return the tidied answer, and the part of it after "is" or a colon."""
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
