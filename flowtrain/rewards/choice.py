@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from flowtrain.rewards.squad import normalise
+from flowtrain.rewards.normal import normalise
 from flowtrain.types import Task, UserError
 
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from flowtrain.rewards.expression import Refused, Value, is_equal, values
 from flowtrain.rewards.latex import tidy
+from flowtrain.rewards.numerals import in_digits
+from flowtrain.rewards.units import FACTORS, unit_name
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
@@ -23,28 +26,17 @@ _UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\
 _GLUED_UNIT = re.compile(
     r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
 )
-_SPELLINGS = {
-    "$": "dollar usd buck",
-    "\u20ac": "euro eur",
-    "\u00a3": "pound",
-    "degree": "deg",
-    "m": "meter metre",
-    "cm": "centimeter centimetre",
-    "mm": "millimeter",
-    "km": "kilometer kilometre",
-    "g": "gram",
-    "kg": "kilogram",
-    "l": "litre liter",
-    "s": "second sec",
-    "min": "minute",
-    "h": "hour hr",
-    "in": "inch inche",
-    "ft": "foot feet",
-    "mi": "mile",
-    "square": "sq",
-    "": "unit",
-}
-_UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
+_HEDGE = re.compile(
+    r"^(?:(?:approximately|approx\.?|about|roughly|around|exactly)\s+|\\approx\s*|\u2248\s*)",
+    re.IGNORECASE,
+)
+_RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
+_CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
+_NONE = re.compile(
+    r"(?:there (?:is|are) )?no solutions?|(?:the )?empty set|\\(?:emptyset|varnothing)|\u2205"
+    r"|\\\{\s*\\\}",
+    re.IGNORECASE,
+)
 
 
 def math_match(task: Task, answer: str) -> float:
@@ -53,7 +45,13 @@ def math_match(task: Task, answer: str) -> float:
     A text that is no expression must be the same text.
     """
     texts = readings(answer)
-    return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
+    return float(
+        any(
+            _same(text, wanted) or _same(_plain(text), _plain(wanted))
+            for wanted in map(tidy, task.answers)
+            for text in texts
+        )
+    )
 
 
 def readings(answer: str) -> list[str]:
@@ -63,6 +61,17 @@ def readings(answer: str) -> list[str]:
         return []
     leads = list(_LEAD.finditer(text))
     return [text, text[leads[-1].end() :].strip()] if leads else [text]
+
+
+def _plain(text: str) -> str:
+    """Write numbers in digits, ratios as fractions and what says "no solution" in one way."""
+    if len(text) > MAX_LENGTH:
+        return text
+    text = in_digits(_HEDGE.sub("", text.strip()))
+    if _NONE.fullmatch(text):
+        return "\\emptyset"
+    ratio = None if _CLOCK.fullmatch(text) else _RATIO.fullmatch(text)
+    return f"{ratio[1]}/{ratio[2]}" if ratio else text
 
 
 def _same(given: str, wanted: str, depth: int = 0) -> bool:
@@ -157,7 +166,7 @@ def _same_quantity(given: str, wanted: str) -> bool:
     """Compare values, and units where both have one."""
     (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
     if unit and wanted_unit and unit != wanted_unit:
-        return False
+        return _same_measure(one, unit, other, wanted_unit)
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
         return _equal(one, other)
     if wanted_unit == "%":
@@ -165,6 +174,17 @@ def _same_quantity(given: str, wanted: str) -> bool:
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
     return _equal([value / 100 for value in one], other) or (
         not -1 < other[0] < 1 and _equal(one, other)
+    )
+
+
+def _same_measure(
+    one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
+) -> bool:
+    """Compare values in different units of one dimension: 300 cm are 3 m."""
+    dimension, factor = FACTORS.get(unit, ("", Fraction(1)))
+    wanted_dimension, wanted_factor = FACTORS.get(wanted_unit, ("", Fraction(1)))
+    return bool(dimension) and dimension == wanted_dimension and _equal(
+        [value * factor for value in one], [value * wanted_factor for value in other]
     )
 
 
@@ -183,18 +203,11 @@ def _quantity(text: str) -> tuple[list[Value], str]:
     number, units = words[: len(words) - num_units], words[len(words) - num_units :]
     if not num_units or not re.search(r"[0-9]|\\pi|\\sqrt", " ".join(number)):
         return values(text), ""
-    return values(" ".join(number)), " ".join(filter(None, map(_unit, units)))
+    return values(" ".join(number)), " ".join(filter(None, map(unit_name, units)))
 
 
 def _without_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-
-
-def _unit(word: str) -> str:
-    word = word.strip(".").replace("{", "").replace("}", "")
-    word = word if len(word) == 1 else word.casefold()
-    singular = word[:-1] if word.endswith("s") and len(word) > 2 else word
-    return _UNITS.get(word, _UNITS.get(singular, singular))
 
 
 def _squeezed(text: str) -> str:
