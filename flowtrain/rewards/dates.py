@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 _MONTHS = [month.casefold() for month in calendar.month_name[1:]]
 _MONTH = "(?P<month>sept|" + "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS) + ")"
 _DAY = r"(?P<day>[0-9]{1,2})(?:st|nd|rd|th)?"
-_YEAR = r"(?P<year>[0-9]{3,4})"
+_YEAR = r"(?P<year>[0-9]{1,4})"
 _WEEKDAYS = [day.casefold() for day in calendar.day_name]
 _WEEKDAY = re.compile(rf"(?:on )?({'|'.join(_WEEKDAYS)}),? (?=.*[0-9])")
-_LEAD = re.compile(r"(?:on|in|the|since|from) (?:the )?(?:year )?(?=.*[0-9])")
+_LEAD = re.compile(r"(?:(?:on|in) )?(?:the )?(?:year )?(?=.*[0-9])")
 _ERA = re.compile(
     r"(?:(?P<before>a\.?d\.?) ?)?(?P<date>.*?[0-9])"
     r"(?: ?(?P<after>b\.?c\.?(?: ?e\.?)?|a\.?d\.?|c\.?e\.?))?"

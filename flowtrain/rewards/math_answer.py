@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from flowtrain.rewards.expression import Refused, Value, is_equal, values
+from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.units import FACTORS, unit_name
@@ -32,6 +32,7 @@ _HEDGE = re.compile(
 )
 _RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
 _CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
+_SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))")
 _NONE = re.compile(
     r"(?:there (?:is|are) )?no solutions?|(?:the )?empty set|\\(?:emptyset|varnothing)|\u2205"
     r"|\\\{\s*\\\}",
@@ -168,7 +169,9 @@ def _same_quantity(given: str, wanted: str) -> bool:
     if unit and wanted_unit and unit != wanted_unit:
         return _same_measure(one, unit, other, wanted_unit)
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
-        return _equal(one, other)
+        return _equal(one, other) and not (
+            "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
+        )
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
@@ -177,14 +180,24 @@ def _same_quantity(given: str, wanted: str) -> bool:
     )
 
 
+def _differ(given: str, wanted: str) -> bool:
+    """Return whether two expressions differ below zero, where the root of x^2 is not x."""
+    try:
+        return not is_equal(value_below_zero(given), value_below_zero(wanted))
+    except Refused:
+        return False
+
+
 def _same_measure(
     one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
 ) -> bool:
     """Compare values in different units of one dimension: 300 cm are 3 m."""
     dimension, factor = FACTORS.get(unit, ("", Fraction(1)))
     wanted_dimension, wanted_factor = FACTORS.get(wanted_unit, ("", Fraction(1)))
-    return bool(dimension) and dimension == wanted_dimension and _equal(
-        [value * factor for value in one], [value * wanted_factor for value in other]
+    return (
+        bool(dimension)
+        and dimension == wanted_dimension
+        and _equal([value * factor for value in one], [value * wanted_factor for value in other])
     )
 
 
@@ -211,4 +224,5 @@ def _without_thousands(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split()).casefold()
+    """Drop case and spaces, but not those between numbers: "10 000" is one, "1 2" are two."""
+    return _SPACES.sub("", text).casefold()

@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_UNITS = "one two three four five six seven eight nine".split()
-_TEENS = (
-    "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-)
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_TEENS = [
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SCALES = {
     "thousand": 10**3,
     "million": 10**6,
@@ -52,6 +61,18 @@ _ORDINAL = re.compile(
     re.IGNORECASE,
 )
 _ONE = re.compile(rf"(?<![a-z])an?(?= (?:hundred|{_SCALE}))", re.IGNORECASE)
+_YEAR = re.compile(
+    rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]((?:{_TEN})(?:[ -](?:{_UNIT}))?|{'|'.join(_TEENS)})(?![a-z])",
+    re.IGNORECASE,
+)
+_PARTS = {
+    **{"half": 2, "halves": 2, "quarter": 4, "quarters": 4},
+    **{f"{word}{s}": _ORDINALS[word] for word in list(_ORDINALS)[2:10] for s in ("", "s")},
+}
+_PART = re.compile(
+    rf"(?<![a-z])({_UNIT})[ -]({'|'.join(sorted(_PARTS, key=len, reverse=True))})(?![a-z-])",
+    re.IGNORECASE,
+)
 _SCALED = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,12}}(?:\.[0-9]{{1,12}})?)[ -]?({_SCALE})", re.IGNORECASE
 )
@@ -60,6 +81,8 @@ _SCALED = re.compile(
 def in_digits(text: str) -> str:
     """Write the numbers that stand in words, of any case, in digits."""
     text = _ONE.sub("one", text)
+    text = _PART.sub(lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text)
+    text = _YEAR.sub(lambda found: f"{_value(found[1].casefold())}{_value(found[2].casefold())}", text)
     text = _ORDINAL.sub(_ordinal, text)
     text = _WORDS.sub(lambda found: str(_value(found[0].casefold())), text)
     return _SCALED.sub(_scaled, text)

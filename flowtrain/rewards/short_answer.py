@@ -10,8 +10,8 @@ import re
 from fractions import Fraction
 
 from flowtrain.rewards import dates
-from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.normal import normalise
+from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.units import KNOWN, quantity, unit_name
 from flowtrain.utils.text import boxed
 
@@ -41,11 +41,12 @@ _RANGE = re.compile(
     r"(?P<high>[0-9]+(?:\.[0-9]+)?)(?P<rest>(?: ?[^\W\d_][^\W\d_. ]*\.?){0,4})"
 )
 _MEASURE = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)\b\.?")
+_BC = re.compile(r"(?<=[0-9]) ?[Bb]\.? ?[Cc]\.?(?: ?[Ee]\b\.?)?(?!\w)")
 _CURRENCY = re.compile(r"([\u20ac\u00a3]) ?([0-9]+(?:\.[0-9]+)?)")
 _PARENTHESIS = re.compile(r"([^()]*[^()\s])\s*\(([^()]*)\)")
 _VERSE = re.compile(r"((?:[123] )?)([a-z]{3,})\.? ([0-9]+:[0-9]+(?:-[0-9]+)?)")
 _YEAR = re.compile(r"1[0-9]{3}|20[0-9]{2}")
-_NO_UNITS = {"", "\u00a3", "$"}
+_NO_UNITS = {"", "\u00a3"}
 """Words for units that mean something else, too: pounds weigh."""
 _ROUNDED = 0.03
 """How far a measure in parentheses may be from the one before them."""
@@ -112,6 +113,7 @@ def canonical(text: str) -> str:
     text = _HEDGE.sub("", text, count=1) if _HEDGE.match(text) else text
     if found := _RANGE.fullmatch(text):
         text = _range(found)
+    text = _BC.sub(" bc", text)
     text = _CURRENCY.sub(r"\2 \1", _MEASURE.sub(_unit, text))
     text = normalise(_HYPHEN.sub(" ", text))
     return _SYNONYMS.get(text, text)
@@ -129,6 +131,8 @@ def _range(found: re.Match[str]) -> str:
 
 def _unit(found: re.Match[str]) -> str:
     unit = unit_name(found[2])
+    if unit == "$":
+        return found[1]
     return found[0] if unit in _NO_UNITS or unit not in KNOWN else f"{found[1]} {unit}"
 
 

@@ -22,9 +22,9 @@ DIGITS = 50
 """Digits to which irrational numbers agree."""
 
 
-def same(pairs: list[list[str]]) -> str:
-    """Return whether the texts of any pair have one value, as JSON."""
-    return json.dumps({"equal": any(is_same(given, wanted) for given, wanted in pairs)})
+def same(cases: list[list[list[str]]]) -> str:
+    """Return for each case whether the texts of any of its pairs have one value, as JSON."""
+    return json.dumps([any(is_same(given, wanted) for given, wanted in pairs) for pairs in cases])
 
 
 def is_same(given: str, wanted: str) -> bool:
