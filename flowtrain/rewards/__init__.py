@@ -43,7 +43,7 @@ def score(
     A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
     a rule gives 0 (or always, by `judge.mode`), the judge is asked, unless there is no answer;
     without a judgement the rule's reward stands, or the rollout fails where the judge alone
-    decides. A reward that the rollout's environment or program reported takes the place of the rule.
+    decides. A reward that the rollout's environment or program reported takes the rule's place.
     A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
     Reward functions take the place of all that. Must not be called where an event loop runs.
     Raises UserError when a task names an unknown scorer, or one that cannot use its answers.

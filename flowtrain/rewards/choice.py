@@ -17,8 +17,10 @@ _NAMED = re.compile(
     r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)"
 )
 _PLACE = re.compile(
-    r"(?:(?:the )?answer is )?(?:the )?(?:(?P<ordinal>[0-9]{1,2})(?:st|nd|rd|th) (?:option|choice|answer|1)"
-    r"|(?:option|choice|answer)(?: (?:number|no\.?))?[\s:#(]*(?P<number>[0-9]{1,2}))\b\)?(?P<rest>.*)",
+    r"(?:(?:the )?answer is )?(?:the )?"
+    r"(?:(?P<ordinal>[0-9]{1,2})(?:st|nd|rd|th) (?:option|choice|answer|1)"
+    r"|(?:option|choice|answer)(?: (?:number|no\.?))?[\s:#(]*(?P<number>[0-9]{1,2}))"
+    r"\b\)?(?P<rest>.*)",
     re.IGNORECASE,
 )
 _DENIED = re.compile(

@@ -2,8 +2,8 @@
 
 It drops case, punctuation, articles and repeated white space. Here, what makes a number or a name
 another one stays: decimal points, minus signs, what stands between digits (10.8 is not 108, 1-0 is
-not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr is Temur), & is and,
-and all forms of a date are equal (5 January 1964, January 5th, 1964, 1964-01-05).
+not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr is Temur), & is
+and, and all forms of a date are equal (5 January 1964, January 5th, 1964, 1964-01-05).
 """
 
 from __future__ import annotations

@@ -62,11 +62,15 @@ _ORDINAL = re.compile(
 )
 _ONE = re.compile(rf"(?<![a-z])an?(?= (?:hundred|{_SCALE}))", re.IGNORECASE)
 _YEAR = re.compile(
-    rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]((?:{_TEN})(?:[ -](?:{_UNIT}))?|{'|'.join(_TEENS)})(?![a-z])",
+    rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]"
+    rf"((?:{_TEN})(?:[ -](?:{_UNIT}))?|{'|'.join(_TEENS)})(?![a-z])",
     re.IGNORECASE,
 )
 _PARTS = {
-    **{"half": 2, "halves": 2, "quarter": 4, "quarters": 4},
+    "half": 2,
+    "halves": 2,
+    "quarter": 4,
+    "quarters": 4,
     **{f"{word}{s}": _ORDINALS[word] for word in list(_ORDINALS)[2:10] for s in ("", "s")},
 }
 _PART = re.compile(
@@ -81,8 +85,12 @@ _SCALED = re.compile(
 def in_digits(text: str) -> str:
     """Write the numbers that stand in words, of any case, in digits."""
     text = _ONE.sub("one", text)
-    text = _PART.sub(lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text)
-    text = _YEAR.sub(lambda found: f"{_value(found[1].casefold())}{_value(found[2].casefold())}", text)
+    text = _PART.sub(
+        lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text
+    )
+    text = _YEAR.sub(
+        lambda found: f"{_value(found[1].casefold())}{_value(found[2].casefold())}", text
+    )
     text = _ORDINAL.sub(_ordinal, text)
     text = _WORDS.sub(lambda found: str(_value(found[0].casefold())), text)
     return _SCALED.sub(_scaled, text)

@@ -1,7 +1,7 @@
 """Compare short answers: beyond the same words, the same date, time, number, range or measure.
 
-Only what a person would accept without knowing the question counts. "Oslo, Norway" is Oslo where the
-question asks for a place in Norway, and nowhere else: of "Paris, Texas" nobody knows.
+Only what a person would accept without knowing the question counts. "Oslo, Norway" is Oslo where
+the question asks for a place in Norway, and nowhere else: of "Paris, Texas" nobody knows.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MAX_LENGTH = 300
 """Characters of a text that math-verify reads."""
 MAX_PAIRS = 8
 """Pairs of texts that are compared for one answer."""
-TOGETHER = 16
+TOGETHER = 8
 """Answers that one process compares: most take a tenth of a second, half of that to warm up."""
 TIME_LIMIT_S = 4.0
 """CPU time of one process; an answer that takes longer alone keeps the rule's 0."""
@@ -94,7 +94,8 @@ def _right_side(text: str) -> str:
 
 def _is_for_it(given: str, wanted: str) -> bool:
     return bool(given and wanted and (_BEYOND.search(given) or _BEYOND.search(wanted))) and all(
-        len(text) <= MAX_LENGTH and not _NOT_FOR_IT.search(_COMMAND.sub(" ", _SUBSCRIPT.sub("", text)))
+        len(text) <= MAX_LENGTH
+        and not _NOT_FOR_IT.search(_COMMAND.sub(" ", _SUBSCRIPT.sub("", text)))
         for text in (given, wanted)
     )
 

@@ -35,6 +35,8 @@ def is_same(given: str, wanted: str) -> bool:
             return False
         if isinstance(one, Relational):
             return one.free_symbols == other.free_symbols and one.as_set() == other.as_set()
+        if isinstance(one, sympy.Expr) and differ(one, other):
+            return False
         return bool(
             verify(
                 other, one, float_rounding=DIGITS, numeric_precision=DIGITS, timeout_seconds=None
@@ -43,6 +45,14 @@ def is_same(given: str, wanted: str) -> bool:
     # The parser and SymPy may raise anything on a hostile answer.
     except Exception:  # noqa: BLE001
         return False
+
+
+def differ(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Return whether two expressions differ at a point; cheaper than to fail to simplify them."""
+    unknowns = sorted(one.free_symbols | other.free_symbols, key=str)
+    point = {each: sympy.Rational(17 + 6 * place, 7) for place, each in enumerate(unknowns)}
+    difference = (one - other).subs(point).doit().evalf(20)
+    return bool(difference.is_number and abs(difference) > 1e-6)
 
 
 def read(text: str) -> Any:
