@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.measure import print_table, write_json
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executed, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
@@ -47,7 +47,6 @@ from flowtrain.types import (
     FinishReason,
     Sampling,
     Task,
-    ToolResult,
     Verdict,
 )
 from flowtrain.utils.seeds import derive_seed
@@ -156,7 +155,7 @@ class SimulatedExecutor:
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
-    ) -> tuple[str, ToolResult]:
+    ) -> Executed:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
         return await self.runner.execute(question, action, seed, deadline_s)
 

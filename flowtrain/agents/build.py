@@ -169,6 +169,7 @@ def make_flow(
             agent.max_result_chars,
             engine=chat,
             ask_timeout_s=agent.module_timeout_s,
+            is_lenient=is_lenient,
         )
     if chat := chats.get("verifier"):
         verifier = verifier or LLMVerifier(chat, tools_text(tools.values()), is_lenient)

@@ -10,7 +10,7 @@ import json
 import keyword
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 from flowtrain.tools import ToolCard
@@ -21,7 +21,7 @@ _MAX_CHARS = 100_000
 _MAX_BARE = 8
 """Commands outside of code fences that are tried, each on a line of its own."""
 _BARE = re.compile(r"^[ \t>`]*((?:execution\s*=\s*)?tool\.execute\(.*)", re.MULTILINE)
-_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
@@ -47,14 +47,14 @@ def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
     that is not literal. The count includes the first and covers one piece of code. Raises
     ValueError when there is no command.
     """
-    for code in _candidates(reply[:_MAX_CHARS]):
+    for code in candidates(reply[:_MAX_CHARS]):
         found = _calls(code, tuple(parameter.name for parameter in card.parameters))
         if found:
             return found[0], len(found)
     raise ValueError("no tool command")
 
 
-def _candidates(reply: str) -> Iterator[str]:
+def candidates(reply: str) -> Iterator[str]:
     """Yield the pieces of the reply that may be code."""
     try:
         match json.loads(_unfenced(reply)):
@@ -89,49 +89,64 @@ def _unfenced(text: str) -> str:
 def _calls(code: str, names: tuple[str, ...]) -> list[dict[str, object]]:
     """Return the arguments of every tool command in a piece of Python; `names` by position."""
     try:
-        statements = _parse(code)
-    except _NOT_PYTHON:
+        statements = parse(code)
+    except NOT_PYTHON:
         return []
     found: list[dict[str, object]] = []
     known: dict[str, object] = {}
     for statement in statements:
-        call = _tool_call(statement)
+        call = tool_call(statement)
         try:
             if call is not None:
-                found.append(_arguments(call, known, names))
+                found.append(arguments(call, known, names))
             elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 known.pop(statement.targets[0].id, None)
-                known[statement.targets[0].id] = _literal(statement.value, known)
-        except _NOT_PYTHON:
+                known[statement.targets[0].id] = literal(statement.value, known)
+        except NOT_PYTHON:
             continue
     return found
 
 
-def _parse(code: str) -> list[ast.stmt]:
+def parse(code: str) -> list[ast.stmt]:
     with warnings.catch_warnings():  # about escapes in the model's strings
         warnings.simplefilter("ignore")
         return ast.parse(code.strip()).body
 
 
-def _tool_call(statement: ast.stmt) -> ast.Call | None:
+def tool_call(
+    statement: ast.stmt, is_tool: Callable[[str], bool] = "tool".__eq__
+) -> ast.Call | None:
     """Return the call of `execution = tool.execute(...)`, also without `execution =`."""
     if not isinstance(statement, ast.Assign | ast.Expr):
         return None
     match statement.value:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="tool"), attr="execute")) as call:
-            return call
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="execute")) as call:
+            return call if is_tool(name) else None
     return None
 
 
-def _arguments(
-    call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
+def literal(node: ast.expr, known: Mapping[str, object]) -> object:
+    """Return the value of a literal, or of a name that was set to one; raises one of NOT_PYTHON."""
+    if isinstance(node, ast.Name) and node.id in known:
+        value = known[node.id]
+    else:
+        value = ast.literal_eval(node)
+    # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
+    return encodable(value) if isinstance(value, str) else value
+
+
+def arguments(
+    call: ast.Call,
+    known: Mapping[str, object],
+    names: tuple[str, ...],
+    value_of: Callable[[ast.expr, Mapping[str, object]], object] = literal,
 ) -> dict[str, object]:
-    """Return the arguments by name; raises one of _NOT_PYTHON unless all are named literals."""
+    """Return the arguments by name; raises what `value_of` does, and ValueError for one without."""
     if len(call.args) > len(names):
         raise ValueError("arguments without a name")
-    found = {name: _literal(value, known) for name, value in zip(names, call.args, strict=False)}
+    found = {name: value_of(value, known) for name, value in zip(names, call.args, strict=False)}
     for given in call.keywords:
-        value = _literal(given.value, known)
+        value = value_of(given.value, known)
         if given.arg is not None:
             found[given.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
@@ -139,12 +154,3 @@ def _arguments(
         else:
             raise ValueError("arguments without a name")
     return found
-
-
-def _literal(node: ast.expr, known: Mapping[str, object]) -> object:
-    if isinstance(node, ast.Name) and node.id in known:
-        value = known[node.id]
-    else:
-        value = ast.literal_eval(node)
-    # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
-    return encodable(value) if isinstance(value, str) else value

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +31,9 @@ Message = Mapping[str, Any]
 THINK_END = "</think>"
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_SPECIAL = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+"""Stands for a special token in a message, by its number."""
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}
 
 
@@ -44,6 +48,7 @@ class ChatTemplate:
         """Raises TemplateRewrites for one that does not show replies as they are."""
         self._tokenizer = tokenizer
         self.source = str(tokenizer.chat_template)
+        self._special = _special_texts(tokenizer)
         self.closing = self._closing()
         """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
 
@@ -55,7 +60,7 @@ class ChatTemplate:
     ) -> str:
         """Render messages; with `reply` up to where the reply begins. Raises TemplateRewrites."""
         options: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
-        plain = [_plain(message) for message in messages]
+        plain = [self._harmless(_plain(message)) for message in messages]
         # A template is a program of the model's maker, which stops on messages that it cannot take.
         try:
             return self._tokenizer.apply_chat_template(
@@ -65,7 +70,25 @@ class ChatTemplate:
             raise TemplateRewrites(f"the chat template refuses the messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        """Encode a rendered text; special tokens that stand in messages become plain text."""
+        ids: list[int] = []
+        for place, piece in enumerate(_SPECIAL.split(text)):
+            # Cut after the first letter, a special token is none any more.
+            special = self._special[int(piece)] if place % 2 else ""
+            for part in (special[:1], special[1:]) if special else (piece,):
+                ids += self._tokenizer.encode(part, add_special_tokens=False) if part else ()
+        return tuple(ids)
+
+    def _harmless(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Mark special tokens in a message of others: the result of a tool, say, must not end its
+        message and begin one of another role.
+        """
+        if message["role"] == "assistant":  # templates look for the end of its thinking
+            return message
+        content = _SPECIAL.sub("", message["content"])
+        for number, special in enumerate(self._special):
+            content = content.replace(special, f"{_OPEN}{number}{_CLOSE}")
+        return {**message, "content": content}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with special tokens, for people."""
@@ -335,6 +358,13 @@ class _Marks:
         if 0 <= argument < content:
             content = -1
         return _Slot(content, end, thinking >= 0)
+
+
+def _special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts of a tokenizer's special tokens, those first that contain others."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {str(token) for token in added if token.special}
+    return tuple(sorted(texts - {""}, key=lambda text: (-len(text), text)))
 
 
 def _call(name: str, arguments: Mapping[str, Any], call_id: str = _ID) -> dict[str, Any]:

@@ -6,12 +6,13 @@ Every failure is an error in the result.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flowtrain.agents.commands import find_command, write_command
 from flowtrain.agents.deadlines import Deadline
+from flowtrain.agents.lenient_commands import Command, fitted, read_command
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
@@ -24,13 +25,22 @@ from flowtrain.utils.text import encodable
 NO_COMMAND = "No command was run."
 
 
+class Executed(NamedTuple):
+    """A command that was run, or why none was, and its result."""
+
+    command: str
+    result: ToolResult
+    rescued: tuple[str, ...] = ()
+    """Lenient rules that it took to read the command."""
+
+
 class Executor(Protocol):
     """Runs an action."""
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
-    ) -> tuple[str, ToolResult]:
-        """Return (command, result) within `deadline_s` seconds; `seed` is this turn's."""
+    ) -> Executed:
+        """Run within `deadline_s` seconds; `seed` is this turn's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +55,12 @@ class RuleExecutor:
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
-    ) -> tuple[str, ToolResult]:
+    ) -> Executed:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
         arguments = arguments_of(tool.card, action.sub_goal)
-        return write_command(arguments), await self._run(tool, arguments, deadline_s)
+        return Executed(write_command(arguments), await self._run(tool, arguments, deadline_s))
 
     async def _run(self, tool: Tool, arguments: Mapping[str, object], left_s: float) -> ToolResult:
         """Run a command in the time that the rollout has left."""
@@ -100,10 +110,11 @@ class LLMExecutor(RuleExecutor):
     engine: ChatEngine
     ask_timeout_s: float
     """Seconds that the model may take to write it."""
+    is_lenient: bool = True
 
     async def execute(
         self, question: str, action: Action, seed: int, deadline_s: float
-    ) -> tuple[str, ToolResult]:
+    ) -> Executed:
         tool = self.tools.get(action.tool_name)
         if tool is None:
             return _not_found(action)
@@ -118,22 +129,53 @@ class LLMExecutor(RuleExecutor):
             reply = await self.engine.ask(
                 prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s)
             )
-            arguments, count = find_command(reply, tool.card)
+            found = self._read(reply, tool.card)
         except EngineError as error:
             problem = shorten(f"the executor failed: {error}", self.max_chars)
-            return NO_COMMAND, ToolResult(error=problem)
+            return Executed(NO_COMMAND, ToolResult(error=problem))
         except ValueError:
             command = f"No command found in: {shorten(reply, self.max_chars)}"
-            return command, ToolResult(error="the executor wrote no command")
-        note = f"  # the first of {count} commands" if count > 1 else ""
-        result = await self._run(tool, arguments, deadline.left_s())
-        return write_command(arguments) + note, result
+            return Executed(command, ToolResult(error="the executor wrote no command"))
+        note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
+        command = "; ".join(map(write_command, found.runs)) + note
+        return Executed(command, await self._run_each(tool, found.runs, deadline), found.rules)
+
+    def _read(self, reply: str, card: ToolCard) -> Command:
+        """Raises ValueError where there is no command."""
+        try:
+            arguments, count = find_command(reply, card)
+        except ValueError:
+            if not self.is_lenient:
+                raise
+            return read_command(reply, card)
+        if not self.is_lenient or not card.check(arguments):
+            return Command((arguments,), count, ())
+        runs, is_changed = fitted(arguments, card)
+        return Command(runs, count, ("arguments",) if is_changed else ())
+
+    async def _run_each(
+        self, tool: Tool, runs: Sequence[Mapping[str, object]], deadline: Deadline
+    ) -> ToolResult:
+        """Run a command, or the same for each of several values, whose results are joined."""
+        results = [await self._run(tool, arguments, deadline.left_s()) for arguments in runs]
+        if len(results) == 1:
+            return results[0]
+        pairs = zip(runs, results, strict=True)
+        text = "\n".join(f"{next(iter(given.values()))}: {result.text}" for given, result in pairs)
+        failed = all(result.error is not None for result in results)
+        return ToolResult(
+            output="" if failed else shorten(text, self.max_chars),
+            error=shorten(text, self.max_chars) if failed else None,
+            seconds=sum(result.seconds for result in results),
+            wall_s=sum(result.wall_s for result in results),
+            cpu_s=sum(result.cpu_s for result in results),
+        )
 
 
-def _not_found(action: Action) -> tuple[str, ToolResult]:
+def _not_found(action: Action) -> Executed:
     """AgentFlow's rule for a bad tool: nothing is called, and the turn is spent."""
     name = action.tool_name.removeprefix(NO_TOOL)
-    return NO_COMMAND, ToolResult(error=f"tool {name!r} was not found")
+    return Executed(NO_COMMAND, ToolResult(error=f"tool {name!r} was not found"))
 
 
 PROMPT = """You write the command that makes a tool do one step of a larger task.

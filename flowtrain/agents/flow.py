@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import BranchStart
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
-from flowtrain.agents.executor import NO_COMMAND, Executor
+from flowtrain.agents.executor import NO_COMMAND, Executed, Executor
 from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
@@ -180,16 +180,16 @@ class Flow:
         self._hint(rollout)
         plan = await self._plan(rollout)
         plan_s = time.monotonic() - started
-        command, result = NO_COMMAND, ToolResult(error=MALFORMED)
+        executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
         if plan.action is not None:
-            command, result = await self.executor.execute(
+            executed = await self.executor.execute(
                 rollout.task.question,
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
             )
-        result, retrieved = await self._refined(rollout, plan.action, result)
-        memory = rollout.memory.add(MemoryEntry.of(plan.action, command, result))
+        result, retrieved = await self._refined(rollout, plan.action, executed.result)
+        memory = rollout.memory.add(MemoryEntry.of(plan.action, executed.command, result))
         shown = self._shown(memory)
         verified = await self.verifier.verify(
             rollout.task,
@@ -203,7 +203,7 @@ class Flow:
         turn = Turn(
             calls=calls,
             action=plan.action,
-            command=command,
+            command=executed.command,
             result=result,
             verdict=verified.verdict,
             seconds=time.monotonic() - started,
@@ -212,6 +212,7 @@ class Flow:
             retrieved=retrieved,
             rescued=(
                 *(f"planner/{rule}" for rule in plan.rescued),
+                *(f"executor/{rule}" for rule in executed.rescued),
                 *(f"verifier/{rule}" for rule in verified.rescued),
             ),
         )

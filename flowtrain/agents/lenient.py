@@ -259,6 +259,8 @@ _ANSWERS: dict[str, Callable[[str], Iterator[str]]] = {
 RULES = (
     *(f"planner/{rule.name}" for rule in PLAN_RULES),
     "planner/tool_name",
+    *(f"executor/{rule}" for rule in ("values", "quotes", "arguments")),
+    "verifier/end_of_turn",
     "verifier/json",
     *(f"verifier/{rule}" for rule in _VERDICTS),
     "verifier/last_line",

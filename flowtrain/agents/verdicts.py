@@ -67,9 +67,11 @@ def read_verdict(reply: str) -> Verdict | None:
 
 
 _CONCLUSION = re.compile(
-    r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))", re.IGNORECASE
+    r"conclusion\W{0,12}\b(stop|continue)\b(?!\s{0,3}(?:[|/]|or\b))(?!\s+(?:is|would)\b)",
+    re.IGNORECASE,
 )
-"""Excludes a reply that repeats both options, "Conclusion: STOP or CONTINUE"."""
+"""Excludes a reply that repeats both options, "Conclusion: STOP or CONTINUE", and one that speaks
+of an option, "Conclusion: STOP is not warranted"."""
 
 
 def parse_verdict(reply: str) -> Verdict | None:

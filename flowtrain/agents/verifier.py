@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.lenient import find_verdict
+from flowtrain.agents.lenient import cut_end_of_turn, find_verdict
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule
 from flowtrain.agents.verdicts import VerdictPrompt, parse_verdict, read_verdict, verdict_message
@@ -71,10 +71,10 @@ class LLMVerifier:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         except EngineError as error:
             return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
-        verdict = parse_verdict(reply)
-        if verdict is None and self.is_lenient and (found := find_verdict(reply)):
-            return Verification(found[0], reply, rescued=(found[1],))
-        return Verification(verdict or Verdict.CONTINUE, reply)
+        if not self.is_lenient:
+            return Verification(parse_verdict(reply) or Verdict.CONTINUE, reply)
+        verdict, rescued = read_reply(reply)
+        return Verification(verdict, reply, rescued=rescued)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,15 @@ class PolicyVerifier(PolicyModule):
         call = await self.sample(self.encode(task.question, memory), seed, deadline_s)
         reply = self.prompt.prefix + call.text
         return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
+
+
+def read_reply(reply: str) -> tuple[Verdict, tuple[str, ...]]:
+    """Read a verdict in the exact form, or else by the lenient rules, and say which it took."""
+    said = cut_end_of_turn(reply)
+    if (verdict := parse_verdict(said)) is not None:
+        return verdict, ("end_of_turn",) if parse_verdict(reply) is not verdict else ()
+    found = find_verdict(said)
+    return (Verdict.CONTINUE, ()) if found is None else (found[0], (found[1],))
 
 
 def facts_enough(question: str, memory: Memory) -> bool:

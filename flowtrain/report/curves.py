@@ -91,6 +91,7 @@ PANELS = (
         },
         "share",
     ),
+    Panel("Replies read leniently", {"rescued_share/": ""}, "share"),
     Panel("Loss and gradient norm", {"loss": "loss", "grad_norm": "gradient"}),
     Panel(
         "Seconds per step",

@@ -11,9 +11,11 @@ from flowtrain.training.world import World
 from flowtrain.types import Trajectory
 
 
-def reward_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
-    """Compute the mean of each part over the rollouts of all ranks that have it, and count the
-    rollouts that a function has failed, by reason; collective.
+def reward_metrics(
+    trajectories: Sequence[Trajectory], world: World, has_functions: bool = True
+) -> dict[str, float]:
+    """Compute the mean of each part over the rollouts of all ranks that have it, be it given by a
+    function or reported; with functions, count rollouts that they failed, by reason. Collective.
     """
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -31,4 +33,6 @@ def reward_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str
         for place, part in enumerate(parts)
     }
     failed = zip(FAILURES, total[2 * len(parts) :], strict=True)
+    if not has_functions:
+        return means
     return means | {f"reward_failures/{reason}": number for reason, number in failed}

@@ -114,7 +114,7 @@ class RunLogger:
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
-        parts = reward_metrics(trajectories, world) if self._config.reward.function else {}
+        parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
         rescued = {}
         if self._config.agent.parsing == "lenient":
             rescued = parsing_metrics(trajectories, world)

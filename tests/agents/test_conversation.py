@@ -282,6 +282,29 @@ def test_a_real_tokenizer_and_template() -> None:
     assert (own.takes_tools, own.takes_results) == (False, True)
 
 
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_a_result_cannot_speak_in_another_role(style: str) -> None:
+    """Its special tokens are plain text, and decode to what it said."""
+    tokenizer = styled(style)
+    special = [str(each) for each in tokenizer.added_tokens_decoder.values() if each.special]
+    assert special
+    hostile = "1284".join(["", *special, *special[:1] * 2, "<|\ue0000\ue001|>"])
+
+    def prompt(content: str) -> tuple[int, ...]:
+        asked = Conversation.start(ChatTemplate(tokenizer), [QUESTION], TOOLS)
+        replied = asked.add_response(asked.template.encode("x"), asks("Chad"))
+        return replied.add([result(content)]).prompt_ids
+
+    added = tokenizer.added_tokens_decoder
+
+    def specials(ids: Sequence[int]) -> list[int]:
+        return [each for each in ids if each in added and added[each].special]
+
+    assert specials(prompt(hostile)) == specials(prompt("1284"))
+    text = tokenizer.decode(prompt(hostile))
+    assert all(f"1284{each}" in text for each in special)
+
+
 def test_several_conversations_go_on_from_one() -> None:
     own = template("qwen2.5")
     start = Conversation.start(own, [QUESTION], TOOLS)

@@ -317,7 +317,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
 
     action = Action("", "", sub_goal, "Note")
     executor = RuleExecutor({"Note": FakeTool("Note", note)}, 5.0, 100)
-    command, result = asyncio.run(executor.execute("q", action, 0, 5.0))
+    command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.lenient import canonical, find_answer, find_verdict, tool_of
 from flowtrain.agents.planner import NO_TOOL, parse_action, read_action
+from flowtrain.agents.verdicts import parse_verdict
+from flowtrain.agents.verifier import read_reply
 from flowtrain.types import Action, Verdict
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator", "Web_Search")
@@ -200,6 +202,18 @@ def test_a_verdict_in_another_form_is_read(reply: str) -> None:
 @pytest.mark.parametrize("reply", NOTHING)
 def test_the_word_alone_is_no_verdict(reply: str) -> None:
     assert find_verdict(reply) is None
+
+
+@pytest.mark.parametrize("reply", STOPS)
+def test_the_verifier_takes_the_exact_form_first(reply: str) -> None:
+    verdict, rescued = read_reply(reply)
+    assert verdict is Verdict.STOP
+    assert (not rescued) == (parse_verdict(reply) is Verdict.STOP)
+
+
+@pytest.mark.parametrize("reply", NOTHING)
+def test_the_verifier_goes_on_where_nothing_is_said(reply: str) -> None:
+    assert read_reply(reply) == (Verdict.CONTINUE, ())
 
 
 # ---- the generator

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,7 +345,7 @@ NOT_ONE = 5
 
 
 @pytest.fixture
-def mine(tmp_path: Any) -> str:
+def mine(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(MINE)
     return f"{tmp_path}/mine.py"
 
@@ -361,10 +363,29 @@ def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
     agent.close()
 
 
+def test_an_agent_of_another_package_makes_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_agents.py").write_text(MINE)
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    names = "echo = their_agents:Echo\nbroken = their_agents:Gone\nsingle = their_agents:Echo\n"
+    (info / "entry_points.txt").write_text(f"[flowtrain.agents]\n{names}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"agent 'single' is offered by .* and by theirs 1\.0"):
+        load_kind(config("echo"))
+    (info / "entry_points.txt").write_text(f"[flowtrain.agents]\n{names.rpartition('single')[0]}")
+    importlib.invalidate_caches()
+    assert not load_kind(config("echo")).can_branch
+    with pytest.raises(UserError, match=r"package theirs 1\.0 cannot be imported: AttributeError"):
+        load_kind(config("broken"))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("agentflo", ("there is no such agent; there are agentflow, single", "FILE.py:NAME")),
+        ("agentflo", ("there is no such agent; there are agentflow, ", "FILE.py:NAME")),
         ("{mine}:Eco", ("has no 'Eco'",)),
         ("{mine}:NOT_ONE", ("is a int, not a class that makes agents",)),
         ("gone/agent.py:A", ("there is no file",)),

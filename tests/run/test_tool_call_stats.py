@@ -66,8 +66,3 @@ def test_tools_that_no_list_names_are_an_environments() -> None:
 def test_a_logged_rollout_gives_the_same_numbers() -> None:
     record = trajectory_record(TRAJECTORY, 0)
     assert Outcome.of_record(record) == Outcome.of(TRAJECTORY)
-
-
-def test_without_tools_of_the_run_any_name_may_be_the_programs() -> None:
-    stats = RolloutStats.of_outcomes([Outcome.of(TRAJECTORY)], ())
-    assert stats.tool_shares == {} and stats.malformed_share == 2 / 8

@@ -111,7 +111,7 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
             ('{"numbers": [1, 2], "times": 3}', "areas.total", "9"),
         ):
             action = Action("", "", sub_goal, name)
-            command, result = asyncio.run(executor.execute("q", action, 0, 30.0))
+            command, result, _ = asyncio.run(executor.execute("q", action, 0, 30.0))
             assert (result.output, result.error) == (found, None)
             assert command.startswith("execution = tool.execute(")
 
