@@ -130,4 +130,6 @@ def time_of_day(text: str) -> str:
         if not 1 <= hour <= 12:
             return ""
         hour = hour % 12 + 12 * (found[3] == "p")
+    elif 1 <= hour <= 12 and not found[4].startswith("0"):
+        return ""  # of the morning or of the afternoon
     return f"{hour % 24:02}:{found[2] or found[5] or '00'}" if hour <= 24 else ""

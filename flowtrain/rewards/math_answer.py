@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 
 from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
-from flowtrain.rewards.units import FACTORS, unit_name
+from flowtrain.rewards.units import measure, unit_name
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
@@ -192,8 +191,8 @@ def _same_measure(
     one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
 ) -> bool:
     """Compare values in different units of one dimension: 300 cm are 3 m."""
-    dimension, factor = FACTORS.get(unit, ("", Fraction(1)))
-    wanted_dimension, wanted_factor = FACTORS.get(wanted_unit, ("", Fraction(1)))
+    dimension, factor = measure(unit)
+    wanted_dimension, wanted_factor = measure(wanted_unit)
     return (
         bool(dimension)
         and dimension == wanted_dimension

@@ -14,7 +14,7 @@ import unicodedata
 from flowtrain.rewards import dates
 
 _SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
-_BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/])(?=[0-9])")
+_BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/^=*+])(?=[0-9])")
 _COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -30,6 +30,9 @@ _KEPT = {
     "\ue005": ">",
     "\ue006": "+",
     "\ue007": "#",
+    "\ue008": "^",
+    "\ue009": "=",
+    "\ue00a": "*",
 }
 """Private characters that stand for what is kept while punctuation is removed."""
 _PRIVATE = str.maketrans({kept: private for private, kept in _KEPT.items()})
@@ -60,7 +63,7 @@ def _kept_between(match: re.Match[str]) -> str:
 
 def _private(signs: str) -> str:
     """Return the private characters of signs, of all dashes the same."""
-    return "".join(sign if sign in ".:/+#" else "-" for sign in signs).translate(_PRIVATE)
+    return "".join(sign if sign in ".:/+#^=*" else "-" for sign in signs).translate(_PRIVATE)
 
 
 def _is_punctuation(character: str) -> bool:

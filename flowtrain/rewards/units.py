@@ -68,6 +68,16 @@ def unit_name(word: str) -> str:
     return _UNITS.get(word, _UNITS.get(singular, singular))
 
 
+def measure(unit: str) -> tuple[str, Fraction]:
+    """Return dimension and factor of a unit, "m^2" and "square m", too; ("", 1) for others."""
+    name, _, power = unit.removeprefix("square ").partition("^")
+    exponent = 2 if unit.startswith("square ") else int(power) if power in ("1", "2", "3") else 1
+    dimension, factor = FACTORS.get(name, ("", Fraction(1)))
+    if not dimension or (power and power not in ("1", "2", "3")):
+        return "", Fraction(1)
+    return f"{dimension}^{exponent}", factor**exponent
+
+
 def quantity(text: str) -> tuple[str, Fraction] | None:
     """Read "1.5 km" as ("length", 1500), in the base unit; None for anything else."""
     found = _QUANTITY.fullmatch(text)
