@@ -1,6 +1,7 @@
 """A reward of your own in two parts: how close a number comes, and how long the response was.
 
 python -m flowtrain.train --tasks.name file --tasks.path gsm8k.jsonl --reward.low -0.2 \
+    --agent.name single --model.path Qwen/Qwen2.5-0.5B-Instruct \
     --reward.function examples/my_reward.py:score --reward.weights '{length = -0.2}'
 
 A row of GSM8K: {"question": "Natalia sold ...", "answer": "Natalia sold 48 / 2 ... #### 72"}.

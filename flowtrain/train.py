@@ -61,9 +61,10 @@ def train(config: Config) -> int:
                 stats = run.measure(rollouts.groups)
                 batch = run.algorithm.advantages(rollouts.groups)
                 batch = filter_samples(batch, run.max_positions, run.vocab_size)
+                batch, num_minibatches = run.minibatches(batch)
                 samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
-                rows = pack(samples, config.train.num_minibatches, config.train.token_budget)
+                rows = pack(samples, num_minibatches, config.train.token_budget)
                 trained = run.train(step, rows)
             with timer("publish"):
                 published = run.publish(step, saved_step)

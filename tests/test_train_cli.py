@@ -445,7 +445,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_a_scripted_expert_needs_plans(server: Server, place: Path, tmp_path: Path) -> None:
-    argv = ("--tasks.name", "file", "--tasks.path", place / "tasks.jsonl")
+    argv = ("--tasks.name=file", "--tasks.path", place / "tasks.jsonl", "--tasks.corpus=shipped")
     check_refused(
         server,
         "rft",

@@ -12,6 +12,8 @@ EPS = 1e-6
 """Added to a standard deviation before it divides."""
 Mode = Literal["paper", "released"]
 """How AgentFlow's objective averages: as the paper says, or as its code does."""
+EqualGroups = Literal["drop", "keep"]
+"""Whether groups of one reward are trained: their advantages are 0."""
 
 
 def reward_of(trajectory: Trajectory) -> float:
@@ -20,10 +22,15 @@ def reward_of(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Tell whether there is no other reward than the first; NaN equals nothing."""
+    return all(reward == rewards[0] for reward in rewards)
+
+
 def normalise(rewards: Sequence[float]) -> list[float]:
-    """Compute (R - mean) / (std + 1e-6) with the population std; [] of none."""
-    if not rewards:
-        return []
+    """Compute (R - mean) / (std + 1e-6) with the population std; [] of none, 0 of equals."""
+    if are_equal(rewards):
+        return [0.0] * len(rewards)
     mean = fmean(rewards)
     std = pstdev(rewards)
     return [(reward - mean) / (std + EPS) for reward in rewards]

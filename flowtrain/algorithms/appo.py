@@ -78,6 +78,7 @@ class Appo(Algorithm):
             num_minibatches=self.config.train.num_minibatches,
             num_groups=self.config.rollout.num_questions,
             trains_branches=self.config.appo.rule == "arpo",
+            keeps_equals=self.config.algorithm.equal_groups == "keep",
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
@@ -160,6 +161,7 @@ def appo(
     num_minibatches: int = 1,
     num_groups: int | None = None,
     trains_branches: bool = False,
+    keeps_equals: bool = False,
 ) -> TrainBatch:
     """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
     the objective is the mean over tokens.
@@ -170,8 +172,9 @@ def appo(
         num_minibatches, num_groups: as for `flow_grpo`.
         trains_branches: ARPO (arXiv 2507.19849) instead: one group of M, and branches are trained
             like roots.
+        keeps_equals: train groups in which neither roots nor branches differ in reward, too. They
+            carry no signal, and by default they are left out.
 
-    A group in which neither roots nor branches differ in reward carries no signal and is left out.
     Turns without tokens are counted.
     """
     num_groups = len(groups) if num_groups is None else num_groups
@@ -182,8 +185,9 @@ def appo(
         credited = _everyone(group) if trains_branches else _roots(group)
         found = [sample for member in credited for sample in _samples(group, *member, minibatch)]
         has_signal = any(any(sample.advantages) for sample in found)
-        num_dropped += not has_signal
-        if has_signal:
+        is_trained = has_signal or (keeps_equals and bool(found))
+        num_dropped += not is_trained
+        if is_trained:
             samples += found
             num_empty += sum(
                 not turn.calls["planner"].response_ids

@@ -14,7 +14,9 @@ from statistics import fmean, stdev
 
 from flowtrain.algorithms.advantages import (
     EPS,
+    EqualGroups,
     Mode,
+    are_equal,
     broadcast,
     normalise,
     reward_of,
@@ -34,6 +36,7 @@ class FlowGrpo(Algorithm):
             num_minibatches=self.config.train.num_minibatches,
             num_groups=self.config.rollout.num_questions,
             policy=self.config.train.policy,
+            equal_groups=self.config.algorithm.equal_groups,
         )
 
 
@@ -43,6 +46,7 @@ def flow_grpo(
     num_minibatches: int = 1,
     num_groups: int | None = None,
     policy: PolicyName = "planner",
+    equal_groups: EqualGroups | None = None,
 ) -> TrainBatch:
     """Compute advantages and loss weights of scored groups.
 
@@ -53,17 +57,20 @@ def flow_grpo(
             alone, so it is the same for any number of ranks.
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
         policy: whose calls are trained, one per turn.
+        equal_groups: "drop" or "keep" groups of one reward; by default "drop" in mode "paper", so
+            that the size of a step does not depend on how many questions were too easy or too hard.
 
     The weights are not divided by the size of the batch: the trainer divides by their sum over all
     ranks, which is the number of kept groups in mode "paper" and of tokens in mode "released". A
     reward that is not finite spoils the advantages of its group.
     """
     num_groups = len(groups) if num_groups is None else num_groups
+    drops_equals = (equal_groups or ("drop" if mode == "paper" else "keep")) == "drop"
     samples: list[Sample] = []
     num_dropped = num_empty = 0
     for group in groups:
         rewards = [reward_of(trajectory) for trajectory in group.finished]
-        if not rewards or (mode == "paper" and min(rewards) == max(rewards)):
+        if not rewards or (drops_equals and are_equal(rewards)):
             num_dropped += 1
             continue
         found, empty = broadcast(

@@ -15,7 +15,7 @@ from functools import partial
 
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.registry import AgentKind
-from flowtrain.algorithms.advantages import Mode
+from flowtrain.algorithms.advantages import EqualGroups, Mode
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.tasks import sub_goals
@@ -44,6 +44,7 @@ class Infoflow(Algorithm):
             num_minibatches=self.config.train.num_minibatches,
             num_groups=self.config.rollout.num_questions,
             policy=self.config.train.policy,
+            equal_groups=self.config.algorithm.equal_groups,
         )
 
     def hints(self, step: int) -> Hints | None:
@@ -76,6 +77,7 @@ def infoflow(
     num_minibatches: int = 1,
     num_groups: int | None = None,
     policy: PolicyName = "planner",
+    equal_groups: EqualGroups | None = None,
 ) -> TrainBatch:
     """Compute Flow-GRPO's advantages of R.
 
@@ -83,7 +85,7 @@ def infoflow(
         sub_goal_weight: w.
         splits_hinted: compare hinted rollouts of a question with each other and the others with
             each other, as two groups.
-        mode, num_minibatches, num_groups, policy: as for `flow_grpo`.
+        mode, num_minibatches, num_groups, policy, equal_groups: as for `flow_grpo`.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
@@ -93,7 +95,7 @@ def infoflow(
             part = replace(
                 group, trajectories=tuple(group.trajectories[member] for member in members)
             )
-            out = flow_grpo([part], mode, num_minibatches, num_groups, policy)
+            out = flow_grpo([part], mode, num_minibatches, num_groups, policy, equal_groups)
             samples += [_in_whole_group(sample, members) for sample in out.samples]
             num_dropped += out.num_groups_dropped
             num_filtered.update(out.num_filtered)

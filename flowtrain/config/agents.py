@@ -52,6 +52,9 @@ class Agent(Section):
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
     environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages
     (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
+    tool_engines: dict[str, str] = Field(default_factory=dict)
+    """models inside single tools, instead of roles.tools: names in [engines], by tool:
+    {Python_Coder = "coder"}"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 3

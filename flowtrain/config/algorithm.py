@@ -29,6 +29,10 @@ class Algorithm(Section):
     dual_clip: float | None = Field(None, gt=1)
     """for negative advantages the loss is at most -dual_clip * advantage; unset: off (paper) or 3
     (released, appo)"""
+    equal_groups: Literal["drop", "keep"] | None = None
+    """questions whose rollouts all have one reward. drop: they leave the loss and what it is
+    divided by; keep: their advantages are 0, and they count in the mean and in the KL term; unset:
+    keep in mode released of flow_grpo and infoflow, else drop"""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL to the reference policy, the model that training started from"""
     kl_coef: float = Field(0.001, ge=0)

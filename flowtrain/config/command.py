@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.config.options import help_text, help_topic, parse
+from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import UserError
 from flowtrain.utils.terminal import protect_output
 
@@ -23,7 +23,7 @@ def run_command(
     module: str, body: Callable[[Config], int], argv: Sequence[str] | None = None
 ) -> int:
     """Parse the options, run `body` and return its exit code: 2 after a UserError, 130 after an
-    interrupt. Under torchrun only rank 0 prints.
+    interrupt. Under torchrun only rank 0 prints. Who asks for help or the config gets no run.
 
     `argv`: the options, where a command has arguments besides.
     """
@@ -34,6 +34,10 @@ def run_command(
         config = parse(words)
         if config is None:
             print(help_text(module, help_topic(words) or ""))
+            return 0
+        if shows_config(words):
+            if is_main:
+                print(to_toml(config), end="")
             return 0
         return body(config)
     except UserError as error:

@@ -1,5 +1,5 @@
-"""Options as text: a TOML file over the defaults of `flowtrain.config`, `--section.key value` over
-that; and the help.
+"""Options as text: a TOML file, over one that it includes, over the defaults of `flowtrain.config`;
+`--section.key value` over that; and the help.
 
 tomli_w writes files. The command line is our own: that of pydantic-settings prints every option
 before an error, and has no word for a mistyped key in the file.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os.path
 import textwrap
 import tomllib
 import typing
@@ -37,6 +38,8 @@ FIRST = (
     *("train.num_steps", "train.lr", "train.num_minibatches", "train.token_budget", "eval.every"),
 )
 """Options that people set first, which `--help` shows."""
+_INCLUDE = "include"
+_SHOW_CONFIG = "show_config"
 _SHOWN_CHARS = 100
 _SHORT = {"resume": "run.resume"}
 _SECTIONS = ", ".join(Config.model_fields)
@@ -53,22 +56,40 @@ class _Option(NamedTuple):
     meaning: str
 
 
+class _Values(NamedTuple):
+    """Options as files give them."""
+
+    tables: dict[str, dict[str, Any]]
+    origins: dict[str, str]
+    """The file of each key, for errors."""
+
+
 def parse(argv: Sequence[str]) -> Config | None:
     """Return the config that the command line asks for, or None when it asks for help.
 
     Raises:
         UserError: a file that cannot be read, a key that does not exist, a value that does not fit;
-            in one line.
+            in one line, with the file.
     """
     if help_topic(argv) is not None:
         return None
     path, overrides = _split(argv)
-    return _merged(_read(path) if path else {}, overrides)
+    overrides.pop(_SHOW_CONFIG, None)
+    return _merged(_read(path, f"--config {path}") if path else _Values({}, {}), overrides)
 
 
 def parse_over(text: str, argv: Sequence[str]) -> Config:
     """Return the config of a TOML text with options over it. Raises UserError as `parse` does."""
-    return _merged(_tables(text, "the config of the run"), _split(argv)[1])
+    origin = "the config of the run"
+    return _merged(_checked(_toml(text, origin), origin), _split(argv)[1])
+
+
+def shows_config(argv: Sequence[str]) -> bool:
+    """Tell whether the command line asks for its config instead of a run. Raises UserError."""
+    value = _split(argv)[1].get(_SHOW_CONFIG, "false")
+    if value not in ("true", "false"):
+        raise UserError(f"--{_SHOW_CONFIG} {_shown(value)} must be true or false")
+    return value == "true"
 
 
 def check_allowed(argv: Sequence[str], allowed: Sequence[str]) -> None:
@@ -102,7 +123,9 @@ def help_text(module: str, topic: str = "") -> str:
     """
     if topic and topic != "all" and topic not in Config.model_fields:
         raise UserError(f"--help {topic}: unknown section; there are all, {_SECTIONS}")
-    lines = [f"python -m {module} [--config FILE.toml] [--section.key VALUE ...]"]
+    lines = [
+        f"python -m {module} [--config FILE.toml] [--section.key VALUE ...] [--{_SHOW_CONFIG} true]"
+    ]
     for section, field in Config.model_fields.items():
         shown = [
             option
@@ -140,23 +163,51 @@ def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     return found.pop("config", ""), found
 
 
-def _read(path: str) -> dict[str, dict[str, Any]]:
-    origin = f"--config {path}"
+def _read(path: str, origin: str, before: tuple[str, ...] = ()) -> _Values:
+    """Read a file over the one that it includes. `before`: the files that include this one."""
     with user_error(origin, OSError), user_error(f"{origin}: not TOML", ValueError):
         text = Path(path).read_text(encoding="utf-8")
-    return _tables(text, origin)
+    values = _toml(text, origin)
+    included = values.pop(_INCLUDE, None)
+    own = _checked(values, origin)
+    if included is None:
+        return own
+    said = f"{origin}: {_INCLUDE}={_shown(repr(included))}"
+    if not isinstance(included, str) or not included or "\0" in included:
+        raise UserError(f"{said} must be the path of a file, seen from this one")
+    chain = (*before, os.path.realpath(path))
+    base_path = str(Path(path).parent / included)
+    if os.path.realpath(base_path) in chain:
+        raise UserError(f"{said}: the files include each other in a circle")
+    base = _read(base_path, f"{origin}, {_INCLUDE} {_shown(included)}", chain)
+    return _Values(_over(base.tables, own.tables), base.origins | own.origins)
 
 
-def _tables(text: str, origin: str) -> dict[str, dict[str, Any]]:
-    """Read a TOML text whose keys are all known. `origin` is for errors."""
+def _over(base: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Put the keys of `own` over those of `base`; an option whose value is a table is one key."""
+    merged = dict(base)
+    for section, table in own.items():
+        below = merged.get(section, {})
+        if section in NAMED:
+            table = {name: below.get(name, {}) | named for name, named in table.items()}
+        merged[section] = below | table
+    return merged
+
+
+def _toml(text: str, origin: str) -> dict[str, Any]:
     # RecursionError: brackets nested too deep.
     with user_error(f"{origin}: not TOML", ValueError, RecursionError):
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
+
+
+def _checked(values: dict[str, Any], origin: str) -> _Values:
+    """Take the tables of a file, whose keys must all be known. `origin` is for errors."""
+    origins = {}
     for section, table in values.items():
         if not isinstance(table, dict):
             raise UserError(f"{origin}: {section!r} must stand in a section: {_SECTIONS}")
         if not table and section not in Config.model_fields:
-            _path(section)
+            _path(section, origin)
         tables = {section: table}
         if section in NAMED:
             tables = {f"{section}.{name}": named for name, named in table.items()}
@@ -165,24 +216,26 @@ def _tables(text: str, origin: str) -> dict[str, dict[str, Any]]:
                 name = _shown(heading)
                 raise UserError(f"{origin}: {name} must be a table of its own, [{name}]")
             for key in options:
-                _path(f"{heading}.{key}")
-    return values
+                origins[".".join(_path(f"{heading}.{key}", origin))] = origin
+    return _Values(values, origins)
 
 
-def _merged(values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> Config:
+def _merged(values: _Values, overrides: Mapping[str, str]) -> Config:
+    origins = dict(values.origins)
     for key, text in overrides.items():
-        *tables, name = _path(key)
-        table = values
+        *tables, name = path = _path(key)
+        table = values.tables
         for part in tables:
             table = table.setdefault(part, {})
         table[name] = _value(key, text)
+        origins.pop(".".join(path), None)
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(values.tables)
     except ValidationError as error:
-        raise UserError(_explain(error)) from None
+        raise UserError(_explain(error, origins)) from None
 
 
-def _path(key: str) -> tuple[str, ...]:
+def _path(key: str, origin: str = "") -> tuple[str, ...]:
     """Split a dotted key into tables and option, or raise UserError with what it may be."""
     path = tuple(key.split(".", 2 if key.partition(".")[0] in NAMED else 1))
     general = _general(key)
@@ -196,7 +249,8 @@ def _path(key: str) -> tuple[str, ...]:
         hint = f"[{section}] knows {', '.join(siblings)}"
     else:
         hint = f"sections: {_SECTIONS}"
-    raise UserError(f"unknown key {_shown(key)}: {hint}")
+    where = f"{origin}: " if origin else ""
+    raise UserError(f"{where}unknown key {_shown(key)}: {hint}")
 
 
 def _general(key: str) -> str:
@@ -217,11 +271,15 @@ def _value(key: str, text: str) -> Any:
     return text if option and option.kind == "STR" and not isinstance(value, str) else value
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
+    parts = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
-    return f"{_shown(key)}={_shown(repr(first['input']))}: {message}" if key else message
+    if not parts:
+        return message
+    keys = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    where = next((f"{origins[key]}: " for key in keys if key in origins), "")
+    return f"{where}{_shown(keys[0])}={_shown(repr(first['input']))}: {message}"
 
 
 def _shown(text: str) -> str:

@@ -59,7 +59,8 @@ class Tasks(Section):
     """name = "file": rule for questions that name none; empty: the preset's"""
     corpus: str = ""
     """passages to search: a JSON file shaped like flowtrain/tasks/data/corpus.json; empty: the
-    shipped one"""
+    shipped one, about countries and elements, which with name = "file" has to be asked for by the
+    word shipped"""
     kinds: tuple[Literal["lookup", "arithmetic", "chain", "sum", "sum4", "sum5"], ...] = (
         "lookup",
         "arithmetic",

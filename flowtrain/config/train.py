@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from flowtrain.config.section import Section
 from flowtrain.types import PolicyName
@@ -34,8 +34,12 @@ class Train(Section):
     """AdamW: decoupled weight decay"""
     grad_clip: float = Field(1.0, ge=0)
     """upper bound of the global gradient norm; 0: off"""
-    num_minibatches: PositiveInt = 2
-    """optimizer steps per batch of rollouts"""
+    num_minibatches: int = Field(2, ge=0)
+    """optimizer steps per batch of rollouts, with as many questions each; 0, and by default so:
+    where minibatch_size is set"""
+    minibatch_size: int = Field(0, ge=0)
+    """samples per optimizer step, at most and over all ranks, instead of num_minibatches: a batch
+    then takes as many steps as its turns fill (AgentFlow's code: 64); 0: off"""
     token_budget: PositiveInt = 8192
     """tokens per row (one micro-batch), shared prefixes counted once; a longer sample gets a row of
     its own"""
@@ -59,6 +63,13 @@ class Train(Section):
     bfloat16, else no MFU"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_size(cls, options: Any) -> Any:
+        if isinstance(options, dict) and options.get("minibatch_size"):
+            return {"num_minibatches": 0} | options
+        return options
 
 
 class Rft(Section):

@@ -34,6 +34,12 @@ def _check_sizes(config: Config) -> None:
         raise ValueError(
             f"tiny.num_heads={tiny.num_heads} must divide tiny.hidden_size={tiny.hidden_size}"
         )
+    train = config.train
+    if bool(train.num_minibatches) == bool(train.minibatch_size):
+        raise ValueError(
+            f"train.num_minibatches={train.num_minibatches} and train.minibatch_size="
+            f"{train.minibatch_size}: one of them must be above 0, and the other 0"
+        )
     if config.train.num_minibatches > config.rollout.num_questions:
         raise ValueError(
             f"train.num_minibatches={config.train.num_minibatches} must be at most "

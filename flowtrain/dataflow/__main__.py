@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from flowtrain.config import Config
-from flowtrain.config.options import parse
+from flowtrain.config.options import parse, shows_config, to_toml
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.service import Service
@@ -141,6 +141,9 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _config(args: Sequence[str]) -> Config:
     config = parse(args)
     assert config is not None, "--help has been answered"
+    if shows_config(args):
+        print(to_toml(config), end="")
+        sys.exit(0)
     return config
 
 

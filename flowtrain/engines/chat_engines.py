@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 """The name that a role uses for the current planner."""
+TOOL = "tools.{}"
+"""The role of the model inside a tool that has one of its own (agent.tool_engines)."""
 _WITHOUT_POLICY = ("judge",)
 """Roles that the policy may not have."""
 
@@ -67,6 +69,9 @@ def make_chat_engines(
         role: name for role, name in config.roles.model_dump().items() if name not in NO_ENGINE
     }
     _check(config, named)
+    for tool, name in config.agent.tool_engines.items():
+        _check_tool(config, tool, name)
+        named[TOOL.format(tool)] = name
     if planner:
         named["planner"] = planner
     with ExitStack() as cleanup:  # closes what has started when another cannot
@@ -96,6 +101,15 @@ def _check(config: Config, named: Mapping[str, str]) -> None:
                 f"roles.{role}={name!r} may be {default!r}, {policy}a name in [engines], which "
                 f"holds {known}"
             )
+
+
+def _check_tool(config: Config, tool: str, name: str) -> None:
+    key = f"agent.tool_engines.{tool}={name!r}"
+    if tool not in config.agent.tools:
+        raise UserError(f"{key}: agent.tools={list(config.agent.tools)} has no such tool")
+    if name not in config.engines:
+        known = ", ".join(config.engines) or "nothing yet"
+        raise UserError(f"{key} must be a name in [engines], which holds {known}")
 
 
 def _policy(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:

@@ -130,7 +130,7 @@ def _without_policy(
             )
     chats = make_chat_engines(config, None, world.device, planner)
     cleanup.callback(chats.close)
-    tools = make_tools(config, task_set(config), chats.roles.get("tools"))
+    tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
         cleanup.callback(tool.close)
     prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)

@@ -132,7 +132,7 @@ class RunComponents:
             planner_tokenizer = policies["planner"].tokenizer
             chats = make_chat_engines(config, planner_tokenizer, world.device)
             cleanup.callback(chats.close)
-            tools = make_tools(config, tasks, chats.roles.get("tools"))
+            tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
             config = _with_tools(config, tools)

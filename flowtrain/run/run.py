@@ -39,12 +39,13 @@ from flowtrain.training import checkpoint
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.minibatches import split_by_size
 from flowtrain.training.model import layout_digest
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import Group, UserError
+from flowtrain.types import Group, TrainBatch, UserError
 from flowtrain.utils.files import writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
@@ -114,6 +115,13 @@ class Run:
         """Compute the statistics of a step's rollouts."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
+
+    def minibatches(self, batch: TrainBatch) -> tuple[TrainBatch, int]:
+        """Return the batch with every sample's optimizer step, and how many steps there are."""
+        train = self.config.train
+        if not train.minibatch_size:
+            return batch, train.num_minibatches
+        return split_by_size(batch, train.minibatch_size, self.placement.world)
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""

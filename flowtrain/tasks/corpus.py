@@ -14,6 +14,8 @@ from flowtrain.tasks.rows import parse_json, read_text
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
+SHIPPED = "shipped"
+"""Value of tasks.corpus that asks for the shipped corpus where it would not be taken by itself."""
 KEY_ATTRIBUTES = ("capital", "ISO code", "symbol")
 """Attributes that name an entity, so that questions may ask for "the country with capital Oslo"."""
 
@@ -32,11 +34,12 @@ class Entity:
 
 
 def load_corpus(path: str | Path = "") -> tuple[Entity, ...]:
-    """Load the entities of a JSON file, in file order; of the shipped corpus when `path` is "".
+    """Load the entities of a JSON file, in file order; the shipped corpus for "" and "shipped".
 
     The file is a list of {"name": str, "kind": str, "facts": {attribute: string or integer}}.
     Raises UserError, which names the file and what is wrong.
     """
+    path = "" if path == SHIPPED else path
     where = str(path or resources.files("flowtrain").joinpath("tasks/data/corpus.json"))
     with user_error(where, msgspec.ValidationError):
         entities = msgspec.convert(parse_json(read_text(Path(where)), where), tuple[Entity, ...])

@@ -75,6 +75,17 @@ class GuessGenerator(Tool):
 
 
 def make(context: ToolContext) -> Tool:
+    """Raises UserError where a model plans for questions of the user, and this would guess."""
+    config = context.config
     if context.chat is None:
+        if config.tasks.name == "file" and (
+            config.agent.prompt == "full" or not config.tasks.corpus
+        ):
+            raise UserError(
+                f"roles.tools='none' with tasks.name='file': Base_Generator of agent.tools="
+                f"{list(config.agent.tools)} would guess, and never answer. Name a model in "
+                "roles.tools, say policy, or leave the tool out; the tiny planner "
+                "(agent.prompt='compact') may have the guesses of tasks.corpus='shipped'"
+            )
         return GuessGenerator(context.guesses)
     return BaseGenerator(context.chat, context.config.agent.tool_timeout_s)

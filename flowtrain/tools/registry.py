@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.chat_engines import TOOL
 from flowtrain.tools.base import Tool
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
@@ -36,7 +37,7 @@ class ToolContext:
     guesses: tuple[str, ...] = ()
     """Values that the passages state."""
     chat: ChatEngine | None = None
-    """The model inside tools that want one; None when `roles.tools` is "none"."""
+    """The model inside the tool, if it wants one: that of agent.tool_engines, or of roles.tools."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The tool's own table, [plugins.NAME]."""
 
@@ -57,12 +58,16 @@ BUILT_IN = {
 
 
 def make_tools(
-    config: Config, tasks: TaskSet | None = None, chat: ChatEngine | None = None
+    config: Config,
+    tasks: TaskSet | None = None,
+    chat: ChatEngine | None = None,
+    chats: Mapping[str, ChatEngine] | None = None,
 ) -> dict[str, Tool]:
     """Make the tools of `agent.tools`, by name and in that order; close them when done. In the
     place of "NAME.*" stand all tools of that MCP server.
 
-    `chat` is the model inside tools that want one. When a tool fails, those made before it are
+    `chat` is the model inside tools that want one; where `chats`, the models by role, have one for
+    a tool of its own, it is that. When a tool fails, those made before it are
     closed. Raises UserError for an unknown name.
     """
     context = ToolContext(config, chat=chat)
@@ -84,7 +89,8 @@ def make_tools(
             if servers is not None and name in of_servers:
                 made = servers.tools(name)
             else:
-                made = {name: _make(name, offered[name], context)}
+                own = (chats or {}).get(TOOL.format(name), chat)
+                made = {name: _make(name, offered[name], replace(context, chat=own))}
             for tool in made.values():
                 cleanup.callback(tool.close)
             if twice := tools.keys() & made.keys():

@@ -49,4 +49,13 @@ class Search(Tool):
 
 
 def make(context: ToolContext) -> Search:
+    """Raises UserError for questions of the user beside passages that cannot answer them."""
+    config = context.config
+    if config.tasks.name == "file" and not config.tasks.corpus:
+        raise UserError(
+            f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
+            "through the shipped sentences about countries and elements. Give it passages of yours "
+            "(tasks.corpus), or take Web_Search or Wikipedia_Search instead, which search offline "
+            "with provider = 'corpus'; tasks.corpus='shipped' if these sentences are meant"
+        )
     return Search(context.passages, context.config.agent.num_passages)

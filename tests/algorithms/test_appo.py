@@ -115,6 +115,8 @@ def test_groups_without_signal_are_left_out() -> None:
         rollout(1, 2, branch=(1, 0, 1)),
     )
     assert appo([Group(0, flat)]).num_groups_dropped == 1 and appo([Group(0, flat)]).samples == ()
+    kept = appo([Group(0, flat)], keeps_equals=True)
+    assert kept.num_groups_dropped == 0 and {s.advantages for s in kept.samples} == {(0.0, 0.0)}
     in_branches = (*flat[:3], replace(flat[3], reward=0.0))
     out = appo([Group(0, in_branches)])
     assert out.num_groups_dropped == 0 and [list(s.advantages) for s in out.samples] == [

@@ -218,6 +218,30 @@ def test_groups_of_one_reward(reward: float) -> None:
     assert flow_grpo([same]).samples == ()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("equals", [(0.1, 0.1, 0.1), (1.0, 1.0, 1.0)])
+def test_groups_of_one_reward_are_kept_or_dropped_on_request(
+    mode: Any, equals: tuple[float, ...]
+) -> None:
+    same = Group(0, tuple(with_lengths(reward, 2) for reward in equals))
+    mixed = Group(1, (with_lengths(1, 1), with_lengths(0, 1)))
+    dropped = flow_grpo([same, mixed], mode, equal_groups="drop")
+    assert dropped.num_groups_dropped == 1 and len(dropped.samples) == 2
+    kept = flow_grpo([same, mixed], mode, equal_groups="keep")
+    assert kept.num_groups_dropped == 0 and len(kept.samples) == 5
+    assert kept.samples[3:] == dropped.samples, "of which nothing but the normaliser changes"
+    if mode == "paper":
+        assert [s.advantages for s in kept.samples[:3]] == [(0.0, 0.0)] * 3
+        assert sum(sum(s.loss_weights) for s in kept.samples[:3]) == approx(1), "a whole question"
+    failed = Group(0, (replace(with_lengths(0, 2), error="x"),))
+    assert flow_grpo([failed], mode, equal_groups="keep").num_groups_dropped == 1
+
+
+def test_rewards_that_are_not_finite_make_no_equal_group() -> None:
+    group = Group(0, (with_lengths(1, 1), with_lengths(math.nan, 1)))
+    assert flow_grpo([group]).num_groups_dropped == 0
+
+
 def test_released_mode_keeps_the_reward_of_a_lone_sample() -> None:
     (sample,) = flow_grpo([Group(0, (with_lengths(1, 3),))], "released").samples
     assert sample.advantages[0] == approx(1 / 1.000001)
@@ -463,16 +487,20 @@ def token_objective(
 
 
 def paper_objective(
-    groups: Sequence[Group], spec: LossSpec, theta: Tensor, ref_theta: Tensor
+    groups: Sequence[Group],
+    spec: LossSpec,
+    theta: Tensor,
+    ref_theta: Tensor,
+    keeps_equals: bool = False,
 ) -> Tensor:
     """Equation 5 of the paper as it is printed: nested means over trajectories, turns and tokens;
-    mean over questions that carry signal.
+    mean over questions that carry signal, or with `keeps_equals` over all.
     """
     logp, ref = theta.log_softmax(0), ref_theta.log_softmax(0)
     total, num_kept = torch.zeros((), dtype=torch.float64), 0
     for group in groups:
         r = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
-        if r.std(correction=0) == 0:
+        if r.std(correction=0) == 0 and not keeps_equals:
             continue
         num_kept += 1
         for each, reward in zip(group.trajectories, r, strict=True):
@@ -506,6 +534,22 @@ def released_objective(
                 for token, old in zip(call.response_ids, call.logprobs, strict=True):
                     values.append(token_objective(spec, logp, ref, token, old, advantage))
     return torch.stack(values).mean()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_with_groups_of_one_reward_the_gradient_is_that_of_equation_5(kl_coef: float) -> None:
+    spec = LossSpec(clip_low=0.2, clip_high=0.2, kl_coef=kl_coef)
+    groups, ref_theta = random_groups(), torch.tensor([0.5, -0.5, 0.2], dtype=torch.float64)
+    gradients = []
+    for equal_groups in ("keep", "drop"):
+        theta = THETA.clone().requires_grad_()
+        (-paper_objective(groups, spec, theta, ref_theta, equal_groups == "keep")).backward()
+        samples = flow_grpo(groups, equal_groups=equal_groups).samples  # type: ignore[arg-type]
+        _, gradient = loss_and_gradient(samples, spec, ref_theta if kl_coef else None)
+        torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
+        gradients.append(gradient)
+    if not kl_coef:  # one of five questions has one reward
+        torch.testing.assert_close(gradients[0] * 5 / 4, gradients[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])

@@ -106,6 +106,13 @@ def test_a_clip_that_is_set_wins_over_the_mode() -> None:
     assert filled("--algorithm.dual_clip=4").algorithm.dual_clip == 4
 
 
+def test_the_size_of_an_optimizer_step_is_given_in_one_way() -> None:
+    config = parsed("--train.minibatch_size", "64")
+    assert (config.train.num_minibatches, config.train.minibatch_size) == (0, 64)
+    assert parse_over(to_toml(config), []) == config
+    assert (parsed().train.num_minibatches, parsed().train.minibatch_size) == (2, 0)
+
+
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().train.lr = 1.0
@@ -202,12 +209,13 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
 ) -> None:
     section, _, name = key.partition(".")
     in_file = f"[{section}]\n{name} = 1\n" if name else f"[{section}]\n"
-    for message in (
-        complaint(f"--{key}", "1"),
-        complaint(f"--{key}=1"),
-        complaint("--config", toml(in_file)),
+    path = toml(in_file)
+    for message, origin in (
+        (complaint(f"--{key}", "1"), ""),
+        (complaint(f"--{key}=1"), ""),
+        (complaint("--config", path), f"--config {path}: "),
     ):
-        assert message.startswith(f"unknown key {key}: ")
+        assert message.startswith(f"{origin}unknown key {key}: ")
         assert all(hint in message for hint in hints), message
 
 
@@ -241,11 +249,12 @@ def test_a_bad_value_is_named_with_its_key(
     key: str, text: str, value: str, reason: str, toml: Callable[[str], str]
 ) -> None:
     section, _, name = key.partition(".")
-    for message in (
-        complaint(f"--{key}", text),
-        complaint("--config", toml(f"[{section}]\n{name} = {text}\n")),
+    path = toml(f"[{section}]\n{name} = {text}\n")
+    for message, origin in (
+        (complaint(f"--{key}", text), ""),
+        (complaint("--config", path), f"--config {path}: "),
     ):
-        assert message.startswith(f"{key}={value}: ")
+        assert message.startswith(f"{origin}{key}={value}: ")
         assert reason in message, message
 
 
@@ -267,6 +276,14 @@ def test_a_bad_value_is_named_with_its_key(
         (
             ["--train.num_minibatches=4", "--rollout.num_questions=3"],
             ["train.num_minibatches=4", "at most", "rollout.num_questions=3"],
+        ),
+        (
+            ["--train.num_minibatches=4", "--train.minibatch_size=64"],
+            ["train.num_minibatches=4", "train.minibatch_size=64", "one of them"],
+        ),
+        (
+            ["--train.num_minibatches=0"],
+            ["train.num_minibatches=0", "train.minibatch_size=0", "above 0"],
         ),
         (
             ["--agent.sandbox=seccomp", "--agent.python_packages", '["numpy"]'],

@@ -303,7 +303,7 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     assert chats.metrics()["engines/policy/requests"] == 2 + 2 * 3 * (2 + 1), (
         "analyses, verdicts, answers; a malformed action has no command"
     )
-    command, result = asyncio.run(
+    command, result, _ = asyncio.run(
         flow.executor.execute("q", Action("", "", "x", "Base_Generator"), 0, 30.0)
     )
     assert (

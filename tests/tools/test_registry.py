@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowtrain.config import Config
 from flowtrain.config.search import WebSearch
+from flowtrain.engines.chat_engines import make_chat_engines
+from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
 from flowtrain.tools.registry import make_tools
@@ -180,3 +183,72 @@ def test_a_server_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) 
     )
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[mcp\]'"):
         make_tools(asked, TASKS)
+
+
+OWN = {"name": "file", "path": "mine.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "agent", "parts"),
+    [
+        (OWN, {"tools": ["Search"]}, ("['Search']", "tasks.name='file'", "Web_Search")),
+        (OWN, {"tools": ["Base_Generator"]}, ("roles.tools='none'", "tasks.name='file'", "policy")),
+        (
+            {**OWN, "corpus": "shipped"},
+            {"tools": ["Base_Generator"], "prompt": "full"},
+            ("roles.tools='none'", "agent.prompt='compact'"),
+        ),
+    ],
+)
+def test_questions_of_the_user_do_not_meet_toys(
+    tasks: dict[str, str], agent: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    config = Config.model_validate({"tasks": tasks, "agent": agent})
+    with pytest.raises(UserError) as caught:
+        make_tools(config, TASKS)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_toys_may_be_asked_for() -> None:
+    tools = ["Search", "Base_Generator"]
+    for corpus in ("shipped", "mine.json"):
+        values = {"tasks": {**OWN, "corpus": corpus}, "agent": {"tools": tools}}
+        assert list(make_tools(Config.model_validate(values), TASKS)) == tools
+    values = {"tasks": {**OWN, "corpus": "mine.json"}, "agent": {"tools": ["Search"]}}
+    values["agent"]["prompt"] = "full"
+    assert list(make_tools(Config.model_validate(values), TASKS)) == ["Search"]
+    assert list(make_tools(Config.model_validate({"agent": {"tools": tools}}), TASKS)) == tools
+    assert load_corpus("shipped") == load_corpus()
+
+
+def test_a_tool_may_have_a_model_of_its_own() -> None:
+    tools = ["Python_Coder", "Base_Generator"]
+    values = {
+        "agent": {"tools": tools, "tool_engines": {"Python_Coder": "coder"}},
+        "roles": {"tools": "helper"},
+        "engines": {
+            name: {"model": name, "base_url": "http://127.0.0.1:9/v1", "api_key_env": ""}
+            for name in ("coder", "helper")
+        },
+    }
+    config = Config.model_validate(values)
+    chats = make_chat_engines(config, None, torch.device("cpu"))
+    made = make_tools(config, TASKS, chats.roles["tools"], chats.roles)
+    try:
+        assert made["Python_Coder"].chat is chats.started["coder"]
+        assert made["Base_Generator"].chat is chats.started["helper"]
+    finally:
+        for tool in made.values():
+            tool.close()
+        chats.close()
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [({"Python_Coder": "coder"}, "must be a name in [engines]"), ({"Serch": "x"}, "no such tool")],
+)
+def test_models_of_tools_are_checked(engines: dict[str, str], reason: str) -> None:
+    config = Config.model_validate({"agent": {"tool_engines": engines}})
+    with pytest.raises(UserError) as caught:
+        make_chat_engines(config, None, torch.device("cpu"))
+    assert reason in str(caught.value) and "agent.tool_engines." in str(caught.value)

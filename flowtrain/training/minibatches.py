@@ -1,0 +1,32 @@
+"""Deal the samples of a batch out to optimizer steps of a given size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from flowtrain.training.world import World
+from flowtrain.types import SampleId, TrainBatch
+
+
+def split_by_size(batch: TrainBatch, size: int, world: World) -> tuple[TrainBatch, int]:
+    """Return the batch with a mini-batch for every sample, and how many there are; collective.
+
+    Over all ranks a mini-batch has at most `size` samples, and hardly fewer than any other. Samples
+    go in the order of their questions, which are drawn at random: rollouts of a question stay
+    beside each other and share their prefixes. None is left over.
+    """
+    own = [sample.sample_id for sample in batch.samples]
+    texts = world.gather_text(json.dumps(own))
+    every = sorted(SampleId(*each) for text in texts for each in json.loads(text))
+    num_minibatches = max(1, -(-len(every) // size))
+    minibatch_of = {
+        sample_id: place * num_minibatches // len(every) for place, sample_id in enumerate(every)
+    }
+    samples = [
+        replace(sample, minibatch=minibatch_of[sample_id])
+        for sample, sample_id in zip(batch.samples, own, strict=True)
+        if sample_id is not None
+    ]
+    assert len(samples) == len(own), "samples of rollouts have ids"
+    return replace(batch, samples=tuple(samples)), num_minibatches

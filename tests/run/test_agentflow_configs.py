@@ -1,0 +1,202 @@
+"""The configs of AgentFlow's paper begin: they run dry here, with the roles, judge, tools and data
+that they name, against a scripted endpoint and a tiny model in the place of Qwen's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_servers import chat_server
+
+from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.algorithms import load_algorithm
+from flowtrain.config import Config
+from flowtrain.config.command import run_command
+from flowtrain.config.options import parse
+from flowtrain.train import train
+from flowtrain.training import model as models
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CHANGED = {
+    "agentflow-7b": set(),
+    "agentflow-base": {"model.path"},
+    "agentflow-3b": {"model.path"},
+    "agentflow-0.5b": {"model.path", "vllm.gpu_memory_utilization"},
+    "agentflow-7b-split": {"rollout.num_engine_ranks", "vllm.gpu_memory_utilization"},
+    "agentflow-7b-released": {
+        *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
+        *("algorithm.clip_high", "algorithm.dual_clip"),
+        *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
+    },
+}
+"""Every config, and the keys in which it differs from agentflow-7b."""
+HERE = (
+    *("--run.dry_run", "true", "--run.device", "cpu", "--run.threads", "1"),
+    *("--model.dtype", "float32", "--rollout.engine", "torch", "--rollout.max_new_tokens", "4"),
+    *("--rollout.num_engine_ranks", "0"),
+)
+"""What a machine without GPUs has to change. With it and --model.path, all configs but the released
+one are agentflow-7b, so that one dry run stands for them.
+"""
+
+
+def config_of(name: str) -> Config:
+    config = parse(["--config", str(CONFIGS / f"{name}.toml")])
+    assert config is not None
+    return load_algorithm(config).config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of random weights with a chat template and room for the longest prompt."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = models.new_tokenizer([(CONFIGS.parent / "docs" / "tools.md").read_text()], 1500)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    tiny = models.new_model(
+        tokenizer, hidden_size=16, num_layers=1, num_heads=2, max_positions=20480
+    )
+    models.export(tiny, tokenizer, models.full_weights(tiny), path)
+    return path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the training data in their published layouts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for key in ("OPENAI_API_KEY", "SERPER_API_KEY"):
+        monkeypatch.setenv(key, "none")
+    nq = [
+        {
+            "id": f"train_{n}",
+            "question": f"who wrote book {n}",
+            "golden_answers": [f"Author {n}", f"A. {n}"],
+            "data_source": ("nq", "hotpotqa")[n % 2],
+            "prompt": [{"role": "user", "content": f"who wrote book {n}?"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": [f"Author {n}"]}},
+        }
+        for n in range(40)
+    ]
+    write(tmp_path / "data/nq_hotpotqa_train/train.parquet", nq)
+    write(tmp_path / "data/nq_hotpotqa_train/test.parquet", nq[:4])
+    math = [
+        {
+            "question": f"Find $x$ with $x - 1 = {n}$.",
+            "final_answer": f"${n + 1}$",
+            "difficulty": 5.0,
+            "topic": "Algebra",
+            "r1_solution_1": "long",
+        }
+        for n in range(40)
+    ]
+    for part in range(2):
+        name = f"data/DeepMath-103K/data/train-0000{part}-of-00002.parquet"
+        write(tmp_path / name, math[part::2])
+    rows: list[dict[str, Any]] = [*nq, *math]
+    mixed = [
+        {
+            "id": n,
+            "question": row["question"],
+            "chain": "",
+            "result": row.get("final_answer") or "; ".join(row["golden_answers"]),
+            "source": "mathhard" if "topic" in row else "nq",
+            "extra_info": {"ground_truth": "x", "idx": n},
+        }
+        for n, row in enumerate(rows)
+    ]
+    write(tmp_path / "data/combined_train.parquet", mixed)
+    return tmp_path
+
+
+def scripted(body: dict[str, Any]) -> str:
+    """All frozen roles in one: the generator answers, the verifier ends, the judge agrees."""
+    asked = body["messages"][-1]["content"]
+    if body["model"] == "gpt-4o":
+        return "They are the same.\nVerdict: True"
+    if "<answer>" in asked:
+        return "I cannot tell. <answer>nothing known</answer>"
+    return "Nothing is found.\nConclusion: STOP"
+
+
+@pytest.mark.parametrize("name", ["agentflow-7b", "agentflow-7b-released"])
+def test_it_runs_dry(
+    name: str, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with chat_server(scripted) as server:
+        endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in ("frozen", "judge")]
+        argv = ["--config", str(CONFIGS / f"{name}.toml"), *HERE, "--model.path", str(model)]
+        code = run_command("flowtrain.train", train, [*argv, *endpoints])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    text = said.out
+    for tool in config_of(name).agent.tools:
+        assert tool in text, "the prompts that are shown have its card"
+    assert text.count("==== rollout ") == 2 and "prompts are too long" not in text
+    assert "failed: " not in text and text.count("answer: nothing known") == 2
+    assert text.count("reward: 1.0 (scored by judge)") == 2
+    assert {body["model"] for body in server.asked} == {"Qwen/Qwen2.5-7B-Instruct", "gpt-4o"}
+    if name == "agentflow-7b-released":
+        assert "tasks: combined_train.parquet, 80 rows, preset agentflow" in text
+    else:
+        assert "tasks: nq_hotpotqa_train, 40 rows, preset search-r1" in text
+        assert "tasks: DeepMath-103K, 40 rows, preset deepmath" in text
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "tmp"]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_config_differs_from_that_of_7b_in_what_it_says(name: str) -> None:
+    one, other = (config_of(each).model_dump() for each in (name, "agentflow-7b"))
+    found = {
+        f"{section}.{key}"
+        for section, values in one.items()
+        for key in values
+        if values[key] != other[section].get(key)
+    }
+    assert found == CHANGED[name]
+
+
+def test_none_is_forgotten() -> None:
+    assert {path.stem for path in CONFIGS.glob("agentflow-*.toml")} == set(CHANGED)
+
+
+def test_they_train_what_the_paper_trains() -> None:
+    for name in CHANGED:
+        config = config_of(name)
+        rollout, roles = config.rollout, config.roles
+        assert (rollout.num_questions, rollout.group_size, rollout.max_new_tokens) == (32, 8, 2048)
+        assert (config.agent.max_turns, config.agent.eval_max_turns) == (3, 10)
+        assert len(config.agent.tools) == 5 and config.agent.prompt == "full"
+        assert (config.train.lr, config.algorithm.kl_coef, rollout.temperature) == (1e-6, 1e-3, 0.7)
+        frozen = {roles.analyst, roles.executor, roles.verifier, roles.generator, roles.tools}
+        assert frozen == {"frozen"} and config.engines["judge"].model == "gpt-4o"
+        assert config.algorithm.equal_groups == "keep"
+
+
+def test_the_released_one_updates_as_the_released_code() -> None:
+    config = config_of("agentflow-7b-released")
+    algorithm, train_ = config.algorithm, config.train
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
+    assert (train_.minibatch_size, train_.num_minibatches) == (64, 0)
+    assert (train_.beta1, train_.beta2, train_.weight_decay, train_.grad_clip) == (
+        *(0.9, 0.999),
+        *(0.01, 1.0),
+    )
+    assert (config.tasks.path, config.tasks.mixture) == ("data/combined_train.parquet", {})
+    assert config.agent.prompt_order == "paper"
+    paper = config_of("agentflow-7b")
+    assert (paper.algorithm.clip_low, paper.algorithm.clip_high) == (0.2, 0.2)
+    assert paper.algorithm.dual_clip is None and paper.model == config.model
