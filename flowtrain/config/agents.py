@@ -217,7 +217,14 @@ class Policy(Section):
     """tokens per response of the verifier; unset, and for the planner: rollout.max_new_tokens"""
 
 
+JudgeMode = Literal["rules-first", "judge-first", "judge-only"]
+
+
 class Judge(Section):
+    mode: JudgeMode = "rules-first"
+    """who decides on answers of exact, qa, math and choice: the judge where the rule gives 0, the
+    judge with the rule behind it where it gives no verdict, or the judge alone, without whose
+    verdict a rollout fails"""
     cache: str = "runs/judge.sqlite"
     """file on a local disk that keeps verdicts, so that no question is asked twice; runs and ranks
     may share it"""

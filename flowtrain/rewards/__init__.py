@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from flowtrain.rewards import gym
+from flowtrain.config.agents import JudgeMode
+from flowtrain.rewards import gym, symbolic
 from flowtrain.rewards.functions import RewardFunctions
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.judge_cache import JudgeCache
@@ -40,8 +41,9 @@ def score(
     """Return the groups with `reward` and `scored_by` of every trajectory filled.
 
     A task's rule, or the verifier of reasoning-gym, scores the final answer (`final_answer`). Where
-    a rule gives 0, the judge is asked, unless there is no answer; without a judgement the rule's 0
-    stands. A reward that the rollout's environment or program reported takes the place of the rule.
+    a rule gives 0 (or always, by `judge.mode`), the judge is asked, unless there is no answer;
+    without a judgement the rule's reward stands, or the rollout fails where the judge alone
+    decides. A reward that the rollout's environment or program reported takes the rule's place.
     A failed rollout gets no reward, and one whose scorer gives none from 0 to 1 fails.
     Reward functions take the place of all that. Must not be called where an event loop runs.
     Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
@@ -70,9 +72,11 @@ async def score_one(
     if _needs_verifier(scored):
         verdict = await gym.verify(scored.task, final_answer(scored.answer))
         scored = _with_verified_reward(scored, verdict)
-    elif judge is not None and _may_be_right(scored):
+    elif _may_be_same(scored) and await symbolic.same(*_case(scored)):
+        scored = replace(scored, reward=1.0)
+    if judge is not None and _is_for_judge(scored, judge.mode):
         is_right = await judge.judge(scored.task, final_answer(scored.answer))
-        scored = _with_judge_reward(scored, is_right)
+        scored = _with_judge_reward(scored, is_right, judge.mode)
     return _checked(scored)
 
 
@@ -85,12 +89,27 @@ def _by_rules(trajectories: Sequence[Trajectory], judge: Judge | None) -> list[T
     verdicts = gym.verify_all([(scored[n].task, final_answer(scored[n].answer)) for n in verified])
     for number, verdict in zip(verified, verdicts, strict=True):
         scored[number] = _with_verified_reward(scored[number], verdict)
+    unlike = [number for number, t in enumerate(scored) if _may_be_same(t)]
+    for number, is_same in zip(
+        unlike, symbolic.same_all([_case(scored[n]) for n in unlike]), strict=True
+    ):
+        scored[number] = replace(scored[number], reward=float(is_same))
     if judge is not None:
-        disputed = [number for number, t in enumerate(scored) if _may_be_right(t)]
+        disputed = [number for number, t in enumerate(scored) if _is_for_judge(t, judge.mode)]
         cases = [(scored[n].task, final_answer(scored[n].answer)) for n in disputed]
         for number, is_right in zip(disputed, judge.judge_all(cases), strict=True):
-            scored[number] = _with_judge_reward(scored[number], is_right)
+            scored[number] = _with_judge_reward(scored[number], is_right, judge.mode)
     return [_checked(trajectory) for trajectory in scored]
+
+
+def _case(trajectory: Trajectory) -> tuple[Task, str]:
+    """Return the task and as much of the final answer as rules read."""
+    return trajectory.task, final_answer(trajectory.answer)[-MAX_CHARS:]
+
+
+def _may_be_same(trajectory: Trajectory) -> bool:
+    """Return whether math-verify may overrule the rule's 0."""
+    return trajectory.reward == 0 and trajectory.scored_by == symbolic.SCORER
 
 
 def _checked(trajectory: Trajectory) -> Trajectory:
@@ -148,22 +167,27 @@ def _with_verified_reward(trajectory: Trajectory, verified: gym.Verified) -> Tra
     return replace(trajectory, reward=verified.reward, scored_by=verified.scored_by)
 
 
-def _with_judge_reward(trajectory: Trajectory, is_right: bool | None) -> Trajectory:
-    if is_right is None:
-        return trajectory
-    return replace(trajectory, reward=float(is_right), scored_by="judge")
+def _with_judge_reward(
+    trajectory: Trajectory, is_right: bool | None, mode: JudgeMode
+) -> Trajectory:
+    if is_right is not None:
+        return replace(trajectory, reward=float(is_right), scored_by="judge")
+    if mode == "judge-only":
+        return replace(trajectory, reward=None, scored_by="judge", error="judge: no verdict")
+    return trajectory
 
 
-def _may_be_right(trajectory: Trajectory) -> bool:
-    """Return whether a judge may overrule the rule's 0."""
+def _is_for_judge(trajectory: Trajectory, mode: JudgeMode) -> bool:
+    """Return whether the judge is asked: about a rule's 0 alone, or first, about its 1 too."""
+    if (
+        trajectory.error
+        or trajectory.scored_by == REPORTED
+        or trajectory.task.scorer in FINAL_SCORERS
+    ):
+        return False
     answer = final_answer(trajectory.answer)
-    return (
-        trajectory.reward == 0
-        and trajectory.scored_by != REPORTED
-        and trajectory.task.scorer not in FINAL_SCORERS
-        and not is_refusal(answer)
-        and len(answer) <= MAX_CHARS
-    )
+    is_open = trajectory.reward == 0 or mode != "rules-first"
+    return is_open and not is_refusal(answer) and len(answer) <= MAX_CHARS
 
 
 def is_refusal(answer: str) -> bool:

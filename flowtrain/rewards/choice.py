@@ -6,7 +6,8 @@ import re
 import string
 from collections.abc import Sequence
 
-from flowtrain.rewards.squad import normalise
+from flowtrain.rewards.normal import normalise
+from flowtrain.rewards.numerals import in_digits
 from flowtrain.types import Task, UserError
 
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")
@@ -15,8 +16,22 @@ _LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)
 _NAMED = re.compile(
     r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)"
 )
+_PLACE = re.compile(
+    r"(?:(?:the )?answer is )?(?:the )?"
+    r"(?:(?P<ordinal>[0-9]{1,2})(?:st|nd|rd|th) (?:option|choice|answer|1)"
+    r"|(?:option|choice|answer)(?: (?:number|no\.?))?[\s:#(]*(?P<number>[0-9]{1,2}))"
+    r"\b\)?(?P<rest>.*)",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"\b(?:not|isn['\u2019]?t|never|except|neither|exclude|eliminate)\s+(?:the\s+)?(?:option|choice|answer|\(?[A-Z]\b)"
+    r"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+\(?[A-Z]\)?\s+(?:is|was|seems)\s+(?:not|wrong|incorrect|false)\b"
+)
+_CONTRAST = re.compile(
+    r"(?:it(?:'s| is) )?not (?P<denied>.+?),? but (?:rather )?(?P<named>.+)", re.IGNORECASE
+)
 _DENIAL = re.compile(
-    r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot)\b"
+    r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot|wrong|incorrect|false)\b"
 )
 
 
@@ -40,27 +55,63 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the one option that an answer names.
 
     An option is named by a letter alone ("B", "(b)", "option B."), a labelled text ("B. Oral
-    ulcers", "B) because ..."), the text of the option, "the answer is B", and last by a sentence
-    that has the text of one option and neither denies nor weighs. None for no option, for several,
-    and for a letter beside the text of another option.
+    ulcers", "B) because ..."), the text of the option, its place ("Option 2", "the second option"),
+    "the answer is B", "not A but B", and last by a sentence that has the text of one option and
+    neither denies nor weighs. None for no option, for several, and for a letter or a place beside
+    the text of another option; a letter that is the text of another option is none.
     """
     plain = " ".join(_WRAPPING.sub(" ", answer).split())
     texts = [normalise(option) for option in choices]
     letter = _LETTER.fullmatch(plain.strip(string.punctuation + string.whitespace))
     if letter and (index := _index(letter[1], choices)) is not None:
-        return index
+        bare = normalise(plain) if normalise(plain) in texts else letter[1].casefold()
+        return index if bare not in texts or texts[index] == bare else None
     label = _LABEL.fullmatch(plain)
     # Options may look like labels: "C. difficile".
     if label and plain.casefold() not in (option.casefold() for option in choices):
-        index = _index(label[1], choices)
-        text = normalise(label[2])
-        return index if index is not None and (text not in texts or texts[index] == text) else None
+        return _agreeing(_index(label[1], choices), label[2], texts)
     if normalise(plain) in texts:
         return texts.index(normalise(plain))
+    if place := _PLACE.fullmatch(in_digits(plain)):
+        return _placed(place, texts)
     named = {_index(letter, choices) for letter in _NAMED.findall(plain)} - {None}
     if named:
-        return named.pop() if len(named) == 1 else None
+        if _DENIED.search(plain):
+            return None
+        return _agreeing(named.pop(), _NAMED.sub(" ", plain), texts) if len(named) == 1 else None
+    if contrast := _CONTRAST.fullmatch(plain):
+        denied, meant = (named_option(contrast[part], choices) for part in ("denied", "named"))
+        return meant if denied is not None and denied != meant else None
     return _contained(plain, texts)
+
+
+def _agreeing(index: int | None, rest: str, texts: Sequence[str]) -> int | None:
+    """Return the index unless the rest of the answer has the text of another option alone, or of
+    several as alternatives.
+    """
+    if index is None:
+        return None
+    words = f" {normalise(rest)} "
+    found = {text for text in texts if text and f" {text} " in words}
+    longest = {text for text in found if not any(text != each and text in each for each in found)}
+    if longest and texts[index] not in longest:
+        # A letter of an explanation ("a") is no option's text.
+        return index if all(len(text) == 1 for text in longest) else None
+    is_weighed = len(longest) > 1 and " or " in words
+    return None if is_weighed else index
+
+
+def _placed(place: re.Match[str], texts: Sequence[str]) -> int | None:
+    """Return the option of "option 2", unless options are numbers themselves."""
+    index = int(place["ordinal"] or place["number"]) - 1
+    rest = place["rest"].strip(string.punctuation + string.whitespace)
+    has_numbers = any(re.fullmatch(r"[0-9]+\W?.*", text) for text in texts)
+    is_other = bool(rest) and bool(
+        re.match(r"(?:and|to|[0-9])\b", rest)
+        or _DENIAL.search(normalise(rest))
+        or _agreeing(index, rest, texts) is None
+    )
+    return index if 0 <= index < len(texts) and not has_numbers and not is_other else None
 
 
 def _accepted_option(accepted: str, choices: Sequence[str]) -> int | None:

@@ -28,6 +28,9 @@ MAX_BITS = 20_000
 
 Value = Fraction | float
 
+_BELOW_ZERO = NUM_POINTS
+_CONSTANTS = ("e", "\\pi", "\\infty")
+
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?![0-9._]))"
     r"|(?P<command>\\[A-Za-z]+)|(?P<symbol>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,8}\}))?)|(?P<sign>[-+*/^(){}\[\]]))\s*"
@@ -52,6 +55,14 @@ def values(text: str) -> list[Value]:
     tokens = _tokens(text)
     try:
         return [_bounded(_Reader(tokens, point).whole()) for point in range(NUM_POINTS)]
+    except (ZeroDivisionError, OverflowError) as error:
+        raise Refused(str(error)) from error
+
+
+def value_below_zero(text: str) -> Value:
+    """Return the value where all unknowns are negative; raises Refused, for real roots, too."""
+    try:
+        return _bounded(_Reader(_tokens(text), _BELOW_ZERO).whole())
     except (ZeroDivisionError, OverflowError) as error:
         raise Refused(str(error)) from error
 
@@ -190,9 +201,12 @@ class _Reader:
 
 
 def _unknown(name: str, point: int) -> Fraction:
-    """Return the value of an unknown at a point: a fraction of 2 to 30 that its name decides."""
+    """Return the value of an unknown at a point: a fraction that its name decides, of 2 to 30, or
+    its negative.
+    """
     digest = hashlib.sha256(f"{name}/{point}".encode()).digest()
-    return 2 + Fraction(int.from_bytes(digest[:4], "big") % 1009, 37)
+    size = 2 + Fraction(int.from_bytes(digest[:4], "big") % 1009, 37)
+    return -size if point == _BELOW_ZERO and name not in _CONSTANTS else size
 
 
 def _power(base: Value, exponent: Value) -> Value:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
-from flowtrain.rewards import gym
+from flowtrain.rewards import gym, symbolic
 from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
@@ -308,6 +308,12 @@ async def _verify(task: Task, answer: str, trajectory: Trajectory) -> float:
     return (await gym.verify(task, answer)).reward
 
 
+async def _math(task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as `math` does, with math-verify behind the rule."""
+    reward = _by_rule(SCORERS[symbolic.SCORER], task, answer, trajectory)
+    return reward or float(await symbolic.same(task, answer[-MAX_CHARS:]))
+
+
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """Start the event loop of async functions; it lives as long as the process."""
@@ -320,6 +326,8 @@ def _load(name: str, weight: float) -> _Function:
     origin = f"reward.function={name!r}"
     if name == gym.NAME:
         return _Function(name, name, weight, _verify, is_async=True)
+    if name == symbolic.SCORER:
+        return _Function(name, name, weight, _math, is_async=True)
     if name in SCORERS:
         call = functools.partial(_by_rule, SCORERS[name])
         return _Function(name, name, weight, call, is_async=False)

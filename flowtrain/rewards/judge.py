@@ -1,4 +1,4 @@
-"""A language model as judge of answers that a rule calls wrong."""
+"""A language model as judge of answers."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Judge:
         self._engine = engine
         self._cache = cache
         self._options = options
+        self.mode = options.mode
         self._counts = Counter(asked=0, cached=0, malformed=0, failed=0)
 
     def judge_all(self, cases: Sequence[tuple[Task, str]]) -> list[bool | None]:

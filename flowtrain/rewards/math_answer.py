@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flowtrain.rewards.expression import Refused, Value, is_equal, values
+from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
 from flowtrain.rewards.latex import tidy
+from flowtrain.rewards.numerals import in_digits
+from flowtrain.rewards.units import measure, unit_name
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
@@ -23,28 +25,18 @@ _UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\
 _GLUED_UNIT = re.compile(
     r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
 )
-_SPELLINGS = {
-    "$": "dollar usd buck",
-    "\u20ac": "euro eur",
-    "\u00a3": "pound",
-    "degree": "deg",
-    "m": "meter metre",
-    "cm": "centimeter centimetre",
-    "mm": "millimeter",
-    "km": "kilometer kilometre",
-    "g": "gram",
-    "kg": "kilogram",
-    "l": "litre liter",
-    "s": "second sec",
-    "min": "minute",
-    "h": "hour hr",
-    "in": "inch inche",
-    "ft": "foot feet",
-    "mi": "mile",
-    "square": "sq",
-    "": "unit",
-}
-_UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
+_HEDGE = re.compile(
+    r"^(?:(?:approximately|approx\.?|about|roughly|around|exactly)\s+|\\approx\s*|\u2248\s*)",
+    re.IGNORECASE,
+)
+_RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
+_CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
+_SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))")
+_NONE = re.compile(
+    r"(?:there (?:is|are) )?no solutions?|(?:the )?empty set|\\(?:emptyset|varnothing)|\u2205"
+    r"|\\\{\s*\\\}",
+    re.IGNORECASE,
+)
 
 
 def math_match(task: Task, answer: str) -> float:
@@ -52,17 +44,34 @@ def math_match(task: Task, answer: str) -> float:
 
     A text that is no expression must be the same text.
     """
-    texts = _readings(answer)
-    return float(any(_same(text, tidy(accepted)) for accepted in task.answers for text in texts))
+    texts = readings(answer)
+    return float(
+        any(
+            _same(text, wanted) or _same(_plain(text), _plain(wanted))
+            for wanted in map(tidy, task.answers)
+            for text in texts
+        )
+    )
 
 
-def _readings(answer: str) -> list[str]:
-    """Return the answer, and the part of it after "is" or a colon."""
+def readings(answer: str) -> list[str]:
+    """Return the tidied answer, and the part of it after "is" or a colon."""
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
     leads = list(_LEAD.finditer(text))
     return [text, text[leads[-1].end() :].strip()] if leads else [text]
+
+
+def _plain(text: str) -> str:
+    """Write numbers in digits, ratios as fractions and what says "no solution" in one way."""
+    if len(text) > MAX_LENGTH:
+        return text
+    text = in_digits(_HEDGE.sub("", text.strip()))
+    if _NONE.fullmatch(text):
+        return "\\emptyset"
+    ratio = None if _CLOCK.fullmatch(text) else _RATIO.fullmatch(text)
+    return f"{ratio[1]}/{ratio[2]}" if ratio else text
 
 
 def _same(given: str, wanted: str, depth: int = 0) -> bool:
@@ -157,14 +166,37 @@ def _same_quantity(given: str, wanted: str) -> bool:
     """Compare values, and units where both have one."""
     (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
     if unit and wanted_unit and unit != wanted_unit:
-        return False
+        return _same_measure(one, unit, other, wanted_unit)
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
-        return _equal(one, other)
+        return _equal(one, other) and not (
+            "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
+        )
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
     return _equal([value / 100 for value in one], other) or (
         not -1 < other[0] < 1 and _equal(one, other)
+    )
+
+
+def _differ(given: str, wanted: str) -> bool:
+    """Return whether two expressions differ below zero, where the root of x^2 is not x."""
+    try:
+        return not is_equal(value_below_zero(given), value_below_zero(wanted))
+    except Refused:
+        return False
+
+
+def _same_measure(
+    one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
+) -> bool:
+    """Compare values in different units of one dimension: 300 cm are 3 m."""
+    dimension, factor = measure(unit)
+    wanted_dimension, wanted_factor = measure(wanted_unit)
+    return (
+        bool(dimension)
+        and dimension == wanted_dimension
+        and _equal([value * factor for value in one], [value * wanted_factor for value in other])
     )
 
 
@@ -183,19 +215,13 @@ def _quantity(text: str) -> tuple[list[Value], str]:
     number, units = words[: len(words) - num_units], words[len(words) - num_units :]
     if not num_units or not re.search(r"[0-9]|\\pi|\\sqrt", " ".join(number)):
         return values(text), ""
-    return values(" ".join(number)), " ".join(filter(None, map(_unit, units)))
+    return values(" ".join(number)), " ".join(filter(None, map(unit_name, units)))
 
 
 def _without_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
-def _unit(word: str) -> str:
-    word = word.strip(".").replace("{", "").replace("}", "")
-    word = word if len(word) == 1 else word.casefold()
-    singular = word[:-1] if word.endswith("s") and len(word) > 2 else word
-    return _UNITS.get(word, _UNITS.get(singular, singular))
-
-
 def _squeezed(text: str) -> str:
-    return "".join(text.split()).casefold()
+    """Drop case and spaces, but not those between numbers: "10 000" is one, "1 2" are two."""
+    return _SPACES.sub("", text).casefold()

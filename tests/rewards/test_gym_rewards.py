@@ -151,6 +151,8 @@ def rollout(asked: Task, answer: str, error: str = "") -> Trajectory:
 
 
 class NoJudge:
+    mode = "rules-first"
+
     def judge_all(self, cases: list[Any]) -> list[bool]:
         assert not cases
         return []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.protocol import EngineError
-from flowtrain.rewards import Judge, JudgeCache, score
+from flowtrain.rewards import Judge, JudgeCache, score, score_one
 from flowtrain.rewards.judge import judge_prompt, parse_judgement
 from flowtrain.types import Group, Task, Trajectory, UserError
 
@@ -95,6 +95,49 @@ def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
     ) == [(0.0, "gameof24")]
     assert judged(judge, "Bergen", task=Task("f", "q", ("Oslo",), scorer="f1")) == [(0.0, "f1")]
     assert engine.asked == [] and score([], judge) == []
+
+
+def test_a_judge_may_come_first(cache: JudgeCache) -> None:
+    engine = Scripted(
+        lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
+    )
+    judge = Judge(engine, cache, JudgeOptions(mode="judge-first"))
+    assert judged(judge, "Oslo", "Kristiania", "oslo", "None") == [
+        (0.0, "judge"),
+        (1.0, "judge"),
+        (1.0, "qa"),
+        (0.0, "qa"),
+    ]
+
+
+def test_a_judge_may_decide_alone(cache: JudgeCache) -> None:
+    """Without its verdict there is no reward, and the rollout fails."""
+    engine = Scripted(
+        lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
+    )
+    judge = Judge(engine, cache, JudgeOptions(mode="judge-only"))
+    (group,) = score(
+        [
+            Group(
+                0,
+                tuple(
+                    Trajectory(TASK, (), answer, 1.0, 0)
+                    for answer in ("Oslo", "Kristiania", "oslo", "", "x " * 2000)
+                ),
+            )
+        ],
+        judge,
+    )
+    assert [(each.reward, each.error) for each in group.trajectories] == [
+        (0.0, ""),
+        (1.0, ""),
+        (None, "judge: no verdict"),
+        (0.0, ""),
+        (0.0, ""),
+    ]
+    assert asyncio.run(score_one(group.trajectories[1], judge)).scored_by == "judge"
+    proof = Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
+    assert judged(judge, "8/(3-8/3)", task=proof) == [(1.0, "gameof24")]
 
 
 def test_judge_prompt_has_question_options_and_answers() -> None:

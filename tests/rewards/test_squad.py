@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.rewards.squad import exact_match, normalise, token_f1
+from flowtrain.rewards.normal import normalise
+from flowtrain.rewards.squad import exact_match, token_f1
 from flowtrain.types import Task
 
 

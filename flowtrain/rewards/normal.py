@@ -1,0 +1,70 @@
+"""The normalisation of SQuAD (Rajpurkar et al. 2016), with its mistakes corrected.
+
+It drops case, punctuation, articles and repeated white space. Here, what makes a number or a name
+another one stays: decimal points, minus signs, what stands between digits (10.8 is not 108, 1-0 is
+not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr is Temur), & is
+and, and all forms of a date are equal (5 January 1964, January 5th, 1964, 1964-01-05).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from flowtrain.rewards import dates
+
+_SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
+_BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/^=*+])(?=[0-9])")
+_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
+_DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_BOUND = re.compile(r"[<>](?=\s?[0-9])")
+_MARKED = re.compile(r"(?<![^\W_])([a-z]{1,2})(\+\+|\+|#|[-\u2212](?!\S))(?![^\W_])")
+_KEPT = {
+    "\ue000": "-",
+    "\ue001": ".",
+    "\ue002": ":",
+    "\ue003": "/",
+    "\ue004": "<",
+    "\ue005": ">",
+    "\ue006": "+",
+    "\ue007": "#",
+    "\ue008": "^",
+    "\ue009": "=",
+    "\ue00a": "*",
+}
+"""Private characters that stand for what is kept while punctuation is removed."""
+_PRIVATE = str.maketrans({kept: private for private, kept in _KEPT.items()})
+
+
+def normalise(text: str) -> str:
+    """Normalise as the head of this file says.
+
+    A text of which nothing would be left ("The The" is a band) loses only case and spaces.
+    """
+    text = " ".join(text.casefold().replace("&", " and ").split())
+    date = dates.read(text)
+    if date and date.is_full and date.year > 0 and not date.weekday:
+        return f"{date.year:04}-{date.month:02}-{date.day:02}"
+    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    plain = _COMMA.sub(" ", _THOUSANDS.sub("", plain))
+    plain = _DECIMAL.sub(lambda match: match[0].rstrip("0").rstrip("."), plain)
+    plain = _BETWEEN.sub(_kept_between, _SIGN.sub("\ue000", plain))
+    plain = _BOUND.sub(lambda match: match[0].translate(_PRIVATE), plain)
+    plain = _MARKED.sub(lambda match: match[1] + _private(match[2]), plain)
+    plain = "".join(_KEPT.get(c, c) for c in plain if not _is_punctuation(c))
+    return " ".join(_ARTICLE.sub(" ", plain).split()) or text
+
+
+def _kept_between(match: re.Match[str]) -> str:
+    return _private(match[1])
+
+
+def _private(signs: str) -> str:
+    """Return the private characters of signs, of all dashes the same."""
+    return "".join(sign if sign in ".:/+#^=*" else "-" for sign in signs).translate(_PRIVATE)
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] == "P" or character in "$+<=>^`|~"

@@ -1,0 +1,186 @@
+"""Compare short answers: beyond the same words, the same date, time, number, range or measure.
+
+Only what a person would accept without knowing the question counts. "Oslo, Norway" is Oslo where
+the question asks for a place in Norway, and nowhere else: of "Paris, Texas" nobody knows.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from flowtrain.rewards import dates
+from flowtrain.rewards.normal import normalise
+from flowtrain.rewards.numerals import in_digits
+from flowtrain.rewards.units import KNOWN, quantity, unit_name
+from flowtrain.utils.text import boxed
+
+MAX_LENGTH = 400
+"""Characters of an answer that is read as more than words."""
+MAX_QUESTION = 5000
+"""Characters of a question in which a place is looked up."""
+
+_MARKUP = re.compile(r"\*\*|__|`|\\(?:text(?:bf|it|rm)?|math(?:bf|rm|it)|emph)\s*(?=\{)")
+_BRACED = re.compile(r"\{([^{}]*)\}")
+_LEAD = re.compile(r"(?:the )?(?:final |correct )?answer(?: is|:)\s*:?\s*", re.IGNORECASE)
+_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
+_DASH = re.compile(r"\s*[\u2010-\u2015\u2212]\s*|(?<=[0-9%])\s+-\s+(?=[0-9])")
+_HYPHEN = re.compile(
+    r"(?<=[^\W\d_])\s*-\s*(?=[^\W\d_])|(?<=[^\W\d_])-(?=[0-9])|(?<=[0-9])-(?=[^\W\d_])"
+)
+_HEDGE = re.compile(
+    r"(?:about|approximately|approx\.?|around|roughly|circa|ca\.|c\.|~|\u2248)\s*"
+    r"(?=[0-9$\u20ac\u00a3])",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"[Aa]t the (?:city|town|village) of |[Ii]n the (?:city|town|village) of ")
+_PERCENT = re.compile(r"\s?(?:%|\bper ?cent\b)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_RANGE = re.compile(
+    r"(?P<lead>from |between )?(?P<low>[0-9]+(?:\.[0-9]+)?)(?P<sign>-| to | and )"
+    r"(?P<high>[0-9]+(?:\.[0-9]+)?)(?P<rest>(?: ?[^\W\d_][^\W\d_. ]*\.?){0,4})"
+)
+_MEASURE = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)\b\.?")
+_BC = re.compile(r"(?<=[0-9]) ?[Bb]\.? ?[Cc]\.?(?: ?[Ee]\b\.?)?(?!\w)")
+_CURRENCY = re.compile(r"([\u20ac\u00a3]) ?([0-9]+(?:\.[0-9]+)?)")
+_PARENTHESIS = re.compile(r"([^()]*[^()\s])\s*\(([^()]*)\)")
+_VERSE = re.compile(r"((?:[123] )?)([a-z]{3,})\.? ([0-9]+:[0-9]+(?:-[0-9]+)?)")
+_YEAR = re.compile(r"1[0-9]{3}|20[0-9]{2}")
+_NO_UNITS = {"", "\u00a3"}
+"""Words for units that mean something else, too: pounds weigh."""
+_ROUNDED = 0.03
+"""How far a measure in parentheses may be from the one before them."""
+_SYNONYMS = {
+    **dict.fromkeys(("usa", "united states", "united states of america"), "us"),
+    **dict.fromkeys(
+        ("united kingdom", "united kingdom of great britain and northern ireland"), "uk"
+    ),
+}
+
+
+def plain(text: str) -> str:
+    """Return a text without what marks it: a box, bold letters, "the answer is"."""
+    content = boxed(text)
+    marked = _BRACED.sub(r"\1", _MARKUP.sub("", text if content is None else content))
+    marked = " ".join(marked.split()).strip("*_ ")
+    return _LEAD.sub("", marked, count=1).strip("*_ ") or text
+
+
+def same(answer: str, accepted: str) -> bool:
+    """Return whether two short answers say the same, the answer as precisely or more so."""
+    given, wanted = plain(answer), plain(accepted)
+    if normalise(given) == normalise(wanted):
+        return True
+    yes_no = _YES_NO.match(given.casefold())
+    if yes_no and yes_no[1] == normalise(wanted):
+        return True
+    if max(len(given), len(wanted)) > MAX_LENGTH:
+        return False
+    date, wanted_date = dates.read(given), dates.read(wanted)
+    if date and wanted_date:
+        return date.fits(wanted_date)
+    clock = dates.time_of_day(given)
+    if clock and clock == dates.time_of_day(wanted):
+        return True
+    wanted_texts = [wanted, *_restated(wanted)]
+    return any(
+        _same_words(one, other)
+        for one in (given, *_restated(given), *_without_year(given))
+        for other in wanted_texts
+    )
+
+
+def same_but_for_place(answer: str, accepted: str, question: str) -> bool:
+    """Return whether the answer is an accepted one and the place in which the question seeks it.
+
+    "Oslo, Norway" is Oslo where the capital of Norway is asked for.
+    """
+    head, comma, place = plain(answer).rpartition(", ")
+    if not (comma and place[:1].isupper()) or len(question) > MAX_QUESTION:
+        return False
+    asked, name = f" {normalise(question)} ", normalise(place)
+    return (
+        same(head, accepted)
+        and f" {normalise(accepted)} " not in asked
+        and any(f" {lead} {name} " in asked for lead in ("in", "capital of"))
+    )
+
+
+def canonical(text: str) -> str:
+    """Write a text in the form in which equal answers are the same text."""
+    text = in_digits(_DASH.sub("-", text.strip().rstrip(".")))
+    text = _PLACE.sub("", _THOUSANDS.sub("", _PERCENT.sub("", text)), count=1)
+    text = _HEDGE.sub("", text, count=1) if _HEDGE.match(text) else text
+    if found := _RANGE.fullmatch(text):
+        text = _range(found)
+    text = _BC.sub(" bc", text)
+    text = _CURRENCY.sub(r"\2 \1", _MEASURE.sub(_unit, text))
+    text = normalise(_HYPHEN.sub(" ", text))
+    return _SYNONYMS.get(text, text)
+
+
+def _range(found: re.Match[str]) -> str:
+    """Write "from 30 to 65 km" as "30-65 km", 1990-95 as 1990-1995."""
+    low, high = found["low"], found["high"]
+    if (found["sign"] == " and ") != (found["lead"] == "between "):
+        return found[0]
+    if re.fullmatch(r"[0-9]{4}", low) and re.fullmatch(r"[0-9]{2}", high) and high > low[2:]:
+        high = low[:2] + high
+    return f"{low}-{high}{found['rest']}"
+
+
+def _unit(found: re.Match[str]) -> str:
+    unit = unit_name(found[2])
+    if unit == "$":
+        return found[1]
+    return found[0] if unit in _NO_UNITS or unit not in KNOWN else f"{found[1]} {unit}"
+
+
+def _same_words(given: str, wanted: str) -> bool:
+    """Compare in canonical form, measures by value, and verses whatever their book is short for."""
+    if canonical(given) == canonical(wanted):
+        return True
+    measure = _measure(given)
+    if measure and measure == _measure(wanted):
+        return True
+    verse, wanted_verse = (_VERSE.fullmatch(text.casefold()) for text in (given, wanted))
+    return bool(
+        verse
+        and wanted_verse
+        and (verse[1], verse[3]) == (wanted_verse[1], wanted_verse[3])
+        and (verse[2].startswith(wanted_verse[2]) or wanted_verse[2].startswith(verse[2]))
+    )
+
+
+def _measure(text: str) -> tuple[str, Fraction] | None:
+    text = _THOUSANDS.sub("", in_digits(text))
+    return quantity(_HEDGE.sub("", text, count=1) if _HEDGE.match(text) else text)
+
+
+def _restated(text: str) -> list[str]:
+    """Return both parts of "582 feet (177 m)" and of "World Health Organization (WHO)"."""
+    found = _PARENTHESIS.fullmatch(text)
+    if found is None:
+        return []
+    outer, inner = found.groups()
+    one, other = _measure(outer), _measure(inner.strip())
+    if one and other and one[0] == other[0]:
+        is_close = abs(one[1] - other[1]) <= _ROUNDED * max(abs(one[1]), abs(other[1]))
+        return [outer, inner] if is_close else []
+    is_short = len(inner) > 1 and inner.isupper() and inner in _initials(outer)
+    return [outer, inner] if is_short else []
+
+
+def _initials(text: str) -> tuple[str, str]:
+    """Return the initials of all words, and of those with a capital."""
+    words = re.findall(r"[^\W\d_]+", text)
+    return (
+        "".join(word[0].upper() for word in words),
+        "".join(word[0] for word in words if word[0].isupper()),
+    )
+
+
+def _without_year(text: str) -> list[str]:
+    """Return "The Treaty of Paris" of "The Treaty of Paris (1783)"."""
+    found = _PARENTHESIS.fullmatch(text)
+    return [found[1]] if found and _YEAR.fullmatch(found[2]) and not found[1][-1].isdigit() else []

@@ -1,0 +1,87 @@
+"""Names of units and the exact factors between those of time, length and mass."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_SPELLINGS = {
+    "$": "dollar usd buck",
+    "\u20ac": "euro eur",
+    "\u00a3": "pound",
+    "degree": "deg",
+    "m": "meter metre",
+    "cm": "centimeter centimetre",
+    "mm": "millimeter millimetre",
+    "km": "kilometer kilometre",
+    "g": "gram gramme",
+    "kg": "kilogram kilogramme",
+    "mg": "milligram",
+    "l": "litre liter",
+    "ml": "millilitre milliliter",
+    "s": "second sec",
+    "min": "minute",
+    "h": "hour hr",
+    "day": "",
+    "week": "wk",
+    "year": "yr",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "square": "sq",
+    "": "unit",
+}
+_UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
+_FACTORS = {
+    "length": {
+        "mm": "1/1000",
+        "cm": "1/100",
+        "m": "1",
+        "km": "1000",
+        "in": "0.0254",
+        "ft": "0.3048",
+        "yd": "0.9144",
+        "mi": "1609.344",
+    },
+    "time": {"s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
+    "mass": {"mg": "1/1000", "g": "1", "kg": "1000"},
+    "volume": {"ml": "1/1000", "l": "1"},
+}
+FACTORS = {
+    unit: (dimension, Fraction(factor))
+    for dimension, units in _FACTORS.items()
+    for unit, factor in units.items()
+}
+"""Dimension and factor of each unit that has others beside it."""
+KNOWN = set(_SPELLINGS)
+"""The short names."""
+
+_QUANTITY = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)\.?")
+
+
+def unit_name(word: str) -> str:
+    """Return the short name of a unit ("Metres" is "m"), or the word without its plural s."""
+    word = word.strip(".").replace("{", "").replace("}", "")
+    word = word if len(word) == 1 else word.casefold()
+    singular = word[:-1] if word.endswith("s") and len(word) > 2 else word
+    return _UNITS.get(word, _UNITS.get(singular, singular))
+
+
+def measure(unit: str) -> tuple[str, Fraction]:
+    """Return dimension and factor of a unit, "m^2" and "square m", too; ("", 1) for others."""
+    name, _, power = unit.removeprefix("square ").partition("^")
+    exponent = 2 if unit.startswith("square ") else int(power) if power in ("1", "2", "3") else 1
+    dimension, factor = FACTORS.get(name, ("", Fraction(1)))
+    if not dimension or (power and power not in ("1", "2", "3")):
+        return "", Fraction(1)
+    return f"{dimension}^{exponent}", factor**exponent
+
+
+def quantity(text: str) -> tuple[str, Fraction] | None:
+    """Read "1.5 km" as ("length", 1500), in the base unit; None for anything else."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or (unit := unit_name(found[2])) not in FACTORS:
+        return None
+    dimension, factor = FACTORS[unit]
+    return dimension, Fraction(found[1]) * factor
