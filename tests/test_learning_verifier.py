@@ -84,7 +84,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     """Over three seeds it stopped after 56 % of the guesses at first and after 1 to 4 % of them in
     the end, after passages always.
     """
-    monkeypatch.setattr("flowtrain.rft.EARLY_STOP", 0.5)
+    monkeypatch.setattr("flowtrain.agents.expert.EARLY_STOP", 0.5)
     write_questions(tmp_path)
     with ExitStack() as cleanup:
         assert (

@@ -80,9 +80,7 @@ class ChatTemplate:
         return tuple(ids)
 
     def _harmless(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Mark special tokens in a message of others: the result of a tool, say, must not end its
-        message and begin one of another role.
-        """
+        """Mark special tokens of others: none may end its message and speak in another role."""
         if message["role"] == "assistant":  # templates look for the end of its thinking
             return message
         content = _SPECIAL.sub("", message["content"])
@@ -245,11 +243,6 @@ class Conversation:
             ids += response.ids
             ids += gap.ids
         return tuple(ids)
-
-    @property
-    def prompt_text(self) -> str:
-        """The prompt as text, for people."""
-        return self.template.decode(self.prompt_ids)
 
     def add_response(
         self, response_ids: Sequence[int], message: Message, ended: bool = False

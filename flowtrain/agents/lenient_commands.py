@@ -32,7 +32,7 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _QUOTED = re.compile(r"""\A(\s*(?:\w+\s*=\s*)?)(["'])(.*)\2(\s*,?\s*)\Z""", re.DOTALL)
-_CALL = re.compile(r"\b([A-Za-z]\w*)\s*\.\s*execute\s*\((.*)\)", re.DOTALL)
+_CALL = re.compile(r"\b([A-Za-z]\w*)\s*\.\s*execute\s*\(")
 
 
 class Command(NamedTuple):
@@ -156,8 +156,10 @@ def _is_number(value: object) -> bool:
 def _with_quotes_mended(code: str) -> str:
     """Write the one quoted argument of a call as a proper literal, whatever stands within it."""
     call = _CALL.search(code)
-    quoted = call and _QUOTED.match(call[2])
-    if call is None or not quoted:
+    if call is None:
+        return code
+    quoted = _QUOTED.match(code[call.end() : max(code.rfind(")"), 0)])
+    if quoted is None:
         return code
     name, _, text, rest = quoted.groups()
     return f"{call[1]}.execute({name.strip()}{text!r}{rest.strip()})"

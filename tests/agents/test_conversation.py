@@ -131,8 +131,8 @@ def test_text_after_a_reply_stays_where_no_token_ends_it() -> None:
     ids = own.encode("It is so.<|endoftext|>")
     later = start.add_response(ids, says("It is so.")).add([QUESTION])
     assert (
-        later.prompt_text
-        == f"{start.prompt_text}It is so.<|endoftext|>"
+        later.template.decode(later.prompt_ids)
+        == f"{start.template.decode(start.prompt_ids)}It is so.<|endoftext|>"
         + own.render([says("x"), QUESTION]).partition("x")[2]
     )
 
@@ -204,7 +204,7 @@ def test_thinking_stays_while_tools_are_called_and_goes_with_the_next_question()
     said = tuple(own.encode(letter)[0] for letter in "It is so.")
     thought = (*own.encode("<think>\nI think it is so.\n</think>\n\n"), *said, end)
     asked = called.add_response(thought, says(THOUGHT)).add([QUESTION])
-    text = asked.prompt_text
+    text = asked.template.decode(asked.prompt_ids)
     assert "I think" not in text and "</think>" not in text and text.count("It is so.") == 1
     assert contains(asked.prompt_ids, (*own.encode(own.opening), *said, end))
     again = asked.add_response((*said, end), says("It is so.")).add([QUESTION])
@@ -214,11 +214,11 @@ def test_thinking_stays_while_tools_are_called_and_goes_with_the_next_question()
 def test_thinking_that_the_prompt_opens_goes_from_every_earlier_reply() -> None:
     own = ChatTemplate(tokenizer_of(R1, "<|im_end|>"))
     start = Conversation.start(own, [QUESTION])
-    assert start.prompt_text.endswith("<|im_start|>assistant\n<think>\n")
+    assert start.template.decode(start.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
     sampled = own.encode("I think it is so.\n</think>\n\nIt is so.<|im_end|>")
     later = start.add_response(sampled, says(THOUGHT)).add([QUESTION])
     assert later.prompt_ids == whole(later)
-    assert "I think" not in later.prompt_text
+    assert "I think" not in later.template.decode(later.prompt_ids)
 
 
 @pytest.mark.parametrize(

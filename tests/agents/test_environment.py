@@ -235,9 +235,10 @@ def test_first_messages_go_through_every_style_of_template(style: str) -> None:
         {"role": "system", "content": "You work for a shop."},
         {"role": "user", "content": "Cancel it."},
     ]
-    text = chat.begin(first).prompt_text
+    begun = chat.begin(first)
+    text = begun.template.decode(begun.prompt_ids)
     for part in ("You work for a shop.", "Be brief.", "Cancel it.", "look_up"):
         assert text.count(part) == 1
     assert text.index("You work") < text.index("Be brief.") < text.index("Cancel it.")
     alone = chat.begin([{"role": "system", "content": "Go."}, *first[1:]][:1] + first[1:])
-    assert "Go." in alone.prompt_text
+    assert "Go." in alone.template.decode(alone.prompt_ids)
