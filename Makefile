@@ -70,9 +70,10 @@ test: setup
 attack: setup
 	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks
 
-# In a process of their own: parts of them run vLLM in it, which does not bear all that the other tests import.
+# In processes of their own: the second runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
-	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/weights/test_vllm_plugin.py
+	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py
+	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
 
 lint: setup
 	$(BIN)/ruff check .
