@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from flowtrain.agents.special_tokens import SpecialTokens, unmarked
 from flowtrain.engines.token_chat import ChatTokenizer
 
 Message = Mapping[str, Any]
@@ -31,9 +31,6 @@ Message = Mapping[str, Any]
 THINK_END = "</think>"
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_SPECIAL = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-"""Stands for a special token in a message, by its number."""
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}
 
 
@@ -48,7 +45,7 @@ class ChatTemplate:
         """Raises TemplateRewrites for one that does not show replies as they are."""
         self._tokenizer = tokenizer
         self.source = str(tokenizer.chat_template)
-        self._special = _special_texts(tokenizer)
+        self._special = SpecialTokens(tokenizer)
         self.closing = self._closing()
         """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
 
@@ -59,7 +56,7 @@ class ChatTemplate:
         reply: bool = True,
     ) -> str:
         """Render messages; with `reply` up to where the reply begins. Raises TemplateRewrites."""
-        options: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        options: dict[str, Any] = {"tools": self._special.marked(list(tools))} if tools else {}
         plain = [self._harmless(_plain(message)) for message in messages]
         # A template is a program of the model's maker, which stops on messages that it cannot take.
         try:
@@ -71,22 +68,16 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a rendered text; special tokens that stand in messages become plain text."""
-        ids: list[int] = []
-        for place, piece in enumerate(_SPECIAL.split(text)):
-            # Cut after the first letter, a special token is none any more.
-            special = self._special[int(piece)] if place % 2 else ""
-            for part in (special[:1], special[1:]) if special else (piece,):
-                ids += self._tokenizer.encode(part, add_special_tokens=False) if part else ()
-        return tuple(ids)
+        return tuple(self._special.encode(text))
 
     def _harmless(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Mark special tokens of others: none may end its message and speak in another role."""
-        if message["role"] == "assistant":  # templates look for the end of its thinking
-            return message
-        content = _SPECIAL.sub("", message["content"])
-        for number, special in enumerate(self._special):
-            content = content.replace(special, f"{_OPEN}{number}{_CLOSE}")
-        return {**message, "content": content}
+        # Of replies special tokens stay: templates look for the end of their thinking.
+        is_reply = message["role"] == "assistant"
+        content = message["content"]
+        return {
+            **message,
+            "content": unmarked(content) if is_reply else self._special.marked(content),
+        }
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with special tokens, for people."""
@@ -357,13 +348,6 @@ class _Marks:
         if 0 <= argument < content:
             content = -1
         return _Slot(content, end, thinking >= 0)
-
-
-def _special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts of a tokenizer's special tokens, those first that contain others."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {str(token) for token in added if token.special}
-    return tuple(sorted(texts - {""}, key=lambda text: (-len(text), text)))
 
 
 def _call(name: str, arguments: Mapping[str, Any], call_id: str = _ID) -> dict[str, Any]:

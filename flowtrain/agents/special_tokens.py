@@ -1,0 +1,54 @@
+"""Special tokens in messages: plain text there, whatever a tokenizer would make of them.
+
+The result of a tool, say, must not end its message and speak in another role. So special tokens are
+marked before a chat template renders the messages, and the marks are encoded in two pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_OPEN, _CLOSE = "\ue000", "\ue001"
+_MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+"""Stands for a special token, by its number."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, those first that contain others."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        texts = {str(token) for token in added if token.special} - {""}
+        self._texts = sorted(texts, key=lambda text: (-len(text), text))
+
+    def marked(self, value: Any) -> Any:
+        """Return a text, or a tree of lists and objects, with marks for special tokens."""
+        if isinstance(value, str):
+            text = unmarked(value)
+            for number, special in enumerate(self._texts):
+                text = text.replace(special, f"{_OPEN}{number}{_CLOSE}")
+            return text
+        if isinstance(value, Mapping):
+            return {key: self.marked(each) for key, each in value.items()}
+        return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a rendered text with its marks."""
+        ids: list[int] = []
+        for piece in self._pieces(text):
+            ids += self._tokenizer.encode(piece, add_special_tokens=False) if piece else ()
+        return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        for place, piece in enumerate(_MARK.split(text)):
+            # Cut after the first letter, a special token is none any more.
+            special = self._texts[int(piece)] if place % 2 else ""
+            yield from (special[:1], special[1:]) if special else (piece,)
+
+
+def unmarked(text: str) -> str:
+    """Return a text without anything that looks like a mark."""
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
