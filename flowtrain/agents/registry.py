@@ -19,15 +19,16 @@ from flowtrain.types import PolicyName, UserError
 from flowtrain.utils import plugins
 
 GROUP = "flowtrain.agents"
-BUILT_IN = {
-    name: EntryPoint(name, f"flowtrain.agents.{target}", GROUP)
-    for name, target in {
+BUILT_IN = plugins.built_in(
+    GROUP,
+    "flowtrain.agents",
+    {
         "agentflow": "build:AGENTFLOW",
         "gateway": "gateway.agent:GatewayAgent",
         "single": "single_turn:SingleTurn",
         "tools": "tool_calling:ToolCallingAgent",
-    }.items()
-}
+    },
+)
 """The agents of this package by name; imported only when a run uses them."""
 
 

@@ -4,22 +4,21 @@ point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
 
 GROUP = "flowtrain.algorithms"
-BUILT_IN = {
-    name: EntryPoint(name, f"flowtrain.algorithms.{value}", GROUP)
-    for name, value in {
+BUILT_IN = plugins.built_in(
+    GROUP,
+    "flowtrain.algorithms",
+    {
         "flow_grpo": "flow_grpo:FlowGrpo",
         "appo": "appo:Appo",
         "infoflow": "infoflow:Infoflow",
-    }.items()
-}
+    },
+)
 
 
 def load_algorithm(config: Config) -> Algorithm:

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flowtrain.config import Agent
-from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task, UserError
 
@@ -110,14 +109,7 @@ def _failure(problem: str) -> str:
 @functools.cache
 def _sandbox() -> ProcessSandbox:
     """Make the sandbox with the first answer; its processes end with this one."""
-    return make_sandbox(
-        Agent(
-            python_packages=("reasoning_gym",),
-            tool_timeout_s=TIME_LIMIT_S,
-            code_timeout_s=TIME_LIMIT_S,
-            code_memory_mb=MEMORY_MB,
-        )
-    )
+    return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB)
 
 
 @functools.cache

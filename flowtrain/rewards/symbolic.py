@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from flowtrain.config import Agent
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.math_answer import readings
-from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task
 
@@ -137,14 +136,7 @@ def _sandbox() -> ProcessSandbox:
     with warnings.catch_warnings():
         # Of a weak sandbox; the answers are parsed here, by a grammar, and never run.
         warnings.simplefilter("ignore", RuntimeWarning)
-        return make_sandbox(
-            Agent(
-                python_packages=("math_verify",),
-                tool_timeout_s=TIME_LIMIT_S,
-                code_timeout_s=TIME_LIMIT_S,
-                code_memory_mb=MEMORY_MB,
-            )
-        )
+        return make_checker_sandbox("math_verify", TIME_LIMIT_S, MEMORY_MB)
 
 
 @functools.cache

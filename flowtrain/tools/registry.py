@@ -50,10 +50,9 @@ _MODULES = (
     "wikipedia_search",
     "web_reader",
 )
-BUILT_IN = {
-    module.title(): EntryPoint(module.title(), f"flowtrain.tools.{module}:make", GROUP)
-    for module in _MODULES
-}
+BUILT_IN = plugins.built_in(
+    GROUP, "flowtrain.tools", {module.title(): f"{module}:make" for module in _MODULES}
+)
 """The tools of this package by name; they too are imported only when a run uses them."""
 
 

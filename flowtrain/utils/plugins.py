@@ -18,6 +18,13 @@ OBJECT = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 _MAX_ERROR = 300
 
 
+def built_in(group: str, root: str, targets: Mapping[str, str]) -> dict[str, EntryPoint]:
+    """Return entry points of our own by name, imported when they are loaded; each target is
+    MODULE:NAME within the package `root`.
+    """
+    return {name: EntryPoint(name, f"{root}.{target}", group) for name, target in targets.items()}
+
+
 def offered(kind: str, group: str, built_in: Mapping[str, EntryPoint]) -> dict[str, EntryPoint]:
     """Return every entry point of the group by name, built-in ones first. Raises UserError when two
     packages offer one name for a `kind` of thing.

@@ -130,8 +130,5 @@ def _explain(kind: RuleKind, name: str, error: ValidationError) -> str:
 
 def _offered(kind: RuleKind) -> dict[str, EntryPoint]:
     """Every rule of this kind, by name."""
-    built_in = {
-        name: EntryPoint(name, f"flowtrain.dataflow.rules.{value}", kind.entry_points)
-        for name, value in kind.built_in.items()
-    }
+    built_in = plugins.built_in(kind.entry_points, "flowtrain.dataflow.rules", kind.built_in)
     return plugins.offered(kind.text, kind.entry_points, built_in)

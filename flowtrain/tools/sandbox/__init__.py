@@ -21,6 +21,18 @@ def make_sandbox(agent: Agent) -> ProcessSandbox:
     )
 
 
+def make_checker_sandbox(package: str, time_limit_s: float, memory_mb: int) -> ProcessSandbox:
+    """Make the sandbox for a package that checks answers, on which hostile ones may hang."""
+    return make_sandbox(
+        Agent(
+            python_packages=(package,),
+            tool_timeout_s=time_limit_s,
+            code_timeout_s=time_limit_s,
+            code_memory_mb=memory_mb,
+        )
+    )
+
+
 def _backend(agent: Agent) -> Backend:
     """Choose the backend; "auto" is the strictest that serves the config and works here."""
     packages = agent.python_packages
