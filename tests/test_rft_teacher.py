@@ -1,4 +1,4 @@
-"""Fine-tuning on a teacher's rollouts, from the command line; the teacher is a scripted endpoint."""
+"""Fine-tuning on the rollouts of a teacher, from the command line: a scripted endpoint."""
 
 from __future__ import annotations
 
