@@ -86,7 +86,7 @@ class _Entry:
 
     task_id: str
     error: str
-    reward: float
+    """Why it failed; such a one has no reward, and may be asked for again."""
 
 
 class DemonstrationLog:
@@ -180,11 +180,10 @@ class DemonstrationLog:
         number = record["group_index"]
         if (before := self._entries.get(number)) is not None:
             self._num_failed -= bool(before.error)
-            self._reward -= before.reward
-        entry = _Entry(record["task_id"], record["error"], record["reward"] or 0.0)
+        entry = _Entry(record["task_id"], record["error"])
         self._entries[number] = entry
         self._num_failed += bool(entry.error)
-        self._reward += entry.reward
+        self._reward += record["reward"] or 0.0
 
 
 def cost_text(usage: Usage) -> str:
