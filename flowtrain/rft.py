@@ -111,7 +111,7 @@ def _run(
         demonstrations = _demonstrate(components, agent)
     else:
         demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
-        if interrupt.requested:
+        if missing and interrupt.requested:
             print(
                 f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
                 "--resume auto asks for the others"
@@ -149,6 +149,9 @@ def _open(
     cleanup.callback(made.close)
     agent = make_expert(components, made)
     run_dir = components.open_run_dir(facts)
+    if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
+        tokenizer = components.policies["planner"].tokenizer
+        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     if policy in asked:
         publish_start(components, store)
         engines[policy].load(0)

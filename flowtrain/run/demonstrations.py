@@ -30,6 +30,7 @@ from flowtrain.report.pins import check_same
 from flowtrain.rewards import Judge, RewardFunctions, score_one
 from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import printable
 
 FILE = "trajectories.jsonl"
 PINS = "demonstrations"
@@ -154,7 +155,7 @@ class DemonstrationLog:
     def read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
         """Read the last rollout of each of these numbers. Raises UserError for a damaged line."""
         wanted, latest = set(numbers), dict[int, str]()
-        for record in read_lines(self.path):
+        for record in read_lines(self.path) if self.path.exists() else ():
             if record["group_index"] in wanted:
                 latest[record["group_index"]] = record["group"]
         for number, packed in sorted(latest.items()):
@@ -165,6 +166,11 @@ class DemonstrationLog:
                     f"{self.path}: demonstration {number} is damaged: {error}"
                 ) from error
             yield trajectory
+
+    @property
+    def failures(self) -> list[str]:
+        """Return why the failed rollouts failed."""
+        return [entry.error for entry in self._entries.values() if entry.error]
 
     def state(self) -> str:
         """Format the mean reward so far and what it cost."""
@@ -231,3 +237,6 @@ def collect_demonstrations(
                 running.create_task(demonstrate(number, task))
 
     run_to_end(every())
+    if failures := log.failures:
+        text = f"{len(failures)} rollouts failed ({failures[0]}); --resume auto asks them again"
+        print(printable(text), file=sys.stderr)
