@@ -266,6 +266,7 @@ def test_a_bad_value_is_named_with_its_key(
             ["--vllm.sleep", "true", "--rollout.num_engine_ranks", "2"],
             ["vllm.sleep=true", "rollout.num_engine_ranks=2"],
         ),
+        (["--agent.memory_fields", '["time"]'], ["agent.memory_fields=['time']", "agent.prompt"]),
         (["--rollout.frequency_penalty=1.2"], ["rollout.frequency_penalty=1.2", "train.rescore"]),
         (
             ["--rollout.frequency_penalty=1", "--train.rescore=true", "--algorithm.name=appo"],
