@@ -198,10 +198,13 @@ class RunComponents:
         together(self.world, create, other_failed=UserError)
         return report.RunDir.open(path)
 
-    def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
+    def make_policy_engines(
+        self, stores: Mapping[str, Source], *, branches: bool = False
+    ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen at the weights of its path.
+        A policy without a store is frozen at the weights of its path. `branches`: branch points
+        are chosen by what the engines say of their tokens.
         """
         engines: dict[str, Engine] = {}
         with ExitStack() as cleanup:  # closes what has started when another cannot
@@ -211,7 +214,7 @@ class RunComponents:
                     policy,
                     device=self.world.device,
                     store=stores.get(name),
-                    records_entropies=self.algorithm.records_entropies,
+                    records_entropies=branches or self.algorithm.records_entropies,
                 )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
