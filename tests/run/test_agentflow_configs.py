@@ -38,6 +38,7 @@ CHANGED = {
         *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
         *("algorithm.clip_high", "algorithm.dual_clip"),
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
+        *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
     "agentflow-sft": {
         *("engines.teacher", "rft.expert", "rft.num_rollouts", "rft.num_epochs", "rft.num_steps"),
