@@ -54,6 +54,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "flow_grpo": ["--train.num_steps", "60"],
         "appo": [*APPO, "--appo.rule", "score"],
         "appo, no future": [*APPO, "--appo.rule", "score", "--appo.future_coef", "0"],
+        "appo, single group": [*APPO, "--appo.advantage_groups", "single"],
         "entropy": [*APPO, "--appo.rule", "entropy"],
         "arpo": [*APPO, "--appo.rule", "arpo"],
     },

@@ -96,6 +96,7 @@ class Appo(Algorithm):
             num_groups=self.config.rollout.num_questions,
             trains_branches=self.config.appo.rule == "arpo",
             keeps_equals=self.config.algorithm.equal_groups == "keep",
+            is_one_group=self.config.appo.advantage_groups == "single",
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
@@ -186,6 +187,7 @@ def appo(
     num_groups: int | None = None,
     trains_branches: bool = False,
     keeps_equals: bool = False,
+    is_one_group: bool = False,
 ) -> TrainBatch:
     """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
     the objective is the mean over tokens.
@@ -198,6 +200,8 @@ def appo(
             like roots.
         keeps_equals: train groups in which neither roots nor branches differ in reward, too. They
             carry no signal, and by default they are left out.
+        is_one_group: normalise the rewards of roots and branches together (the paper's ablation
+            "single group", as far as it is described); all else stays.
 
     Turns without tokens are counted.
     """
@@ -206,7 +210,7 @@ def appo(
     num_dropped = num_empty = 0
     for group in groups:
         minibatch = group.index * num_minibatches // num_groups
-        credited = _everyone(group) if trains_branches else _roots(group)
+        credited = _everyone(group) if trains_branches else _roots(group, is_one_group)
         found = [sample for member in credited for sample in _samples(group, *member, minibatch)]
         has_signal = any(any(sample.advantages) for sample in found)
         is_trained = has_signal or (keeps_equals and bool(found))
@@ -233,17 +237,20 @@ def _everyone(group: Group) -> list[tuple[int, float, _Branches]]:
     return [(member, a, ()) for member, a in zip(members, advantages, strict=True)]
 
 
-def _roots(group: Group) -> list[tuple[int, float, _Branches]]:
+def _roots(group: Group, is_one_group: bool) -> list[tuple[int, float, _Branches]]:
     """(trajectory, advantage, its branches) of the roots."""
     finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
-    roots = [(n, t) for n, t in finished if t.branch is None]
+    roots = [(n, reward_of(t)) for n, t in finished if t.branch is None]
     branches = [(t.branch, reward_of(t)) for _, t in finished if t.branch is not None]
+    of_roots, of_branches = [r for _, r in roots], [r for _, r in branches]
+    if is_one_group:
+        advantages = normalise(of_roots + of_branches)
+    else:
+        advantages = normalise(of_roots) + normalise(of_branches)
     left: dict[int, list[tuple[int, int, float]]] = {n: [] for n, _ in roots}
-    advantages = normalise([reward for _, reward in branches])
-    for (point, _), advantage in zip(branches, advantages, strict=True):
+    for (point, _), advantage in zip(branches, advantages[len(roots) :], strict=True):
         left[point.parent].append((point.turn, point.token, advantage))
-    advantages = normalise([reward_of(t) for _, t in roots])
-    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=True)]
+    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=False)]
 
 
 def _samples(

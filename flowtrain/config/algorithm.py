@@ -66,6 +66,9 @@ class Appo(Section):
     keep_token: bool = False
     """a branch keeps the token it was chosen for and goes on after it (the released code), instead
     of sampling that one anew"""
+    advantage_groups: Literal["dual", "single"] = "dual"
+    """dual: the rewards of roots and those of branches are normalised apart; single: together, the
+    paper's ablation. The rule arpo always has one group"""
     omega: Literal["reference", "behavior"] = "reference"
     """denominator of the future ratio: the policy that training started from, or the sampler's
     log-probs (for stale rollouts)"""
