@@ -10,6 +10,7 @@ part of the loss (`flowkernels.future_aware`), because it depends on the current
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -30,10 +31,11 @@ from flowtrain.types import (
 )
 
 if TYPE_CHECKING:
-    from flowkernels import LossSpec, TokenLossFn
+    from flowkernels import FutureRatio, LossSpec, TokenLossFn
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.registry import AgentKind
+    from flowtrain.training.minibatch_factor import MinibatchFactor
     from flowtrain.training.trainer import Trainer
 
 
@@ -100,14 +102,49 @@ class Appo(Algorithm):
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        """Multiply the advantages by the future-aware factor (eqs. 7 and 8)."""
-        from flowkernels import FutureRatio, future_aware
+        """Multiply the advantages by the future-aware factor (eqs. 7 and 8), where a row of turns
+        is enough to know it.
+        """
+        from flowkernels import future_aware
+
+        if not self._is_future_aware or self._needs_minibatch:
+            return spec
+        return future_aware(spec, self._future_ratio())
+
+    def minibatch_factor(self) -> MinibatchFactor | None:
+        """Take the future-aware factor over whole rollouts, and sequences that the dual clip bounds
+        out of the mean, where either is asked for.
+        """
+        from flowkernels import future_factor
+
+        from flowtrain.training.minibatch_factor import MinibatchFactor
+
+        if not self._is_future_aware or not self._needs_minibatch:
+            return None
+        a, dual_clip = self.config.appo, self.config.algorithm.dual_clip
+
+        factor = functools.partial(
+            future_factor,
+            future=self._future_ratio(),
+            dual_clip=dual_clip,
+            leaves_mean=a.dual_clipped == "drop",
+        )
+        return MinibatchFactor(factor, joins_turns=a.future_scope == "rollout")
+
+    @property
+    def _is_future_aware(self) -> bool:
+        return self.config.appo.rule != "arpo" and self.config.appo.future_coef != 0
+
+    @property
+    def _needs_minibatch(self) -> bool:
+        a = self.config.appo
+        return a.future_scope == "rollout" or a.dual_clipped == "drop"
+
+    def _future_ratio(self) -> FutureRatio:
+        from flowkernels import FutureRatio
 
         a = self.config.appo
-        if a.rule == "arpo" or a.future_coef == 0:
-            return spec
-        ratio = FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
-        return future_aware(spec, ratio)
+        return FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
 
     def clips(self, chosen: Options) -> dict[str, float]:
         higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
@@ -144,6 +181,12 @@ class Appo(Algorithm):
             raise UserError(
                 f"appo.future_low={appo.future_low} must be at most "
                 f"appo.future_high={appo.future_high}"
+            )
+        if appo.future_scope == "rollout" and config.train.minibatch_size:
+            raise UserError(
+                f"train.minibatch_size={config.train.minibatch_size} deals the turns of a rollout "
+                "out to several updates, over which appo.future_scope='rollout' cannot look; set "
+                "train.num_minibatches, which deals out questions"
             )
         if config.algorithm.loss == "gspo" and appo.future_coef:
             raise UserError(

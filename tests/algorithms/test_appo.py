@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.appo import appo
+from flowtrain.config.options import parse
 from flowtrain.types import (
     BranchPoint,
     Call,
@@ -182,6 +185,50 @@ def test_arpo_trains_branches_in_one_group() -> None:
         approx([-A] * 3),
         approx([A]),
     ]
+
+
+LOG_RATIOS = torch.tensor([0.3, 0.4, -0.1, 0.3, 1.5, 1.5])
+BOUNDS = torch.tensor([0, 3, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--appo.future_scope", "rollout"), [2.2, 2.2, 2.0, 2.2, 0.0, 0.0]),
+        (("--appo.dual_clipped", "drop"), [3.3, 3.3, 3.0, 3.3, 0.0, 0.0]),
+        (
+            ("--appo.dual_clipped", "drop", "--appo.future_coef", "2", "--appo.future_high", "1.1"),
+            [4.8, 4.8, 4.5, 4.8, 0.0, 0.0],
+        ),
+    ],
+)
+def test_what_looks_at_the_mini_batch_has_the_options_of_the_run(
+    words: tuple[str, ...], wanted: list[float]
+) -> None:
+    """A_fut of the first two tokens and the fourth is above 1.2, of the third exp(-.1), so 1; two
+    tokens of the last sequence, of four in six that stay, are dual-clipped.
+    """
+    config = parse(["--algorithm.name", "appo", *words])
+    assert config is not None
+    algorithm = load_algorithm(config)
+    factor = algorithm.minibatch_factor()
+    assert factor is not None and factor.joins_turns == ("rollout" in words)
+    advantage_T = torch.tensor([1.0, 1, 1, 1, -1, -1])
+    assert factor.of(LOG_RATIOS, advantage_T, torch.ones(6), BOUNDS).tolist() == approx6(wanted)
+    spec = algorithm.loss_spec()
+    assert algorithm.token_loss(spec) == spec, "the factor is applied once"
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--appo.future_scope", "rollout", "--appo.future_coef", "0")]
+)
+def test_by_default_and_without_a_future_no_pass_is_added(words: tuple[str, ...]) -> None:
+    config = parse(["--algorithm.name", "appo", *words])
+    assert config is not None and load_algorithm(config).minibatch_factor() is None
+
+
+def approx6(value: list[float]) -> Any:
+    return pytest.approx(value, rel=1e-6)
 
 
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
