@@ -148,12 +148,16 @@ def test_the_gradient_is_that_of_the_objective_written_out(
     assert distance(other, wanted) > 0.05, "what is dropped matters"
 
 
+@pytest.mark.parametrize("m2po", [None, 0.2])
 def test_over_turns_it_is_the_loss_that_looks_at_rows(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
+    make_trainer: MakeTrainer, random_samples: MakeSamples, m2po: float | None
 ) -> None:
+    """M2PO finds its clip by the advantages as they were before."""
     spec = replace(SPEC, kl_coef=0.0)
-    scaled = make_trainer(spec, factor=factor_of(joins_turns=False, drops=False), grad_clip=0.0)
-    within = make_trainer(spec, grad_clip=0.0)
+    factor = factor_of(joins_turns=False, drops=False)
+    scaled = make_trainer(spec, factor=factor, m2po=m2po, grad_clip=0.0)
+    within = make_trainer(spec, m2po=m2po, grad_clip=0.0)
+    within._token_loss_of = functools.partial(future_aware, future=FUTURE)
     within._token_loss = future_aware(spec, FUTURE)
     samples = rollouts(scaled, random_samples(18), turns=3)
     rows = pack_rows(samples, 40)
