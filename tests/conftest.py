@@ -68,6 +68,7 @@ SLOW = (
     "test_train_dataflow.py",
     "test_train_gateway.py",
     "test_train_numbers.py",
+    "test_train_refiner.py",
     "test_train_resume.py",
     "test_train_roles.py",
     "test_train_tools.py",
