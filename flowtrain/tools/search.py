@@ -88,6 +88,7 @@ def make(context: ToolContext) -> Tool:
             f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
             "through the shipped sentences about countries and elements. Give it passages of yours "
             "(corpus.path, or tasks.corpus), or take Web_Search or Wikipedia_Search instead, which "
-            "search offline with provider = 'corpus'; tasks.corpus='shipped' if these sentences are meant"
+            "search offline with provider = 'corpus'; tasks.corpus='shipped' if these sentences "
+            "are meant"
         )
     return Search(context.passages, context.config.agent.num_passages)
