@@ -85,8 +85,10 @@ class Membership:
         request = Push(self._request.node, *key_of(lease), payload)
         return await self._ask(self._dataflow.push, request)
 
-    async def release(self, leases: Iterable[LeaseKey], reason: str) -> None:
-        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON])
+    async def release(
+        self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False
+    ) -> None:
+        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON], is_failure)
         await self._ask(self._dataflow.release, request)
 
     def close(self) -> None:

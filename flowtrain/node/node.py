@@ -233,7 +233,7 @@ class Node:
     async def _give_up(self, item: _WorkItem, reason: str) -> None:
         """Give the lease back, so that another node may try."""
         self._num_failures += 1
-        await self._member.release([key_of(item.lease)], reason)
+        await self._member.release([key_of(item.lease)], reason, is_failure=True)
         self._forget(item)
         if self._num_failures >= _MAX_FAILURES:
             raise UserError(

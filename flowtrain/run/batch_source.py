@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -80,7 +81,8 @@ class BatchSource:
 
     def register(self, policy: Register, trained_from: str) -> None:
         """Begin, or go on from the checkpoint of `policy.step`, which was trained from the run
-        `trained_from`; collective.
+        `trained_from`; collective. All ranks register as one life: a request that comes twice or
+        late then takes nothing back.
 
         Raises UserError when the dataflow refuses, or is another one; KeyboardInterrupt when the
         run is asked to end meanwhile.
@@ -92,8 +94,9 @@ class BatchSource:
                     f"this is run {run!r}, but the checkpoint was trained from {trained_from!r}: "
                     "start the service with its database"
                 )
-            return self._dataflow.register(policy)
+            return self._dataflow.register(described)
 
+        described = replace(policy, life=self._world.gather_text(uuid.uuid4().hex)[0])
         registered = self._answer(ask, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt

@@ -25,6 +25,7 @@ from flowtrain.dataflow.contract import (
     Progress,
     Refused,
     Register,
+    Registered,
     Unavailable,
 )
 from flowtrain.dataflow.ledger import Ledger
@@ -125,6 +126,31 @@ def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
     batch_source.close()
     policy = place.ledger.status()["policies"]["planner"]
     assert (policy["state"], policy["version"], policy["checkpoint"]) == ("done", 1, 1)
+
+
+def test_a_registration_that_arrives_twice_or_late_takes_nothing_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a proxy sends it again; every start of a trainer is another life."""
+    batch_source = place.batch_source()
+    sent: list[Register] = []
+    real = batch_source._dataflow.register
+
+    def noting(request: Register) -> Registered:
+        sent.append(request)
+        return real(request)
+
+    monkeypatch.setattr(batch_source._dataflow, "register", noting)
+    batch_source.register(planner(), "")
+    place.fill(4)
+    batch_source.next_batch(1)
+    batch_source.report_progress(1, 0)
+    batch_source.close()
+    (request,) = sent
+    assert place.ledger.register(request).step == 1
+    assert place.ledger.status()["policies"]["planner"]["version"] == 1
+    place.batch_source().register(planner(), "")
+    assert place.ledger.status()["policies"]["planner"]["version"] == 0, "it goes on from step 0"
 
 
 def test_staleness_is_counted_in_tokens(place: Place) -> None:
