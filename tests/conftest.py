@@ -58,6 +58,7 @@ SLOW = (
     "test_exact_resume.py",
     "test_examples.py",
     "test_learning.py",
+    "test_learning_refiner.py",
     "test_learning_verifier.py",
     "test_one_trainer.py",
     "test_real_model.py",
