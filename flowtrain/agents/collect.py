@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from flowtrain.agents.base import Agent, BranchStart
 from flowtrain.agents.deadlines import Cutoff
+from flowtrain.engines.protocol import EngineError
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
@@ -112,6 +114,15 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         if mistake := next(user_errors(failures), None):
             raise mistake from None
         raise
+
+
+async def roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
+    """Roll out one task; a planner whose engine fails makes a failed rollout."""
+    started = time.monotonic()
+    try:
+        return await agent.run(task, seed)
+    except EngineError as error:
+        return Trajectory(task, (), "", time.monotonic() - started, seed, error=f"planner: {error}")
 
 
 async def _collect(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import run_to_end
+from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.engines.chat import metered
-from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
 from flowtrain.rewards import score_one
-from flowtrain.types import Task, Trajectory
+from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
 
@@ -59,7 +56,7 @@ def ask(
         async with free:
             # From names alone: a rollout is the same whatever else is asked, before or beside it.
             with metered() as usage:
-                trajectory = await _roll_out(
+                trajectory = await roll_out(
                     system.agents[question.key[0]],
                     question.task,
                     derive_seed(seed, "evals", *question.key),
@@ -76,15 +73,6 @@ def ask(
                 running.create_task(rollout(question))
 
     run_to_end(every_rollout())
-
-
-async def _roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
-    """Roll out one question; an engine that fails the planner makes a failed rollout."""
-    started = time.monotonic()
-    try:
-        return await agent.run(task, seed)
-    except EngineError as error:
-        return Trajectory(task, (), "", time.monotonic() - started, seed, error=f"planner: {error}")
 
 
 def _state(log: RecordLog) -> str:

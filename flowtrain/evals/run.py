@@ -16,10 +16,11 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.evals.ask import Question, ask, questions
 from flowtrain.evals.paper import PAPER
-from flowtrain.evals.pins import check_same, config_pins
+from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, open_system
+from flowtrain.report.pins import check_same
 from flowtrain.report.run_dir import is_used
 from flowtrain.tasks.benchmarks import BENCHMARKS, benchmark_file, load_benchmark
 from flowtrain.types import Task, UserError

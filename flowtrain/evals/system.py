@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_flow, prompt_hashes, tool_spellings
-from flowtrain.agents.prompts import FullPrompt, tools_text
+from flowtrain.agents.build import make_chat_planner, make_flow, prompt_hashes
+from flowtrain.agents.prompts import tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
-from flowtrain.evals.chat_planner import ChatPlanner
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
@@ -128,19 +127,12 @@ def _without_policy(
                 f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
                 "that role another engine"
             )
-    chats = make_chat_engines(config, None, world.device, planner)
+    chats = make_chat_engines(config, None, world.device, {"planner": planner})
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
         cleanup.callback(tool.close)
-    prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)
-    frozen = ChatPlanner(
-        chats.roles["planner"],
-        prompt,
-        tuple(tools),
-        config.rollout.request_timeout_s,
-        tool_spellings(config, tools),
-    )
+    frozen = make_chat_planner(config, chats.roles["planner"], tools)
     turns = config.agent.eval_max_turns
     agents = {
         name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles)
