@@ -82,7 +82,8 @@ def test_the_refiner_learns_what_was_looked_for(
     write_questions(tmp_path)
     with ExitStack() as cleanup:
         components = prepared(tmp_path, "warm", cleanup)
-        assert fine_tune(components, SimpleNamespace(requested=False), cleanup) == 0  # type: ignore[arg-type]
+        interrupt = SimpleNamespace(requested=False)
+        assert fine_tune(components, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
     seen: list[list[Group]] = []
     with ExitStack() as cleanup:
         warm = {"path": str(tmp_path / "warm" / "model")}
