@@ -52,6 +52,7 @@ SLOW = (
     "rewards/test_gym_rewards.py",
     "run/test_agentflow_configs.py",
     "run/test_dry_run.py",
+    "run/test_infoflow_configs.py",
     "tasks/test_gym_tasks.py",
     "test_bench_model_folder.py",
     "test_bench_trl.py",

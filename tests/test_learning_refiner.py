@@ -35,7 +35,7 @@ REFINER = {
     "policies": {"refiner": {"max_new_tokens": 20}},
     "rft": {"num_rollouts": 1000, "num_steps": 400, "keep": "all", "expert_error": 0.0},
 }
-NUM_STEPS = 10
+NUM_STEPS = 14
 
 
 def prepared(

@@ -16,7 +16,7 @@ import pytest
 from chat_servers import ChatServer, chat_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tasks.test_benchmark_files import FOLDER, needs_files
+from test_benchmark_files import FOLDER, needs_files
 
 from flowtrain.tasks.annotate import main
 from flowtrain.tasks.files import load_tasks
