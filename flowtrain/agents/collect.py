@@ -69,7 +69,7 @@ def collect_branches(
     requests = [
         request
         for group, at in zip(groups, points, strict=True)
-        for request in _missing(group, at, group_size)
+        for request in missing(group, at, group_size)
     ]
     done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [
@@ -90,8 +90,10 @@ class RolloutRequest:
     start: BranchStart | None = None
 
 
-def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
-    """Return requests for the rollouts that the group lacks."""
+def missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
+    """Return requests for the rollouts that the group lacks: one branch per point, else whole
+    rollouts.
+    """
     task = group.trajectories[0].task
     numbers = range(len(group.trajectories), group_size)
     starts = [BranchStart(group.trajectories[point.parent], point) for point in points]

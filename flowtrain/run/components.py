@@ -208,12 +208,17 @@ class RunComponents:
         return report.RunDir.open(path)
 
     def make_policy_engines(
-        self, stores: Mapping[str, Source], names: Collection[PolicyName] | None = None
+        self,
+        stores: Mapping[str, Source],
+        names: Collection[PolicyName] | None = None,
+        *,
+        branches: bool = False,
     ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
         A policy without a store is frozen at the weights of its path. One that is not among the
-        `names`, if these are given, is asked nothing and gets a stand-in.
+        `names`, if these are given, is asked nothing and gets a stand-in. `branches`: branch points
+        are chosen by what the engines say of their tokens.
         """
         engines = self.make_no_engines()
         with ExitStack() as cleanup:  # closes what has started when another cannot
@@ -223,7 +228,7 @@ class RunComponents:
                     self.policies[name],
                     device=self.world.device,
                     store=stores.get(name),
-                    records_entropies=self.algorithm.records_entropies,
+                    records_entropies=branches or self.algorithm.records_entropies,
                 )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
