@@ -84,11 +84,13 @@ def rft(config: Config) -> int:
             )
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
+        asked = asked_policies(config)
         components = RunComponents.prepare(
             config,
             world,
             fictional=config.rft.fictional,
-            scripted=not asked_policies(config),
+            scripted=not asked,
+            with_weights=not config.rft.collect_only or config.train.policy in asked,
             teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
@@ -111,7 +113,7 @@ def _run(
         demonstrations = _demonstrate(components, agent)
     else:
         demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
-        if interrupt.requested:
+        if missing and interrupt.requested:
             print(
                 f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
                 "--resume auto asks for the others"
@@ -128,7 +130,8 @@ def _run(
     if config.rft.collect_only:
         return 0
     _check_any(components, batch, counts)
-    num_steps = _num_steps(config, counts["num_turns"])
+    num_batches = counts["num_turns"] / config.rft.batch_size
+    num_steps = config.rft.num_steps or math.ceil(config.rft.num_epochs * num_batches)
     last_step = _imitate(components, batch.samples, num_steps, run_dir, interrupt)
     facts = {"seconds": time.monotonic() - started, **counts, "num_steps": last_step}
     _export(components, run_dir.path / "model", facts)
@@ -149,6 +152,9 @@ def _open(
     cleanup.callback(made.close)
     agent = make_expert(components, made)
     run_dir = components.open_run_dir(facts)
+    if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
+        tokenizer = components.policies["planner"].tokenizer
+        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     if policy in asked:
         publish_start(components, store)
         engines[policy].load(0)
@@ -261,12 +267,6 @@ def _check_any(components: RunComponents, batch: TrainBatch, counts: dict[str, A
             f"{_listed(' (rejected: {})', counts['num_rejected'])}, {counts['num_turns']:.0f} turns"
             f"{_listed(', left out: {}', counts['num_excluded'])}"
         )
-
-
-def _num_steps(config: Config, num_samples: float) -> int:
-    """Return the optimizer steps that `rft.num_steps` or `rft.num_epochs` asks for."""
-    rft = config.rft
-    return rft.num_steps or math.ceil(rft.num_epochs * num_samples / rft.batch_size)
 
 
 def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ def test_a_teachers_traces_are_collected_screened_and_imitated(
     assert facts["usage"] == usage_of(chat, teacher) and len(chat.asked) == num_turns
     assert f"kept {facts['num_kept']} (rejected: {facts['num_rejected']['reward']} reward, " in out
     assert f"cost {facts['usage']['cost']:.4f}" in out
-    assert (run / "model" / "model.safetensors").exists()
+    assert (run / "model" / "model.safetensors").exists() and (run / "tokenizer.json").exists()
     turn = kept[0]["turns"][-1]
     assert turn["response_text"].endswith("\nTool Name: Search") and turn["rescued"]
 
@@ -242,6 +242,7 @@ def test_a_failed_rollout_is_counted_and_asked_again(
         options = ("--rft.collect_only", "true")
         code, lines, out = server.run("rft", *words(chat.base_url, run, *options))
         assert code == 0 and f"(rejected: {len(refused)} failed, " in out, lines
+        assert lines[-1].startswith("5 rollouts failed (planner: engines.gpt: HTTP 400")
         chat.asked.clear()
         code, lines, out = server.run("rft", *words(chat.base_url, run, "--resume", "auto"))
     assert code == 0 and " failed" not in out, lines

@@ -74,6 +74,7 @@ class RunComponents:
         *,
         fictional: bool = False,
         scripted: bool = False,
+        with_weights: bool = True,
         teacher: str = "",
     ) -> RunComponents:
         """Load and check everything; write nothing.
@@ -82,6 +83,7 @@ class RunComponents:
             fictional: the questions are about made-up entities.
             scripted: no policy is asked anything. Policies that are not trained then need no model;
                 their scripts write in the tokens of the one that is.
+            with_weights: the policy is trained or asked; else its shape and tokenizer will do.
             teacher: the name in [engines] of a model that demonstrates; "": there is none.
         """
         algorithm = load_algorithm(config)
@@ -90,7 +92,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
-        tokenizer, model = _trained_policy(config, tasks)
+        tokenizer, model = _trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -329,10 +331,13 @@ def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: b
 
 
 def _trained_policy(
-    config: Config, tasks: TaskSet
+    config: Config, tasks: TaskSet, with_weights: bool
 ) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Load the tokenizer and the model that `[model]` names, or make new ones."""
     path = config.model.path
+    if path != "tiny" and not with_weights:
+        spec = ModelSpec.load("model.path", path)
+        return spec.tokenizer, spec.without_weights()
     if path != "tiny":
         return models.load_tokenizer(path), models.load_model(path, torch.float32)
     tiny = config.tiny

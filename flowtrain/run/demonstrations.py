@@ -30,6 +30,7 @@ from flowtrain.report.pins import check_same
 from flowtrain.rewards import Judge, RewardFunctions, score_one
 from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import printable
 
 FILE = "trajectories.jsonl"
 PINS = "demonstrations"
@@ -86,7 +87,7 @@ class _Entry:
 
     task_id: str
     error: str
-    reward: float
+    """Why it failed; such a one has no reward, and may be asked for again."""
 
 
 class DemonstrationLog:
@@ -154,7 +155,7 @@ class DemonstrationLog:
     def read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
         """Read the last rollout of each of these numbers. Raises UserError for a damaged line."""
         wanted, latest = set(numbers), dict[int, str]()
-        for record in read_lines(self.path):
+        for record in read_lines(self.path) if self.path.exists() else ():
             if record["group_index"] in wanted:
                 latest[record["group_index"]] = record["group"]
         for number, packed in sorted(latest.items()):
@@ -165,6 +166,11 @@ class DemonstrationLog:
                     f"{self.path}: demonstration {number} is damaged: {error}"
                 ) from error
             yield trajectory
+
+    @property
+    def failures(self) -> list[str]:
+        """Return why the failed rollouts failed."""
+        return [entry.error for entry in self._entries.values() if entry.error]
 
     def state(self) -> str:
         """Format the mean reward so far and what it cost."""
@@ -180,11 +186,10 @@ class DemonstrationLog:
         number = record["group_index"]
         if (before := self._entries.get(number)) is not None:
             self._num_failed -= bool(before.error)
-            self._reward -= before.reward
-        entry = _Entry(record["task_id"], record["error"], record["reward"] or 0.0)
+        entry = _Entry(record["task_id"], record["error"])
         self._entries[number] = entry
         self._num_failed += bool(entry.error)
-        self._reward += entry.reward
+        self._reward += record["reward"] or 0.0
 
 
 def cost_text(usage: Usage) -> str:
@@ -232,3 +237,6 @@ def collect_demonstrations(
                 running.create_task(demonstrate(number, task))
 
     run_to_end(every())
+    if failures := log.failures:
+        text = f"{len(failures)} rollouts failed ({failures[0]}); --resume auto asks them again"
+        print(printable(text), file=sys.stderr)

@@ -5,6 +5,7 @@ that they name, against a scripted endpoint and a tiny model in the place of Qwe
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -175,13 +176,18 @@ def teaching(body: dict[str, Any]) -> str:
 def test_the_baseline_collects_traces_of_its_teacher_and_imitates_them(
     model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """To collect, the student's shape and tokenizer are enough."""
+    student = shutil.copytree(model, folder / "student", ignore=lambda *_: ["model.safetensors"])
     with chat_server(teaching) as server:
         names = ("frozen", "judge", "teacher")
         endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in names]
         argv = ["--config", str(CONFIGS / "agentflow-sft.toml"), *HERE[2:], *endpoints]
-        argv += ["--model.path", str(model), "--run.dir", str(folder / "run")]
+        argv += ["--model.path", str(student), "--run.dir", str(folder / "run")]
         argv += ["--judge.cache", str(folder / "judge.sqlite"), "--rft.num_rollouts", "3"]
-        code = run_command("flowtrain.rft", rft, argv)
+        collects = ["--rft.collect_only", "true"]
+        assert run_command("flowtrain.rft", rft, [*argv, *collects]) == 0, capsys.readouterr()
+        shutil.copy(model / "model.safetensors", student)
+        code = run_command("flowtrain.rft", rft, [*argv, "--resume", "auto"])
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "3 rollouts, mean reward 1.000, kept 3: 3 turns" in said.out
