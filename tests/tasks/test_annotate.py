@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +138,28 @@ def test_a_bad_reply_is_asked_again_with_the_reason(
         assert failed["id"] == "rows-1" and failed["reason"].endswith("away (2 replies)")
         assert main(argv) == 0
     assert len(read(out)) == 1 and not (tmp_path / "out.failed.jsonl").exists()
+
+
+def test_a_stopped_command_keeps_its_rows_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [{**ROW, "question": f"Where was the author of Utopia {n} born?"} for n in range(12)]
+    rows, out = write(tmp_path / "rows.jsonl", *many), tmp_path / "out.jsonl"
+    stops = [8]
+
+    def script(_: str) -> str:
+        if len(server.asked) in stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return said(GOAL)
+
+    with engine(script) as (server, options):
+        argv = ["--in", str(rows), "--out", str(out), *options]
+        assert main(argv) == 130 and "the same command goes on" in capsys.readouterr().err
+        num_done, num_asked = len(read(out)), len(server.asked)
+        assert 5 <= num_done <= 8
+        stops.clear()
+        assert main(argv) == 0 and len(server.asked) == num_asked + 12 - num_done
+    assert [task.question for task in load_tasks(out)] == [row["question"] for row in many]
 
 
 def test_an_engine_that_fails_fails_its_row_alone(tmp_path: Path) -> None:
