@@ -135,7 +135,9 @@ class TaughtVerifier:
             return Verification(Verdict.CONTINUE, reply, call)
         is_same = not prompt.prefix and read_verdict(reply) is verdict
         text = reply if is_same else prompt.write(verdict)
-        return Verification(verdict, reply, self.scribe.write(prompt_ids, text), rescued)
+        call = self.scribe.write(prompt_ids, text)
+        # Planners may read it later: they are to read what the student would have written.
+        return Verification(verdict, prompt.prefix + text, call, rescued)
 
 
 @dataclass(frozen=True, slots=True)

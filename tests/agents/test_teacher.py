@@ -178,7 +178,11 @@ def verdict(reply: str, prompt: str = "full") -> tuple[Verdict, Call]:
     verifier = agent.verifier  # type: ignore[attr-defined]
     assert isinstance(verifier, TaughtVerifier)
     done = asyncio.run(verifier.verify(TASK, Memory(), 1, 5.0))
-    assert done.call is not None and done.text == reply.strip()
+    assert done.call is not None
+    assert (
+        done.text
+        == (verifier.like.prompt.prefix if done.call.response_ids else "") + done.call.text
+    )
     assert done.call.prompt_ids == verifier.like.encode(TASK.question, Memory())
     return done.verdict, done.call
 

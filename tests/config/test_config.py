@@ -744,7 +744,7 @@ NODES = ("--dataflow.url", "http://flow:8400")
         (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
         (
             (*NODES, "--algorithm.name", "appo"),
-            "algorithm.name='appo' branches where the trainer's scores say",
+            "appo.rule='score' branches where the trainer's scores say",
         ),
         (
             (*NODES, "--rollout.num_engine_ranks", "1"),
