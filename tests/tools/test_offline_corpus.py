@@ -418,6 +418,22 @@ def test_an_embedding_engine_finds_and_ranks(corpus: Callable[..., str]) -> None
     assert np.allclose(np.linalg.norm(matrix, axis=1), 1.0, atol=1e-6)
 
 
+def test_queries_and_passages_get_the_prefixes_of_their_model(corpus: Callable[..., str]) -> None:
+    """Another prefix of passages is another index."""
+    path, queries = corpus(), {"query_prefix": "query: "}
+    with serving(embeddings()) as server:
+        for prefixes in (queries, queries | {"passage_prefix": "passage: "}, queries):
+            options = dense(server.url)
+            options["engines"]["vectors"] |= prefixes
+            ask(made(path, **options)["Web_Search"], query="capital of Mali")
+            gc.collect()
+        asked = [json.loads(request.body)["input"] for request in server.seen]
+    passages = [text for batch in asked[::2] for text in batch]
+    starts = [text.startswith("passage: ") for text in passages]
+    assert starts == [False] * len(ROWS) + [True] * len(ROWS) + [False] * len(ROWS)
+    assert asked[1::2] == [["query: capital of Mali"]] * 3
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
