@@ -65,8 +65,8 @@ def run(
 ) -> RecordLog:
     log = RecordLog(folder)
     tasks = [replace(task, id=task.id.replace("aime24", benchmark)) for task in TASKS]
-    todo = questions({benchmark: tasks}, num_trials)[more.get("first", 0) :]
-    system = System({benchmark: flow}, judge, {}, None, "")  # type: ignore[dict-item]
+    todo = questions("policy", (3,), {benchmark: tasks}, num_trials)[more.get("first", 0) :]
+    system = System({("file", 3): flow}, judge, {}, None, "")  # type: ignore[dict-item]
     ask(system, todo, log, more.get("seed", 0), 2, ProgressLine(len(todo), 0, enabled=False))
     return log
 
@@ -123,9 +123,11 @@ def test_an_engine_that_fails_is_a_failed_rollout_and_a_mistake_ends_all(tmp_pat
 
     log = run(tmp_path, FakeFlow(script))
     assert [
-        (entry.error, entry.outcome.reward) for entry in log.entries.values() if entry.key[1] == "1"
+        (entry.error, entry.outcome.reward)
+        for entry in log.entries.values()
+        if entry.key.pid == "1"
     ] == [("planner: no reply", None)]
-    assert {entry.key[1]: entry.outcome.reward for entry in log.entries.values()} == {
+    assert {entry.key.pid: entry.outcome.reward for entry in log.entries.values()} == {
         "0": 1.0,
         "1": None,
         "2": 1.0,
@@ -157,7 +159,7 @@ def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: P
         tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge
     )
     found = {
-        entry.key[1]: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()
+        entry.key.pid: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()
     }
     assert (
         found == {"0": (1.0, "math"), "1": (1.0, "judge"), "2": (1.0, "judge")} and chat.asked == 2
