@@ -4,7 +4,6 @@ frozen planner and generator.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_servers import ChatServer, chat_server
+from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
@@ -94,22 +93,6 @@ class Script:
 @pytest.fixture
 def script(lookups: list[Task]) -> Script:
     return Script(lookups)
-
-
-class Gate:
-    """Holds every request after the first `open_for`."""
-
-    def __init__(self) -> None:
-        self.open_for: float = float("inf")
-        self.num_held = 0
-        self._count = 0
-
-    async def __call__(self) -> None:
-        self._count += 1
-        if self._count > self.open_for:
-            self.num_held += 1
-            while self._count > self.open_for:
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -455,6 +438,9 @@ def test_another_prompt_is_not_gone_on_with(
             "--planner 'claude' may be 'policy' or a name in [engines], which holds gpt",
         ),
         (("--roles.executor", "policy"), "roles.executor='policy' would need the policy too"),
+        (("--planner", "gpt,claude"), "--planner 'claude' may be 'policy' or a name in [engines]"),
+        (("--turns", "3,0"), "--turns '3,0' must be numbers from 1, with commas"),
+        (("--benchmarks", "mine=/nowhere.jsonl", "--paper"), "there is no such file"),
         (("--rows", "0"), "--rows '0' must be a number from 1, or all"),
         (("--trials", "0"), "--trials 0 must be at least 1"),
         (("--temperature", "-1"), "--temperature -1.0 must be a number from 0"),
