@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry
 from flowtrain.evals.summary import Row, Score, as_json, summarise, wilson
-from flowtrain.evals.tables import tables
+from flowtrain.evals.tables import accuracy_by_turns, tables
 from flowtrain.report import aligned
 
 TOOLS = ("Search", "Python_Coder")
@@ -170,3 +170,84 @@ def test_the_paper_s_numbers_stand_beside_ours() -> None:
         "the mean of some benchmarks is not that of all"
     )
     assert len(PAPER["paper: 7B frozen"]) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
+
+
+# ---- several systems, and several metrics
+
+
+def sweep() -> list[Row]:
+    """Two trials of two benchmarks with one question each: with 3 turns 1, 0 and 0, 0 are right,
+    with 10 turns 1, 1 and 1, 0.
+    """
+    rights = {3: ((1.0, 0.0), (0.0, 0.0)), 10: ((1.0, 1.0), (1.0, 0.0))}
+    entries = [
+        record(0, trial, right, benchmark=name, system=("gpt", limit), metrics=metrics)
+        for limit, by_benchmark in rights.items()
+        for name, by_trial in zip(("nq", "aime24"), by_benchmark, strict=True)
+        for trial, right in enumerate(by_trial, 1)
+        for metrics in ([{"em": right, "f1": 0.5 + right / 2}] if name == "nq" else [{}])
+    ]
+    return summarise(entries, [("gpt", 3), ("gpt", 10)], ("nq", "aime24"), TOOLS)
+
+
+def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:
+    """With 10 turns the trials' averages are 1 and 1/2: 0.75, and sqrt(2)/4 = 0.354 apart."""
+    rows = sweep()
+    assert [row.accuracy for row in rows] == [0.25, 0.75]
+    assert [row.spread for row in rows] == pytest.approx([math.sqrt(2) / 4] * 2)
+    json_rows = as_json(rows)["rows"]
+    assert [(row["planner"], row["max_turns"], row["accuracy"]) for row in json_rows] == [
+        ("gpt", 3, 0.25),
+        ("gpt", 10, 0.75),
+    ]
+    assert json_rows[0]["benchmarks"]["nq"]["metrics"]["f1"] == {
+        "mean": 0.75,
+        "by_trial": (1.0, 0.5),
+        "spread": pytest.approx(math.sqrt(2) / 4),
+        "num_rollouts": 2,
+    }
+
+
+def test_the_tables_of_a_sweep() -> None:
+    accuracy, em, f1, turns = tables(sweep(), {"paper": {"nq": 0.5}})
+    assert accuracy == [
+        ["accuracy [%]", "nq", "aime24", "average"],
+        ["gpt, 3 turns", "50.0 ± 70.7", "0.0 ± 0.0", "25.0 ± 35.4"],
+        ["gpt, 10 turns", "100.0 ± 0.0", "50.0 ± 70.7", "75.0 ± 35.4"],
+        ["paper", "50.0", "-", "-"],
+    ]
+    assert em == [["EM [%]", "nq"], *([line[0], line[1]] for line in accuracy[1:3])]
+    assert f1[2] == ["gpt, 10 turns", "100.0 ± 0.0"]
+    assert turns[1] == ["gpt, 3 turns", "2.00", "2.00"]
+    failed = [record(0, 1, None, "x", system=("gpt", limit)) for limit in (3, 10)]
+    rows = summarise(failed, [("gpt", 3), ("gpt", 10)], ("aime24",), TOOLS)
+    assert tables(rows, {})[-1] == [
+        ["failed rollouts", "aime24"],
+        ["gpt, 3 turns", "1"],
+        ["gpt, 10 turns", "1"],
+    ]
+
+
+def test_accuracy_by_turns_for_the_picture() -> None:
+    assert accuracy_by_turns(sweep()) == {
+        "nq": {"gpt": [(3, 0.5, pytest.approx(0.7071, abs=1e-4)), (10, 1.0, 0.0)]},
+        "aime24": {"gpt": [(3, 0.0, 0.0), (10, 0.5, pytest.approx(0.7071, abs=1e-4))]},
+        "average": {
+            "gpt": [
+                (3, 0.25, pytest.approx(0.3536, abs=1e-4)),
+                (10, 0.75, pytest.approx(0.3536, abs=1e-4)),
+            ]
+        },
+    }
+
+
+def test_metrics_of_one_system_stand_beside_the_accuracy() -> None:
+    judged = [
+        record(0, 1, 1.0, benchmark="nq", metrics={"em": 0.0, "f1": 0.5, "judge": 1.0}),
+        record(1, 1, 1.0, benchmark="nq", metrics={"em": 1.0, "f1": 1.0}),
+    ]
+    lines = table(one_row([*judged, record(0, 1, 1.0)], "nq", "aime24"), {}).splitlines()
+    assert lines[0].split()[-3:] == ["EM", "F1", "judge"]
+    assert lines[2].split()[-3:] == ["50.0", "75.0", "100.0"]
+    assert lines[3].split()[-3:] == ["-", "-", "-"]
+    assert lines[4].split() == ["mean", "100.0", "50.0", "75.0", "100.0"]
