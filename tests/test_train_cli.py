@@ -157,10 +157,10 @@ def test_the_trainer_takes_logprobs_among_what_was_sampled_from(
         place / "truncated",
         "--train.num_steps",
         2,
-        "--rollout.top_k",
-        8,
         "--rollout.top_p",
         0.8,
+        "--rollout.top_p_cap",
+        8,
     )
     code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
     assert code == 0, lines
@@ -168,6 +168,21 @@ def test_the_trainer_takes_logprobs_among_what_was_sampled_from(
     assert len(steps) == 2 and all(
         step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps
     )
+    assert all(1 <= step["kept_tokens_mean"] < 8 > 8 * step["kept_at_cap_share"] for step in steps)
+
+
+def test_a_sampler_with_a_penalty_does_not_move_the_ratio(
+    words: tuple[str, ...], server: Server, place: Path
+) -> None:
+    """The first step's ratio is that of the policy to itself, whatever the sampler did."""
+    options = ("--rollout.frequency_penalty", 1.2, "--train.rescore", "true")
+    run, one_update = place / "penalty", ("--train.num_minibatches", 1, "--train.num_steps", 1)
+    argv = ("--run.dir", run, *options, *one_update)
+    code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
+    assert code == 0, lines
+    _, step = read(run / "metrics.jsonl")
+    assert step["num_tokens"] > 0 and step["logprob_mismatch"] > 0.01
+    assert abs(step["ratio_max"] - 1) < 1e-5 and abs(step["ratio_min"] - 1) < 1e-5
 
 
 def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(

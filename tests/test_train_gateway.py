@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = ("--config", ROOT / "configs" / "tools.toml", *SMALL)
 FACTS = ("--tasks.name", "facts", "--tasks.path", "")
 CONFIG = ("--config", ROOT / "configs" / "gateway.toml", *FACTS, *SMALL)
-PROGRAM = ("--gateway.function", f"{ROOT / 'examples' / 'gateway' / 'plain.py'}:solve")
+PROGRAM = ("--gateway.function", "examples/gateway/plain.py:solve")
 
 
 def test_the_example_trains_on_the_ids_that_were_sampled(server: Server, tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_the_example_trains_on_the_ids_that_were_sampled(server: Server, tmp_pat
     assert code == 0, lines
     options = (*PROGRAM, "--train.num_steps", "2", "--algorithm.mode", "released")
     model = ("--model.path", warm / "model")
-    code, lines, _ = server.run("train", *CONFIG, *options, *model, "--run.dir", run)
+    code, lines, _ = server.run("train", *CONFIG, *options, *model, "--run.dir", run, cwd=ROOT)
     assert code == 0, lines
     steps = [line for line in read(run / "metrics.jsonl") if line["step"] > 0]
     assert [line["version"] for line in steps] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flowtrain import config as cfg
 from flowtrain.agents import analyst, executor, generator, lenient, prompts, refiner, verdicts
@@ -75,15 +76,27 @@ def make_policy(
             f"{engine.max_tokens} positions"
         )
     rollout = config.rollout
-    return Policy(
+    policy = Policy(
         engine,
         tokenizer,
         max_new_tokens=max_new_tokens,
         temperature=own_temperature if temperature is None else temperature,
         request_timeout_s=rollout.request_timeout_s,
-        top_k=rollout.top_k if name == "planner" else 0,
-        top_p=rollout.top_p if name == "planner" else 1.0,
     )
+    if name != "planner":
+        return policy
+    return replace(
+        policy,
+        top_k=most_kept(config),
+        top_p=rollout.top_p,
+        frequency_penalty=rollout.frequency_penalty,
+    )
+
+
+def most_kept(config: cfg.Config) -> int:
+    """Return the number of tokens that top-k and top-p leave the planner at most; 0: all."""
+    rollout = config.rollout
+    return rollout.top_k or (rollout.top_p_cap if rollout.top_p < 1 else 0)
 
 
 def make_verifier(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyVerifier:
@@ -193,6 +206,7 @@ def make_flow(
             timeout_s=agent.rollout_timeout_s,
             module_timeout_s=agent.module_timeout_s,
             memory_tokens=agent.memory_tokens,
+            memory_fields=agent.memory_fields,
         ),
         analyst=analyse,
         refiner=refine,

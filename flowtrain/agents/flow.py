@@ -56,6 +56,8 @@ class FlowLimits:
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
     """Budget of the memory, see `bounded`; 0: none."""
+    memory_fields: tuple[str, ...] = ()
+    """What the memory keeps of a turn besides the four fields of `MemoryEntry.of`."""
 
 
 class _RoleFailed(Exception):
@@ -112,7 +114,7 @@ class Flow:
         if start is not None:
             parent, point = start.parent, start.point
             rollout.turns = list(parent.turns[: point.turn])
-            rollout.memory = _memory_before(parent, point.turn)
+            rollout.memory = self._memory_before(parent, point.turn)
             rollout.shown = self._shown(rollout.memory)
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
@@ -150,7 +152,13 @@ class Flow:
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """The memory that the modules read in that turn, without a hint."""
-        return self._shown(_memory_before(trajectory, turn))
+        return self._shown(self._memory_before(trajectory, turn))
+
+    def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
+        memory = Memory(analysis=trajectory.analysis)
+        for done in trajectory.turns[:turn]:
+            memory = memory.add(MemoryEntry.of_turn(done, self.limits.memory_fields))
+        return memory
 
     def _shown(self, memory: Memory) -> Memory:
         max_tokens = self.limits.memory_tokens
@@ -216,6 +224,9 @@ class Flow:
                 *(f"verifier/{rule}" for rule in verified.rescued),
             ),
         )
+        if fields := self.limits.memory_fields:
+            memory = rollout.memory.add(MemoryEntry.of_turn(turn, fields))
+            shown = self._shown(memory)
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)
@@ -270,10 +281,3 @@ def _role(name: str) -> Iterator[None]:
         yield
     except EngineError as error:
         raise _RoleFailed(f"{name}: {error}") from error
-
-
-def _memory_before(trajectory: Trajectory, turn: int) -> Memory:
-    memory = Memory(analysis=trajectory.analysis)
-    for done in trajectory.turns[:turn]:
-        memory = memory.add(MemoryEntry.of(done.action, done.command, done.result))
-    return memory

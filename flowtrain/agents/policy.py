@@ -84,6 +84,7 @@ class Policy:
     request_timeout_s: float
     top_k: int = 0
     top_p: float = 1.0
+    frequency_penalty: float = 0.0
 
     @property
     def max_tokens(self) -> int:
@@ -115,6 +116,7 @@ class Policy:
             self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            frequency_penalty=self.frequency_penalty,
             stop_strings=stop_strings,
             seed=seed,
             deadline_s=min(self.request_timeout_s, deadline_s),

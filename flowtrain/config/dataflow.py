@@ -20,14 +20,17 @@ class Dataflow(Section):
     max_waiting: int = Field(0, ge=0)
     """groups that may wait or be under way; 0: as many as can be trained within max_staleness"""
     lease_s: PositiveFloat = 60.0
-    """seconds without a sign of life from a node after which its task goes to another"""
+    """seconds without a sign of life from a node after which its task goes to another; a node says
+    when an overloaded machine should have more"""
     trainer_timeout_s: PositiveFloat = 120.0
     """seconds without a sign of life from a trainer after which nothing is sampled for it"""
     wait_s: PositiveFloat = 1800.0
     """seconds that a trainer waits for a batch, and any process for the service, before it gives up
     with an error"""
     max_attempts: PositiveInt = 5
-    """leases of a task after which it counts as one that no node can do"""
+    """failures after which a task counts as one that no node can do: the rollouts raised an error
+    or their group was refused; leases that ran out, and those of nodes that ended, count only from
+    ten times as many"""
     prompt_filter: str = "all"
     """choice of prompts to roll out: all, greso, curriculum, or the name of an entry point in the
     group flowtrain.prompt_filters"""

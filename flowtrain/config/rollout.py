@@ -25,8 +25,14 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0)
     """sample from the so many likeliest tokens, and train the probabilities among them; 0: all"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """sample, among those, from the fewest tokens whose probabilities sum to this; below 1 it needs
-    a top_k, which bounds how many are kept"""
+    """sample, among those, from the fewest tokens whose probabilities sum to this (AgentFlow's
+    code: 0.99)"""
+    top_p_cap: PositiveInt = 128
+    """the top_k of a top_p below 1 that comes without one, because training needs to know all
+    tokens that were kept; kept_at_cap_share in the metrics tells how often they were that many"""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """a token's logit loses this for each time that the response has it already (AgentFlow's code:
+    1.2); the trained policy knows no penalty, so it needs train.rescore"""
     max_new_tokens: PositiveInt = 48
     """tokens per planner response (AgentFlow: 2048)"""
     request_timeout_s: PositiveFloat = 60.0

@@ -23,6 +23,9 @@ class WebSearch(Section):
     """
     num_results: int = Field(10, ge=1, le=10)
     """hits per query"""
+    summarise: bool = True
+    """have the model inside the tool (roles.tools, agent.tool_engines) answer from the hits, with
+    their addresses; where there is none, and with false, the hits are listed"""
 
 
 class Wikipedia(Section):

@@ -51,10 +51,17 @@ def _check_sizes(config: Config) -> None:
 
 def _check_sampling(config: Config) -> None:
     rollout = config.rollout
-    if rollout.top_p < 1 and not rollout.top_k:
+    if not rollout.frequency_penalty:
+        return
+    if config.train.policy == "planner" and not config.train.rescore:
         raise ValueError(
-            f"rollout.top_p={rollout.top_p} needs rollout.top_k above 0, say 50: it bounds the "
-            "tokens kept for training"
+            f"rollout.frequency_penalty={rollout.frequency_penalty} needs train.rescore = true: "
+            "the sampler's log-probs have the penalty in them, and those of training have not"
+        )
+    if config.algorithm.name == "appo":
+        raise ValueError(
+            f"rollout.frequency_penalty={rollout.frequency_penalty} does not go with "
+            "algorithm.name='appo', whose branches would count a response's tokens anew"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from flowtrain.types import Task
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages and of the records in a payload; requests of another version are
 refused."""
 
@@ -151,6 +151,9 @@ class Release:
     work_items: tuple[tuple[int, int], ...]
     """(work item, attempt) of each lease."""
     reason: str = ""
+    is_failure: bool = False
+    """The work could not be done, and may fail elsewhere too; after `dataflow.max_attempts` of
+    these nobody tries again."""
 
 
 @dataclass(frozen=True, slots=True)

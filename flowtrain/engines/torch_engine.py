@@ -186,8 +186,10 @@ class TorchEngine:
         uniform_BT = torch.from_numpy(uniforms).to(device)
         temperature_B = torch.tensor([r.sampling.temperature for r in requests], device=device)
         rows = list(range(len(requests)))
+        penalties = _FrequencyPenalties(requests, logits_BV)
         for step in range(uniform_BT.shape[1]):
             under_way = [requests[i] for i in rows]
+            logits_BV = penalties.subtract(logits_BV, rows)
             logprob_BV = _logprobs(logits_BV, temperature_B[rows])
             if self._records_entropies:
                 entropies = _entropies(logprob_BV).tolist()
@@ -197,6 +199,7 @@ class TorchEngine:
                 logprob_BV = _truncate(logprob_BV, under_way)
             ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
             self._append(under_way, ids_B.tolist(), logprob_B.tolist())
+            penalties.count(ids_B, rows)
             alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
             if not alive:
                 return
@@ -236,6 +239,26 @@ class TorchEngine:
                 request.finish_reason = FinishReason.LENGTH
             elif now >= request.deadline or request.answer.done():  # its rollout was cancelled
                 request.finish_reason = FinishReason.DEADLINE
+
+
+class _FrequencyPenalties:
+    """What the logits of a batch lose for tokens that their responses have already."""
+
+    def __init__(self, requests: Sequence[_Request], like_BV: Tensor) -> None:
+        penalties = [request.sampling.frequency_penalty for request in requests]
+        self._is_used = any(penalties)
+        self._penalty_B1 = like_BV.new_tensor(penalties)[:, None]
+        self._lost_BV = torch.zeros_like(like_BV) if self._is_used else like_BV
+
+    def subtract(self, logits_RV: Tensor, rows: list[int]) -> Tensor:
+        """Return the logits of some rows of the batch with the penalties taken off."""
+        return logits_RV - self._lost_BV[rows] if self._is_used else logits_RV
+
+    def count(self, ids_R: Tensor, rows: list[int]) -> None:
+        """Note the tokens that these rows have sampled."""
+        if self._is_used:
+            row_R = torch.tensor(rows, device=ids_R.device)
+            self._lost_BV[row_R, ids_R] += self._penalty_B1[row_R, 0]
 
 
 def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:

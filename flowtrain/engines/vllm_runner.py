@@ -340,6 +340,7 @@ def _params(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> Any
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed,
         # Those of the sampled token alone, or of all tokens that could be sampled: more than top_k,
         # because vLLM keeps tokens that tie with the last.

@@ -1,13 +1,17 @@
-"""A node's membership of a dataflow: its requests, on threads so that the event loop goes on."""
+"""A node's membership of a dataflow: its requests, on threads so that the event loop goes on, and
+its renewals from a thread of their own, so that a busy event loop loses no lease.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from flowtrain.dataflow.contract import (
@@ -17,7 +21,6 @@ from flowtrain.dataflow.contract import (
     Lease,
     LeaseRequest,
     Leases,
-    PolicyState,
     Push,
     Pushed,
     Release,
@@ -60,9 +63,6 @@ class Membership:
         """Seconds that the oldest request has waited for its answer; below 0 if none waits."""
         return time.monotonic() - min(self._sent, default=math.inf)
 
-    async def policies(self) -> Mapping[str, PolicyState]:
-        return (await self._ask(self._dataflow.join, self._request)).policies
-
     async def lease(
         self, num: int, versions: Mapping[str, int], busy_s: float, waited_s: float
     ) -> Leases:
@@ -77,16 +77,55 @@ class Membership:
         )
         return await self._ask(self._dataflow.lease, request)
 
-    async def renew(self, leases: Iterable[LeaseKey]) -> Renewed:
-        request = Renewal(self._request.node, self._request.life, tuple(leases))
-        return await self._ask(self._dataflow.renew, request)
+    async def renewals(self, held: Callable[[], Collection[LeaseKey]]) -> AsyncIterator[Renewed]:
+        """Renew the leases that are held, at a third of their time, and yield the answers; without
+        any lease, ask for news of the policies. `held` is called on another thread.
+        """
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Renewed | Exception] = asyncio.Queue()
+        ended = threading.Event()
+
+        def renew() -> None:
+            while not ended.wait(self.joined.lease_s / 3):
+                answer: Renewed | Exception
+                try:
+                    answer = self._renew(held())
+                except Exception as error:  # noqa: BLE001  # raised by the coroutine
+                    answer = error
+                with suppress(RuntimeError):  # the loop has ended meanwhile
+                    loop.call_soon_threadsafe(answers.put_nowait, answer)
+                if isinstance(answer, Exception):
+                    return
+
+        threading.Thread(target=renew, name="renewals", daemon=True).start()
+        try:
+            while True:
+                answer = await answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+        finally:
+            ended.set()
+
+    def _renew(self, leases: Collection[LeaseKey]) -> Renewed:
+        sent = time.monotonic()
+        self._sent.append(sent)
+        try:
+            if not leases:
+                return Renewed((), self._dataflow.join(self._request).policies)
+            request = Renewal(self._request.node, self._request.life, tuple(leases))
+            return self._dataflow.renew(request)
+        finally:
+            self._sent.remove(sent)
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
         request = Push(self._request.node, *key_of(lease), payload)
         return await self._ask(self._dataflow.push, request)
 
-    async def release(self, leases: Iterable[LeaseKey], reason: str) -> None:
-        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON])
+    async def release(
+        self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False
+    ) -> None:
+        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON], is_failure)
         await self._ask(self._dataflow.release, request)
 
     def close(self) -> None:

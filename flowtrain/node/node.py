@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -233,7 +234,7 @@ class Node:
     async def _give_up(self, item: _WorkItem, reason: str) -> None:
         """Give the lease back, so that another node may try."""
         self._num_failures += 1
-        await self._member.release([key_of(item.lease)], reason)
+        await self._member.release([key_of(item.lease)], reason, is_failure=True)
         self._forget(item)
         if self._num_failures >= _MAX_FAILURES:
             raise UserError(
@@ -245,19 +246,20 @@ class Node:
         self._has_room.set()
 
     async def _renew(self) -> None:
-        """Renew the leases; without any, still ask for news of the policies."""
-        while True:
-            await asyncio.sleep(self._member.joined.lease_s / 3)
-            if not (held := dict(self._items)):
-                self._syncer.on_policy_state(await self._member.policies())
-                continue
-            answer = await self._member.renew(held)
+        """End the rollouts of leases that turn out to be lost when they are renewed."""
+        lease_s, heard = self._member.joined.lease_s, time.monotonic()
+        async for answer in self._member.renewals(lambda: tuple(self._items)):
+            heard, silent_s = time.monotonic(), time.monotonic() - heard
             self._syncer.on_policy_state(answer.policies)
-            for key, item in held.items():
+            for key, item in list(self._items.items()):
                 # A finished group is pushed all the same: the node that has the lease now may be
                 # slower.
-                if key[0] in answer.lost and key in self._items and not item.payload:
-                    _log.warning("the lease of work item %d is lost: its rollouts end", key[0])
+                if key[0] in answer.lost and not item.payload:
+                    _log.warning(
+                        "the lease of work item %d is lost: its rollouts end; the last renewals "
+                        "were answered %.1f s apart, dataflow.lease_s=%g should be 3 times as much",
+                        *(key[0], silent_s, lease_s),
+                    )
                     assert item.task is not None, "set when it began"
                     item.task.cancel()
                     self._forget(item)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -80,7 +81,8 @@ class BatchSource:
 
     def register(self, policy: Register, trained_from: str) -> None:
         """Begin, or go on from the checkpoint of `policy.step`, which was trained from the run
-        `trained_from`; collective.
+        `trained_from`; collective. All ranks register as one life: a request that comes twice or
+        late then takes nothing back.
 
         Raises UserError when the dataflow refuses, or is another one; KeyboardInterrupt when the
         run is asked to end meanwhile.
@@ -92,8 +94,9 @@ class BatchSource:
                     f"this is run {run!r}, but the checkpoint was trained from {trained_from!r}: "
                     "start the service with its database"
                 )
-            return self._dataflow.register(policy)
+            return self._dataflow.register(described)
 
+        described = replace(policy, life=self._world.gather_text(uuid.uuid4().hex)[0])
         registered = self._answer(ask, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
@@ -148,12 +151,9 @@ class BatchSource:
         request = BatchRequest(self._policy, step, self._world.rank, self._world.size)
         while (batch := self._dataflow.batch(request)).num_missing:
             status = self._dataflow.status()
-            num_nodes = sum(
-                node["seen_s_ago"] < self._options.lease_s for node in status["nodes"].values()
-            )
-            nodes = f"{status['work_items']['leased']} under way at {num_nodes} nodes"
             self._seen, self._heard = (
-                f"step {step} lacks {batch.num_missing} of {self._num_groups} groups; {nodes}",
+                f"step {step} lacks {batch.num_missing} of {self._num_groups} groups; "
+                f"{_at_work(status, self._options.lease_s)}",
                 time.monotonic(),
             )
             request = replace(request, wait_s=_ASK_S)
@@ -253,6 +253,14 @@ def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
         for turn in trajectory.turns:
             if (call := turn.calls.get(policy)) is not None:
                 yield from ((span.version, span.end - span.start) for span in call.spans)
+
+
+def _at_work(status: Mapping[str, Any], lease_s: float) -> str:
+    """Say what is under way, and how many of the nodes that have joined give signs of life."""
+    seen = [node["seen_s_ago"] for node in status["nodes"].values()]
+    num_silent = sum(seen_s_ago >= lease_s for seen_s_ago in seen)
+    silent = f", {num_silent} silent for {lease_s:g} s or more" if num_silent else ""
+    return f"{status['work_items']['leased']} under way; {len(seen)} nodes have joined{silent}"
 
 
 def _unpack(assigned: AssignedGroup, position: int) -> Group:

@@ -22,6 +22,7 @@ from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
 from flowtrain.run.reward_stats import reward_metrics
 from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.run.sampling_stats import sampling_metrics
 from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
@@ -115,6 +116,7 @@ class RunLogger:
         self._trajectories.log(step, step - 1, told)
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
         parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
+        kept = sampling_metrics(trajectories, self._config, world)
         rescued = {}
         if self._config.agent.parsing == "lenient":
             rescued = parsing_metrics(trajectories, world)
@@ -127,6 +129,7 @@ class RunLogger:
                 "version": step,
                 **stats.metrics(),
                 **parts,
+                **kept,
                 **rescued,
                 **verdicts,
                 **measured,

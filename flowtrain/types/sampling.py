@@ -37,6 +37,9 @@ class Sampling:
     """Sample from so many most likely tokens, log-probs among them; 0, and greedy: from all."""
     top_p: float = 1.0
     """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
+    frequency_penalty: float = 0.0
+    """A token's logit loses this for each time that the response has it already, as in OpenAI's
+    API; log-probs are taken behind it."""
     stop_strings: tuple[str, ...] = ()
     """Sampling ends once the decoded response contains one; its tokens are kept."""
     ignore_end: bool = False

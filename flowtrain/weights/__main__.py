@@ -91,9 +91,14 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
 
 
 def _serve(options: argparse.Namespace, _cache: Path) -> int:
+    store = WeightStore(_folder(options.store))
+    if not store.root.exists():
+        print(f"{store} is not there yet; it is served from its first version on", file=sys.stderr)
+    elif not store.root.is_dir():
+        raise UserError(f"{store} is no folder")
     try:
         serve.serve(
-            _open_folder(options.store),
+            store,
             options.host,
             options.port,
             per_address=options.connections_per_address,
@@ -124,11 +129,16 @@ def _open(location: str, cache: Path) -> Source:
 
 
 def _open_folder(location: str) -> WeightStore:
+    path = _folder(location)
+    if not path.is_dir():
+        raise UserError(f"{location} is no folder")
+    return WeightStore(path)
+
+
+def _folder(location: str) -> Path:
     if "://" in location:
         raise UserError(f"{location} is an address; this command needs the folder itself")
-    if not Path(location).is_dir():
-        raise UserError(f"{location} is no folder")
-    return WeightStore(Path(location))
+    return Path(location)
 
 
 def _head(source: Source) -> int:
@@ -171,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
 
     summary = "serve a store over HTTP, read-only"
     server = commands.add("serve", _serve, summary, example="runs/a/weights --port 8321")
-    server.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
+    text = "the folder that holds HEAD, or will hold it once a trainer has published"
+    server.add_argument("store", metavar="STORE", help=text)
     add_server(server, 8321)
 
     summary = "delete versions that nobody needs"

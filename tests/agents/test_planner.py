@@ -432,6 +432,15 @@ def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
     )
 
 
+def test_top_p_alone_is_bounded_by_its_cap() -> None:
+    rollout = {"top_p": 0.99, "top_p_cap": 64, "frequency_penalty": 1.2}
+    config = Config.model_validate({"rollout": rollout, "train": {"rescore": True}})
+    planner = make_policy(config, "planner", FakeEngine(""), FakeTokenizer())  # type: ignore[arg-type]
+    assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (64, 0.99, 1.2)
+    verifier = make_policy(config, "verifier", FakeEngine(""), FakeTokenizer())  # type: ignore[arg-type]
+    assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
+
+
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
     engine = FakeEngine(" area of Chad\nTool Name: search")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(STEPS), 0, 0, 5.0))

@@ -266,7 +266,12 @@ def test_a_bad_value_is_named_with_its_key(
             ["--vllm.sleep", "true", "--rollout.num_engine_ranks", "2"],
             ["vllm.sleep=true", "rollout.num_engine_ranks=2"],
         ),
-        (["--rollout.top_p", "0.9"], ["rollout.top_p=0.9", "rollout.top_k above 0"]),
+        (["--agent.memory_fields", '["time"]'], ["agent.memory_fields=['time']", "agent.prompt"]),
+        (["--rollout.frequency_penalty=1.2"], ["rollout.frequency_penalty=1.2", "train.rescore"]),
+        (
+            ["--rollout.frequency_penalty=1", "--train.rescore=true", "--algorithm.name=appo"],
+            ["rollout.frequency_penalty=1.0", "algorithm.name='appo'"],
+        ),
         (["--algorithm.tis", "2.0"], ["algorithm.tis=2.0", "train.rescore"]),
         (["--algorithm.mis", "[0.5, 2.0]"], ["algorithm.mis=(0.5, 2.0)", "train.rescore"]),
         (

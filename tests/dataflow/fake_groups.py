@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +104,7 @@ def options(both: bool = False, **dataflow: Any) -> Config:
 
 def ledger(
     database: str | Path,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     make_rules: Callable[[], Rules] | None = None,
     both: bool = False,
     **dataflow: Any,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_groups import (
@@ -35,7 +36,7 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger import Ledger, batches
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
@@ -186,16 +187,33 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
-    work_item = 0
-    for attempt in (1, 2, 3):
+    """Three failures count; that a node was slow, ended or began anew does not."""
+    (each,) = lease(flow)
+    clock.now += 61
+    flow.progress(Progress("planner", 0, 0))
+    (each,) = lease(flow)
+    flow.release(Release("n1", ((1, 2),), "the node has ended"))
+    (each,) = lease(flow)
+    joined(flow, life="a2")
+    for attempt in (4, 5, 6):
+        (each,) = lease(flow, life="a2")
+        assert (each.work_item, each.attempt) == (1, attempt)
+        flow.release(Release("n1", ((1, attempt),), "KeyError", is_failure=True))
+        flow.release(Release("n1", ((1, attempt),), "KeyError", is_failure=True))
+    work_item = each
+    assert [each.work_item for each in lease(flow, life="a2")] == [2]
+    assert flow.status()["work_items"] == {"leased": 1, "waiting": 0, "committed": 0, "failed": 1}
+    assert push(flow, work_item) == "committed", "better late than never"
+
+
+def test_a_task_that_ends_node_after_node_fails_in_the_end(flow: Ledger, clock: Clock) -> None:
+    for attempt in range(1, 31):
         (each,) = lease(flow)
         assert (each.work_item, each.attempt) == (1, attempt)
-        work_item = each
         clock.now += 61
         flow.progress(Progress("planner", 0, 0))
     assert [each.work_item for each in lease(flow)] == [2]
-    assert flow.status()["work_items"] == {"leased": 1, "waiting": 0, "committed": 0, "failed": 1}
-    assert push(flow, work_item) == "committed", "better late than never"
+    assert flow.status()["work_items"]["failed"] == 1
 
 
 # ---- pushes
@@ -534,6 +552,42 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     assert flow.status()["policies"]["planner"]["version"] == 0, (
         "it has crashed and goes on from step 0"
     )
+
+
+def test_leases_do_not_wait_while_a_batch_is_read(
+    flow: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a step are megabytes; a service reads them behind the lock."""
+    for each in lease(flow, 4):
+        push(flow, each)
+    num_leased = []
+    real = batches._read
+
+    def reading(*arguments: Any) -> Any:
+        num_leased.append(len(lease(flow, 1)))
+        return real(*arguments)
+
+    monkeypatch.setattr(batches, "_read", reading)
+    assert len(flow.batch(BatchRequest("planner", 1)).groups) == 4
+    assert num_leased == [1]
+
+
+def test_groups_that_a_checkpoint_has_released_meanwhile_are_refused(
+    flow: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in lease(flow, 4):
+        push(flow, each)
+    batch(flow, 1)
+    real = batches._read
+
+    def late(*arguments: Any) -> Any:
+        trained(flow, 1, 1)
+        with flow.database.read() as transaction:
+            return real(transaction, *arguments[1:])
+
+    monkeypatch.setattr(batches, "_read", late)
+    with pytest.raises(Refused, match="step 1 of planner: its groups are gone"):
+        batch(flow, 1)
 
 
 def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:

@@ -173,11 +173,11 @@ class LedgerMachine(RuleBasedStateMachine):
                 if work_item in self.committed or n < newest[work_item]
             } <= set(lost)
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_failure=st.booleans())
+    def release(self, data: st.DataObject, is_failure: bool) -> None:
         if self.leases:
             key = data.draw(st.sampled_from(sorted(self.leases)))
-            self.flow.release(Release(self.leases[key][0], (key,), "ended"))
+            self.flow.release(Release(self.leases[key][0], (key,), "ended", is_failure))
 
     @rule(node=st.sampled_from(NODES))
     def node_dies_and_comes_back(self, node: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -278,6 +279,32 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
         for token, kept in zip(c.ids, kept_of(c), strict=True)
     )
     assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"
+
+
+def test_a_frequency_penalty_counts_the_response_alone(
+    engine: TorchEngine, model: PreTrainedModel
+) -> None:
+    """Log-probs are those of logits that lose the penalty per earlier occurrence, request by
+    request; a greedy response stops repeating itself.
+    """
+    penalties = (0.0, 1.2, -0.5, 2.0, 0.0)
+    requests = [
+        (prompt, Sampling(24, 0.7, frequency_penalty=penalty, seed=i, ignore_end=True))
+        for i, (prompt, penalty) in enumerate(zip(PROMPTS, penalties, strict=True))
+    ]
+    for (prompt, sampling), completion in zip(requests, generate(engine, requests), strict=True):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*prompt, *completion.ids]])).logits[0].double()
+        for place, token in enumerate(completion.ids):
+            logits_V = logits_TV[len(prompt) - 1 + place].clone()
+            for earlier in completion.ids[:place]:
+                logits_V[earlier] -= sampling.frequency_penalty
+            expected = (logits_V / 0.7).log_softmax(-1)[token]
+            assert completion.logprobs[place] == pytest.approx(float(expected), abs=1e-4)
+    greedy = Sampling(24, 0.0, ignore_end=True)
+    strict = dataclasses.replace(greedy, frequency_penalty=2.0)
+    loose, varied = generate(engine, [(PROMPTS[0], greedy), (PROMPTS[0], strict)])
+    assert len(set(varied.ids)) > len(set(loose.ids))
 
 
 def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:

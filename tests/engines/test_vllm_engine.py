@@ -203,6 +203,8 @@ def truth(
     logits_TV = forward(model, [*prompt, *ids])[len(prompt) - 1 : -1] / (
         sampling.temperature or 1.0
     )
+    for place, token in enumerate(ids):
+        logits_TV[place + 1 :, token] -= sampling.frequency_penalty / (sampling.temperature or 1.0)
     if sampling.top_k:
         logits_TV[logits_TV < logits_TV.topk(sampling.top_k).values[:, -1:]] = -torch.inf
     if sampling.top_p < 1:
@@ -275,6 +277,15 @@ class TestVllm:
             and stats["logprob_mismatch"] <= 1e-5
         )
         assert all((c.sampling_mask is None) == (top_k == 0) for c in completions)
+
+    def test_a_frequency_penalty_is_in_the_logprobs(self, at_0: Setup) -> None:
+        requests = [
+            (prompt, Sampling(40, 0.7, frequency_penalty=1.2, seed=i, ignore_end=True))
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        for (prompt, sampling), c in zip(requests, generate(at_0.engine, requests), strict=True):
+            expected = truth(at_0.model, prompt, c.ids, sampling)
+            assert (torch.tensor(c.logprobs) - expected).abs().max() <= 1e-4
 
     @pytest.mark.parametrize("num_kept", [0, 1, 11])
     def test_a_branch_continues_the_tokens_of_its_parent(self, at_0: Setup, num_kept: int) -> None:

@@ -378,6 +378,26 @@ def test_a_refused_group_is_released_and_the_node_goes_on(
     assert "it is too long" in caplog.text
 
 
+def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) -> None:
+    """Nothing else gets a turn on its event loop until three renewals have been answered."""
+    renewed = threading.Semaphore(0)
+    renew = ledger.renew
+
+    def counted(request: Any) -> Any:
+        answer = renew(request)
+        assert answer.lost == ()
+        renewed.release()
+        return answer
+
+    ledger.renew = counted  # type: ignore[method-assign]
+
+    async def rollout(task: Task, seed: int) -> Trajectory:
+        assert all(renewed.acquire(timeout=10) for _ in range(3))
+        return trajectory(task, seed)
+
+    assert run(nodes.make(rollout, max_in_flight=G, num_groups=1)) == [1]
+
+
 def test_a_lost_lease_ends_its_rollouts(ledger: Ledger, nodes: Nodes, clock: Clock) -> None:
     """The lease runs out before the node renews it, and another node gets the work items."""
     cancelled = 0

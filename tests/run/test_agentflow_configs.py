@@ -35,6 +35,7 @@ CHANGED = {
         *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
         *("algorithm.clip_high", "algorithm.dual_clip"),
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
+        *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
 }
 """Every config, and the keys in which it differs from agentflow-7b."""

@@ -25,6 +25,7 @@ from flowtrain.dataflow.contract import (
     Progress,
     Refused,
     Register,
+    Registered,
     Unavailable,
 )
 from flowtrain.dataflow.ledger import Ledger
@@ -127,6 +128,31 @@ def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
     assert (policy["state"], policy["version"], policy["checkpoint"]) == ("done", 1, 1)
 
 
+def test_a_registration_that_arrives_twice_or_late_takes_nothing_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a proxy sends it again; every start of a trainer is another life."""
+    batch_source = place.batch_source()
+    sent: list[Register] = []
+    real = batch_source._dataflow.register
+
+    def noting(request: Register) -> Registered:
+        sent.append(request)
+        return real(request)
+
+    monkeypatch.setattr(batch_source._dataflow, "register", noting)
+    batch_source.register(planner(), "")
+    place.fill(4)
+    batch_source.next_batch(1)
+    batch_source.report_progress(1, 0)
+    batch_source.close()
+    (request,) = sent
+    assert place.ledger.register(request).step == 1
+    assert place.ledger.status()["policies"]["planner"]["version"] == 1
+    place.batch_source().register(planner(), "")
+    assert place.ledger.status()["policies"]["planner"]["version"] == 0, "it goes on from step 0"
+
+
 def test_staleness_is_counted_in_tokens(place: Place) -> None:
     """Two groups of 8 tokens of version 0, two of version 1, for step 2."""
     batch_source = place.batch_source()
@@ -203,7 +229,8 @@ def test_waiting_ends_with_what_is_missing(place: Place) -> None:
     place.fill(3)
     with pytest.raises(
         UserError,
-        match=r"step 1 lacks 1 of 4 groups; 0 under way at 1 nodes; dataflow.wait_s=0.6 s are over",
+        match=r"step 1 lacks 1 of 4 groups; 0 under way; 1 nodes have joined; "
+        r"dataflow.wait_s=0.6 s are over",
     ):
         batch_source.next_batch(1)
 
@@ -222,7 +249,7 @@ def test_who_watches_learns_what_is_missing(place: Place, monkeypatch: pytest.Mo
     thread.join()
     # Later notes may see the groups under way.
     first = next(note for note in place.notes if "lacks" in note)
-    assert first.startswith("step 1 lacks 4 of 4 groups; 0 under way at 0 nodes (")
+    assert first.startswith("step 1 lacks 4 of 4 groups; 0 under way; 0 nodes have joined (")
 
 
 def test_a_run_that_is_asked_to_end_waits_no_longer(place: Place) -> None:

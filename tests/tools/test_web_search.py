@@ -10,9 +10,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from web_servers import Answer, Server, html, json_answer, serving, status
+from web_servers import Answer, ScriptedChat, Server, html, json_answer, serving, status
 
 from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import ToolResult, UserError
@@ -116,13 +117,18 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tool(
-    provider: str, url: str, max_chars: int = 4000, timeout_s: float = 5.0, **options: object
+    provider: str,
+    url: str,
+    max_chars: int = 4000,
+    timeout_s: float = 5.0,
+    chat: ScriptedChat | None = None,
+    **options: object,
 ) -> Tool:
     agent = {"tools": ["Web_Search"], "max_result_chars": max_chars, "tool_timeout_s": timeout_s}
     config = Config.model_validate(
         {"agent": agent, "web_search": {"provider": provider, "base_url": url, **options}}
     )
-    return make_tools(config)["Web_Search"]
+    return make_tools(config, chat=chat)["Web_Search"]
 
 
 def search(
@@ -137,6 +143,40 @@ def search(
 def test_hits_are_listed_with_title_address_and_snippet(provider: str) -> None:
     with serving(json_answer(SHAPES[provider])) as server:
         assert search(server, provider).text == LISTED
+
+
+def summarised(reply: str | Exception, **options: Any) -> tuple[str, ScriptedChat]:
+    """The result for a query with a model in the tool, and the model."""
+    chat = ScriptedChat(reply)
+    with serving(json_answer(SHAPES["serper"])) as server:
+        searcher = tool("serper", server.url, chat=chat, **options)
+        result = asyncio.run(run_tool(searcher, {"query": "capital of Mali"}, 10.0, 4000))
+    return result.text, chat
+
+
+def test_a_model_answers_from_the_hits_and_its_sources_are_listed() -> None:
+    text, chat = summarised(" It is Bamako [2], say [2] and [9]. ")
+    assert text == (
+        "It is Bamako [2], say [2] and [9].\n\nSources:\n\n"
+        "[2] Bamako\nhttps://en.wikipedia.org/wiki/Bamako"
+    )
+    (prompt,) = chat.prompts
+    assert "Query: capital of Mali" in prompt and "The capital of Mali is Bamako." in prompt
+
+
+def test_without_marks_all_sources_are_listed_within_the_characters() -> None:
+    text, _ = summarised("x" * 5000, max_chars=200)
+    reply, _, sources = text.partition("\n\nSources:\n\n")
+    assert (
+        len(text) <= 200 and sources.startswith("[1] Mali - Wikipedia\n") and reply.endswith("x...")
+    )
+
+
+def test_the_hits_are_listed_where_the_model_fails_or_is_not_wanted() -> None:
+    text, _ = summarised(EngineError("engines.helper: HTTP 500"))
+    assert text == f"(no summary: engines.helper: HTTP 500)\n\n{LISTED}"
+    text, chat = summarised("Bamako", summarise=False)
+    assert text == LISTED and not chat.prompts
 
 
 def test_what_each_service_is_asked() -> None:

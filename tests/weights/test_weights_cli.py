@@ -166,7 +166,7 @@ def test_help_has_an_example(run: Run, command: str) -> None:
             ("gc", "/nowhere", "--keep", "1"),
         ),
         *(
-            ("serve", "/nowhere"),
+            ("serve", __file__),
             ("gc", "http://host", "--keep", "1"),
             ("serve", "http://host"),
             ("inspect", "ftp://host"),
@@ -230,22 +230,28 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
     assert code == 1 and "no answer" in err
 
 
-def test_no_shared_token_is_made_beside_a_file_of_tokens(
+def test_a_folder_is_served_from_its_first_version_on_to_the_owners_of_tokens(
     filled: WeightStore, tmp_path: Path
 ) -> None:
+    """It may start before the trainer. No shared token is made beside a file of tokens."""
+    root = tmp_path / "run" / "weights"
     path = tmp_path / "tokens.json"
     token = issue(path, "n1", Role.NODE)
     environment = os.environ | {"FLOWTRAIN_TOKEN": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "flowtrain.weights", "serve", str(filled.root)]
+    command = [sys.executable, "-m", "flowtrain.weights", "serve", str(root)]
     with subprocess.Popen(
         [*command, "--port", "0", "--tokens", str(path)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=environment,
     ) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         try:
             url = process.stdout.readline().split()[-1]
+            assert process.stderr.readline().startswith(f"{root} is not there yet; ")
+            assert HttpStore(url, tmp_path / "cache", token).head() is None
+            shutil.copytree(filled.root, root)
             assert HttpStore(url, tmp_path / "cache", token).head() == hs.LAST
             for wrong in ("", "wrong", path.name):
                 with pytest.raises(StoreError, match="token"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ _POLL_S = 0.1
 class Batches:
     database: Database
     config: Config
-    clock: Callable[[], float]
     selector: Selector
 
     def batch(self, request: BatchRequest) -> Batch:
@@ -48,7 +46,7 @@ class Batches:
         step = request.step
         with locked(self.database) as (transaction, meta):
             timeout_s = self.config.dataflow.trainer_timeout_s
-            policy = heard_policy(transaction, request.policy, self.clock(), timeout_s)
+            policy = heard_policy(transaction, request.policy, timeout_s)
             if not policy.checkpoint < step <= policy.newest + 1:
                 raise Refused(
                     f"step {step} of {policy.name}: its checkpoint is of step "
@@ -59,6 +57,8 @@ class Batches:
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):
                 return Batch((), num_missing)
+        # Megabytes are read without the lock that every lease waits for.
+        with self.database.read() as transaction:
             return _read(transaction, request)
 
     def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
@@ -97,7 +97,7 @@ class Batches:
             "UPDATE shares SET state = 'assigned', step = ? WHERE policy = ? AND work_item = ?",
             [(step, policy.name, work_item) for work_item in fresh],
         )
-        now = self.clock()
+        now = transaction.now()
         transaction.run(
             "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, now, policy.name
         )
@@ -179,19 +179,26 @@ def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]
 
 
 def _read(transaction: Transaction, request: BatchRequest) -> Batch:
-    """The part of a batch that a rank trains."""
+    """The part of a batch that a rank trains. Raises Refused when a checkpoint of its step has been
+    reported meanwhile.
+    """
     batch = transaction.one(
         "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
     )
     rows = transaction.all(
         "SELECT a.position, a.work_item, a.is_replay, d.payload FROM assignments a"
-        " JOIN payloads d ON d.work_item = a.work_item"
+        " LEFT JOIN payloads d ON d.work_item = a.work_item"
         " WHERE a.policy = ? AND a.step = ? AND a.position % ? = ? ORDER BY a.position",
         request.policy,
         request.step,
         request.num_ranks,
         request.rank,
     )
+    if any(row.payload is None for row in rows):
+        raise Refused(
+            f"step {request.step} of {request.policy}: its groups are gone, because a checkpoint "
+            "of that step or a later one has been reported"
+        )
     groups = tuple(
         AssignedGroup(row.position, row.work_item, bytes(row.payload), bool(row.is_replay))
         for row in rows

@@ -8,7 +8,7 @@ trained in time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -35,6 +35,8 @@ from flowtrain.utils.seeds import derive_seed
 MAX_VERSION = 1 << 40
 MAX_WORK_ITEMS = 1024
 """Work items in a request."""
+LEASES_PER_ATTEMPT = 10
+"""A work item fails without a failure, too, after so many leases times `max_attempts`."""
 _RETRY_S = {"": 0.0, "full": 0.5, "filtered": 0.5, "no trainer": 1.0, "done": 5.0}
 
 
@@ -42,7 +44,6 @@ _RETRY_S = {"": 0.0, "full": 0.5, "filtered": 0.5, "no trainer": 1.0, "done": 5.
 class LeaseBook:
     database: Database
     config: Config
-    clock: Callable[[], float]
     prompts: Prompts
 
     def lease(self, request: LeaseRequest) -> Leases:
@@ -55,8 +56,8 @@ class LeaseBook:
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
                 raise Refused(f"version {version} of {name[:100]!r} is none")
-        now = self.clock()
         with self.prompts.alone(), locked(self.database) as (transaction, meta):
+            now = transaction.now()
             node = self._heard_node(transaction, request, now)
             policies = policy_rows(transaction)
             check_layouts(request.node, json.loads(node.layouts), policies)
@@ -119,11 +120,8 @@ class LeaseBook:
             f"{transaction.lock('work_items', skip=True)}",
             now,
         )
-        self._end(transaction, [(row.id, row.attempt) for row in rows], "ran out")
-
-    def _end(self, transaction: Transaction, leases: list[tuple[int, int]], ending: str) -> None:
-        max_attempts = self.config.dataflow.max_attempts
-        end_leases(transaction, leases, ending=ending, max_attempts=max_attempts)
+        overdue = [(row.id, row.attempt) for row in rows]
+        end_leases(transaction, overdue, "ran out", self.config.dataflow)
 
     def _allowed(
         self, transaction: Transaction, request: LeaseRequest, policies: Sequence[Any], now: float
@@ -179,7 +177,7 @@ class LeaseBook:
         """Renew the leases; one that ran out is renewed too if no other node has taken it."""
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
-            now = self.clock()
+            now = transaction.now()
             rows = transaction.all(
                 "SELECT w.id, w.attempt FROM work_items w"
                 " JOIN leases l ON l.work_item = w.id AND l.attempt = w.attempt"
@@ -221,19 +219,36 @@ class LeaseBook:
                 *(work_item for work_item, _ in leases),
             )
             held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
-            self._end(transaction, held, f"released: {request.reason[:200]}")
+            ending = f"released: {request.reason[:200]}"
+            end_leases(
+                transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
+            )
         return Done()
 
 
 def end_leases(
-    transaction: Transaction, leases: list[tuple[int, int]], *, ending: str, max_attempts: int
+    transaction: Transaction,
+    leases: list[tuple[int, int]],
+    ending: str,
+    options: Dataflow,
+    *,
+    is_failure: bool = False,
 ) -> None:
-    """Let work items wait for another lease, or fail after `max_attempts`. The caller has locked
-    them.
+    """Let work items wait for another lease, or fail after `max_attempts` failures. The caller has
+    locked them.
+
+    Nodes that end or are slow say nothing about the work; many leases say that it ends nodes.
     """
     transaction.many(
-        "UPDATE work_items SET state = ? WHERE id = ?",
-        [("failed" if n >= max_attempts else "waiting", work_item) for work_item, n in leases],
+        "UPDATE work_items SET failures = failures + ?, state = CASE"
+        " WHEN failures + ? >= ? OR attempt >= ? THEN 'failed' ELSE 'waiting' END WHERE id = ?",
+        [
+            (
+                *(int(is_failure), int(is_failure)),
+                *(options.max_attempts, options.max_attempts * LEASES_PER_ATTEMPT, work_item),
+            )
+            for work_item, _ in leases
+        ],
     )
     transaction.many(
         "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",

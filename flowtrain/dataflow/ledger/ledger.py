@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,22 +34,21 @@ class Ledger:
         config: Config,
         tasks: Cursor,
         make_rules: Callable[[], Rules] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Make the tables in an empty database. UserError when it cannot be used or belongs to
         another run.
 
         `make_rules` returns rules that have observed nothing; by default those that the config
-        names.
+        names. `clock` stands in for the database's, in tests and simulations.
         """
         self.config = config
         self._make_rules = make_rules or (lambda: load(config.dataflow))
         rules = self._make_rules()
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
-        self.database = connect(database)
-        common = (self.database, config, clock)
-        self._clock = clock
+        self.database = connect(database, clock)
+        common = (self.database, config)
         nodes = Nodes(*common)
         leases = LeaseBook(*common, prompts=self._prompts)
         pushes = Pushes(*common, group_filter=rules.group_filter)
@@ -70,7 +68,7 @@ class Ledger:
 
     def status(self) -> dict[str, Any]:
         with self.database.read() as transaction:
-            return report(transaction, self.run, self._clock(), self.config.dataflow)
+            return report(transaction, self.run, self.config.dataflow)
 
     def audit(self) -> Audit:
         with self.database.read() as transaction:

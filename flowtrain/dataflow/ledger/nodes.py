@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowtrain.config import Config
@@ -19,7 +18,6 @@ from flowtrain.dataflow.ledger.trainers import policy_states
 class Nodes:
     database: Database
     config: Config
-    clock: Callable[[], float]
 
     def join(self, request: Join) -> Joined:
         for name in (request.node, request.life):
@@ -34,6 +32,10 @@ class Nodes:
             known = "SELECT life FROM nodes WHERE name = ? AND life = ?"
             if not transaction.one(known, request.node, request.life):
                 self._begin(transaction, request)
+            transaction.run(
+                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
+                *(transaction.now(), request.node, request.life),
+            )
         return Joined(
             run=meta.run,
             config=to_toml(self.config),
@@ -44,7 +46,7 @@ class Nodes:
 
     def _begin(self, transaction: Transaction, request: Join) -> None:
         """Note a new process of the node, and end the leases of its last one."""
-        now = self.clock()
+        now = transaction.now()
         transaction.run("UPDATE nodes SET is_current = 0 WHERE name = ?", request.node)
         layouts = known_policies(self.config, request.layouts)
         row = (request.node, request.life, 1, now, now, layouts, "{}", "", 0.0, 0.0)
@@ -54,9 +56,5 @@ class Nodes:
             f"{transaction.lock('work_items')}",
             request.node,
         )
-        end_leases(
-            transaction,
-            [(row.id, row.attempt) for row in held],
-            ending="node began anew",
-            max_attempts=self.config.dataflow.max_attempts,
-        )
+        ended = [(row.id, row.attempt) for row in held]
+        end_leases(transaction, ended, "node began anew", self.config.dataflow)

@@ -167,7 +167,7 @@ class Prompts:
                 drawn.append((meta.num_work_items + len(drawn) + 1, position, task))
         transaction.many(f"INSERT INTO decisions VALUES {marks(range(6))}", decisions)
         transaction.many(
-            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, '', 0)",
+            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, '', 0)",
             [
                 (number, position, task.id, task.kind, pack(task))
                 for number, position, task in drawn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from flowtrain.types import Task
 class Pushes:
     database: Database
     config: Config
-    clock: Callable[[], float]
     group_filter: GroupFilter
 
     def push(self, request: Push) -> Pushed:
@@ -58,7 +56,7 @@ class Pushes:
         self, transaction: Transaction, request: Push, work_item: Any, summary: Summary
     ) -> None:
         rewards = json.dumps(summary.rewards)
-        committed = (self.clock(), rewards, summary.num_tokens, None)
+        committed = (transaction.now(), rewards, summary.num_tokens, None)
         row = (work_item.id, request.node, request.attempt, *committed)
         transaction.run(f"INSERT INTO groups VALUES {marks(row)}", *row)
         shares = self._shares(transaction, work_item, summary)

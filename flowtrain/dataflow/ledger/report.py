@@ -13,7 +13,8 @@ _RECENT_S = 60.0
 """Seconds that rates are averaged over."""
 
 
-def report(transaction: Transaction, run: str, now: float, options: Dataflow) -> dict[str, Any]:
+def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, Any]:
+    now = transaction.now()
     work_items = {
         row.state: row.num
         for row in transaction.all("SELECT state, count(*) AS num FROM work_items GROUP BY state")

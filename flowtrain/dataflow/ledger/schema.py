@@ -17,7 +17,7 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 3
+VERSION = 4
 
 TABLES = """
 CREATE TABLE meta (
@@ -38,7 +38,7 @@ CREATE TABLE decisions (
 CREATE TABLE work_items (
     id BIGINT PRIMARY KEY, position BIGINT NOT NULL UNIQUE, task_id TEXT NOT NULL,
     kind TEXT NOT NULL, task BYTEA NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
-    node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
+    failures BIGINT NOT NULL, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
 CREATE INDEX work_items_open ON work_items (state, id) WHERE state IN ('leased', 'waiting');
 
 CREATE TABLE leases (

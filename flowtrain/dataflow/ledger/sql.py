@@ -1,8 +1,9 @@
 """SQL on SQLite or PostgreSQL by one interface: transactions, `?` for values, rows as named tuples.
 
 SQLite lets one writer in at a time. On PostgreSQL many write at once, and statements say which rows
-they lock (`Transaction.lock`). A problem that a person can mend (a full disk, a read-only folder)
-raises a UserError that names the database; a temporary one raises Unavailable.
+they lock (`Transaction.lock`). Times are the database's (`Transaction.now`): services on several
+machines may share it, and their clocks differ. A problem that a person can mend (a full disk, a
+read-only folder) raises a UserError that names the database; a temporary one raises Unavailable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -30,9 +31,19 @@ _MAX_CONNECTIONS = 8
 class Transaction:
     """Statements that are committed together, or not at all."""
 
-    def __init__(self, cursor: Any, has_row_locks: bool) -> None:
+    def __init__(
+        self, cursor: Any, has_row_locks: bool, clock: Callable[[], float] | None = None
+    ) -> None:
+        """`clock` None: the database's own, which only PostgreSQL has."""
         self._cursor = cursor
         self._has_row_locks = has_row_locks
+        self._clock = clock
+
+    def now(self) -> float:
+        """Return the seconds since 1970 on the clock of the database."""
+        if self._clock is not None:
+            return self._clock()
+        return float(self.one("SELECT extract(epoch FROM clock_timestamp()) AS now").now)
 
     def lock(self, table: str, *, skip: bool = False) -> str:
         """The end of a SELECT that locks its rows of `table` until the transaction ends; with
@@ -69,14 +80,17 @@ def marks(values: Iterable[object]) -> str:
     return f"({', '.join('?' for _ in values)})"
 
 
-def connect(database: str | Path) -> Database:
-    """Open a database, a path or a `postgresql://` URL."""
+def connect(database: str | Path, clock: Callable[[], float] | None = None) -> Database:
+    """Open a database, a path or a `postgresql://` URL.
+
+    `clock` None: the server's, or for a file that of this machine.
+    """
     text = str(database)
     if text.startswith(("postgresql://", "postgres://")):
-        return PostgresDatabase(text)
+        return PostgresDatabase(text, clock)
     if "://" in text:
         raise UserError(f"database {text!r}: must be a path or start with postgresql://")
-    return SqliteDatabase(Path(text))
+    return SqliteDatabase(Path(text), clock or time.time)
 
 
 class Database:
@@ -88,9 +102,10 @@ class Database:
     begin_read: str
     has_row_locks: bool
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""
         self.name = name
+        self._clock = clock
         self._idle: SimpleQueue[Any] = SimpleQueue()
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
@@ -128,7 +143,7 @@ class Database:
             with self._connection() as connection:
                 cursor = connection.cursor()
                 cursor.execute(begin)
-                yield Transaction(cursor, self.has_row_locks)
+                yield Transaction(cursor, self.has_row_locks, self._clock)
                 cursor.execute("COMMIT")
         except Exception as error:
             explained = self._explained(error)
@@ -168,8 +183,8 @@ class SqliteDatabase(Database):
     begin_read = "BEGIN"
     has_row_locks = False
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        super().__init__(str(path), clock)
         self._path = path
         self._writing = threading.Lock()
 
@@ -249,8 +264,8 @@ class PostgresDatabase(Database):
     begin_read = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
     has_row_locks = True
 
-    def __init__(self, url: str) -> None:
-        super().__init__(_without_password(url))
+    def __init__(self, url: str, clock: Callable[[], float] | None) -> None:
+        super().__init__(_without_password(url), clock)
         try:
             import psycopg
             from psycopg import conninfo, errors, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ MAX_TEXT = 4096
 class Trainers:
     database: Database
     config: Config
-    clock: Callable[[], float]
 
     def register(self, request: Register) -> Registered:
         self._check(request)
@@ -63,7 +62,7 @@ class Trainers:
         """
         own = (request.policy, request.life)
         if not transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", *own):
-            row = (*own, self.clock(), request.step)
+            row = (*own, transaction.now(), request.step)
             transaction.run(f"INSERT INTO trainers VALUES {marks(row)}", *row)
             return False
         return bool(request.life)
@@ -77,7 +76,7 @@ class Trainers:
         step = request.step
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-            state = (step, step, step, step, 0, self.clock(), 0.0, 0.0)
+            state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0)
             row = (request.policy, number, *described, *state)
             transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
             return
@@ -91,7 +90,7 @@ class Trainers:
             step,
             max(old.newest, step),
             step,
-            self.clock(),
+            transaction.now(),
             request.policy,
         )
 
@@ -100,9 +99,8 @@ class Trainers:
         trainer's end.
         """
         with locked(self.database) as (transaction, meta):
-            policy = heard_policy(
-                transaction, request.policy, self.clock(), self.config.dataflow.trainer_timeout_s
-            )
+            timeout_s = self.config.dataflow.trainer_timeout_s
+            policy = heard_policy(transaction, request.policy, timeout_s)
             if not 0 <= request.checkpoint <= request.version <= policy.newest:
                 raise Refused(
                     f"{policy.name} cannot have version {request.version} and a checkpoint of step "
@@ -118,7 +116,7 @@ class Trainers:
                 max(request.version, policy.top_version),
                 max(request.checkpoint, policy.checkpoint),
                 int(request.is_done or policy.is_done),
-                self.clock(),
+                transaction.now(),
                 busy_s if is_news else 0.0,
                 waited_s if is_news else 0.0,
                 policy.name,
@@ -183,8 +181,9 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
 # ---- rows of policies
 
 
-def heard_policy(transaction: Transaction, name: str, now: float, timeout_s: float) -> Any:
+def heard_policy(transaction: Transaction, name: str, timeout_s: float) -> Any:
     """The policy's row; notes that its trainer is alive."""
+    now = transaction.now()
     policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
     if policy is None:
         raise Refused(f"policy {name!r} has not been registered")
