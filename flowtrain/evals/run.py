@@ -20,7 +20,7 @@ from flowtrain.evals.pins import check_same, config_pins
 from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
-from flowtrain.evals.tables import accuracy_by_turns, tables
+from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
 from flowtrain.report.curves import plot_turns
 from flowtrain.report.run_dir import is_used
 from flowtrain.rewards import score
@@ -215,7 +215,7 @@ def _accuracies(folder: Path) -> dict[str, dict[str, float]]:
         raise UserError(f"--beside {folder}: was not written by this version; evaluate again")
     found = {}
     for row in rows:
-        label = f" {row['planner']}, {row['max_turns']} turns" if len(rows) > 1 else ""
+        label = f" {system_label(row['planner'], row['max_turns'])}" if len(rows) > 1 else ""
         accuracies = {name: each["accuracy"] for name, each in row["benchmarks"].items()}
         found[f"{folder}{label}"] = {
             name: accuracy for name, accuracy in accuracies.items() if accuracy is not None

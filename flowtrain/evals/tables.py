@@ -35,6 +35,11 @@ def accuracy_by_turns(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int
     return found
 
 
+def system_label(planner: str, max_turns: int) -> str:
+    """Name a planner with its budget of turns."""
+    return f"{planner}, {max_turns} turn{'' if max_turns == 1 else 's'}"
+
+
 # ---- one system
 
 
@@ -148,7 +153,7 @@ def _metric_average(row: Row, name: str) -> float | None:
 
 
 def _label(row: Row) -> str:
-    return f"{row.planner}, {row.max_turns} turns"
+    return system_label(row.planner, row.max_turns)
 
 
 def _mean(mean: Mean | None) -> str:

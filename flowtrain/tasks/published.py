@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-from flowtrain.tasks.rows import Row, without_nulls
+from flowtrain.tasks.rows import Row, parse_json, without_nulls
 from flowtrain.types import UserError
 from flowtrain.utils.text import boxed, final_answer, marked_answer
 
@@ -104,8 +103,8 @@ def popqa(row: Row) -> Row:
     possible = row.get("possible_answers")
     if isinstance(possible, str):
         try:
-            possible = json.loads(possible)
-        except (ValueError, RecursionError):
+            possible = parse_json(possible, "possible_answers")
+        except UserError:
             return row
     return {**row, POSSIBLE: possible} if isinstance(possible, list) else row
 

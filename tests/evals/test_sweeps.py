@@ -130,7 +130,7 @@ def test_a_sweep_has_a_row_for_each_planner_and_budget(
     table = out.splitlines()[:6]
     assert table[0].split() == ["accuracy", "[%]", "nq", "mine", "average"]
     assert [line.split("  ")[0] for line in table[2:]] == [
-        f"{planner}, {limit} turns" for planner in ("steady", "lost") for limit in TURNS
+        f"{planner}, {budget}" for planner in ("steady", "lost") for budget in ("1 turn", "3 turns")
     ]
     assert re.split(r"  +", table[3]) == ["steady, 3 turns", *["75.0 ± 0.0"] * 3]
     titles = ["accuracy [%]", "EM [%]", "F1 [%]", "turns of a rollout"]

@@ -147,6 +147,7 @@ def test_normal_is_normal(text: str) -> None:
         ("Oslo, Norway", ("Oslo",), 0.0, 2 * (1 / 2) * 1 / (1 / 2 + 1)),
         # 3 of 4 given tokens and 3 of 3 accepted ones.
         ("on 14 December 1972", ("the 14 December 1972 UTC", "14 December 1972"), 0.0, 6 / 7),
+        ("Ann Lee", ("Ann", "ann  lee.", "Lee"), 1.0, 1.0),
         ("10.8", ("108",), 1.0, 1.0),
         ("5 January 1964", ("1964-01-05",), 0.0, 0.0),
         ("Yes, both were.", ("yes",), 0.0, 0.0),

@@ -342,6 +342,7 @@ def test_flashrag_s_files_of_the_same_sets(tmp_path: Path, name: str) -> None:
         ("popqa", {"possible_answers": "politician"}, "missing required field `answer`"),
         ("popqa", {"possible_answers": '{"a": 1}'}, "missing required field `answer`"),
         ("popqa", {"possible_answers": "[" * 10_000}, "missing required field `answer`"),
+        ("popqa", {"possible_answers": '["\\ud800"]'}, "missing required field `answer`"),
         ("popqa", {"possible_answers": "[{}]"}, "got `object` - at `$.answer[0]`"),
         ("browsecomp-plus", {"query": "QUJD" * 20 + "QQ=="}, "query 769 is encrypted: decrypt"),
         ("browsecomp-plus", {"query": 3}, "missing required field `question`"),
