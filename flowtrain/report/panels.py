@@ -91,9 +91,10 @@ def turns_figure(
     points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]],
 ) -> Figure:
     """Accuracy against the budget of turns, with the spread of the trials as bars."""
-    figure, num_rows = _grid(len(points))
+    num_columns = max(1, min(len(points), _NUM_COLUMNS))
+    figure, num_rows = _grid(len(points), num_columns)
     for place, (benchmark, lines) in enumerate(points.items(), 1):
-        axes = figure.add_subplot(num_rows, _NUM_COLUMNS, place)
+        axes = figure.add_subplot(num_rows, num_columns, place)
         axes.set_title(benchmark)
         axes.set_xlabel("turns at most")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -106,11 +107,11 @@ def turns_figure(
     return figure
 
 
-def _grid(num_panels: int) -> tuple[Figure, int]:
+def _grid(num_panels: int, num_columns: int = _NUM_COLUMNS) -> tuple[Figure, int]:
     """A figure with room for the panels, and their rows."""
-    num_rows = max(math.ceil(num_panels / _NUM_COLUMNS), 1)
+    num_rows = max(math.ceil(num_panels / num_columns), 1)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(16, 4.5 * num_rows), layout=layout)
+    figure = Figure(figsize=(16 * num_columns / _NUM_COLUMNS, 4.5 * num_rows), layout=layout)
     FigureCanvasAgg(figure)
     return figure, num_rows
 
